@@ -24,7 +24,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import httpx
-from soak_memory import ENOUGH, MIB, SLACK, Watch, accounted, resident
+from soak_memory import MIB, SHORT, Watch, accounted, resident
 from soak_mixed import Seat, Tally, mixed
 
 from pyspec.engine.api import Engine
@@ -295,11 +295,7 @@ def grown(readings: Sequence[int]) -> str:
     """The fault of resident bytes early and late, in a run too short for a reading a minute."""
     early, late = readings
     more = late - early
-    return (
-        f"memory grew by {more >> 20} MiB from {early >> 20} MiB"
-        if more > max(ENOUGH * early, SLACK)
-        else ""
-    )
+    return f"memory grew by {more >> 20} MiB from {early >> 20} MiB" if more > SHORT * early else ""
 
 
 def soak(

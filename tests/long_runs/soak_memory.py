@@ -18,7 +18,7 @@ from pyspec.errors import PyspecError
 MIB = 1 << 20
 ENOUGH = 0.05  # share of the memory after the first minutes that may come to it later
 LAST = 5  # readings at the end
-SLACK = 48 * MIB  # of short runs, in which threads still get their arenas
+SHORT = 0.25  # share that a run of minutes may grow by: threads still get arenas, caches fill, and readings differ by a tenth
 
 
 def resident(pid: int) -> int:
