@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -249,13 +250,13 @@ def overwriting(run: Callable[[Batch], Out]) -> Callable[[Batch], Out]:
 
 
 def rig(path: Path, **settings: object) -> Rig:
-    """Load a model, with f32 caches and without warm-up, so that a text depends on the weights only."""
+    """Load a model, with f32 caches and without warm-up, so that a text depends on the weights only. PYSPEC_TEST_DEVICE=cuda: on a GPU."""
     values: dict[str, object] = {
         "np": 1,
         "ctx": 256,
         "kv_type": "f32",
         "warm_up": False,
-        "device": "cpu",
+        "device": os.environ.get("PYSPEC_TEST_DEVICE", "cpu"),
     }
     return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
 

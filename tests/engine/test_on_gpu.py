@@ -9,11 +9,13 @@ import gc
 import itertools
 import os
 import queue
+import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.models.coarse import rows_of
 from pyspec.request import Delta, Done, Event, Failed
+from pyspec.synth import write
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -246,6 +249,56 @@ def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | 
         got, want = (e.generate_many(turns, max_tokens=100, temperature=0.0) for e in (warm, cold))
         assert [r.tokens for r in got] == [r.tokens for r in want]
         assert all(r.timings.cache_n > 0 for r in got)
+
+
+def n_same(want: Result, got: Result) -> int:
+    """Tokens up to the end, or up to a near tie, which may fall either way beside other rows."""
+    for i, entry in enumerate(want.logprobs):
+        if want.tokens[i] != got.tokens[i]:
+            best, second = sorted((x for _, x in entry.top), reverse=True)[:2]
+            assert best - second < 0.02, f"the texts part at {i}"
+            return i
+    return len(want.tokens)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    folder = tmp_path_factory.mktemp("windowed")
+
+    @cache
+    def made(name: str, n_layer: int) -> Path:
+        write(name, path := folder / f"{name}.gguf", quant="q8_0", n_layer=n_layer)
+        return path
+
+    return made
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0")])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize(
+    ("name", "layers"), [("gemma-3-270m", 7), ("gpt-oss-20b", 3), ("gemma-4-31b", 6)]
+)
+def test_windows_that_keep_only_their_window_leave_the_text(
+    name: str,
+    layers: int,
+    draft: str | None,
+    types: tuple[str, str],
+    windowed: Callable[[str, int], Path],
+) -> None:
+    """In graphs, five slots at once, prompts from shorter than a window to many of them: as with whole pages, one slot, without drafts."""
+    rng = random.Random(5)
+    prompts = [rng.choices(range(300, 3000), k=n) * 2 for n in (4, 60, 101, 290, 531, 1201)]
+    given = {"ctx": 2600, "kv_type": types[0], "kv_type_v": types[1], "ubatch": 100, "device": "cuda"}
+
+    def texts(draft: str | None, **more: object) -> list[Result]:
+        with Engine.load(windowed(name, layers), draft, **given, **more) as engine:
+            return engine.generate_many(
+                prompts, max_tokens=90, temperature=0.0, logprobs=3, ignore_eos=True
+            )
+
+    pairs = zip(texts(None, np=1, swa_full=True), texts(draft, np=5), strict=True)
+    same = [n_same(want, got) for want, got in pairs]
+    assert sum(same) > 0.7 * 90 * len(same), same
 
 
 def wait_for_checks() -> None:
