@@ -251,12 +251,12 @@ def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | 
         assert all(r.timings.cache_n > 0 for r in got)
 
 
-def n_same(want: Result, got: Result) -> int:
+def n_same(want: Result, got: Result, margin: float) -> int:
     """Tokens up to the end, or up to a near tie, which may fall either way beside other rows."""
     for i, entry in enumerate(want.logprobs):
         if want.tokens[i] != got.tokens[i]:
             best, second = sorted((x for _, x in entry.top), reverse=True)[:2]
-            assert best - second < 0.02, f"the texts part at {i}"
+            assert best - second < margin, f"the texts part at {i}"
             return i
     return len(want.tokens)
 
@@ -273,32 +273,41 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], P
     return made
 
 
-@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0")])
-@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize(("types", "margin"), [(("f16", "f16"), 0.02), (("q8_0", "q4_0"), 0.15)])
+@pytest.mark.parametrize(("np", "draft"), [(1, None), (5, None), (5, "ngram")])
 @pytest.mark.parametrize(
     ("name", "layers"), [("gemma-3-270m", 7), ("gpt-oss-20b", 3), ("gemma-4-31b", 6)]
 )
 def test_windows_that_keep_only_their_window_leave_the_text(
     name: str,
     layers: int,
+    np: int,
     draft: str | None,
     types: tuple[str, str],
+    margin: float,
     windowed: Callable[[str, int], Path],
 ) -> None:
-    """In graphs, five slots at once, prompts from shorter than a window to many of them: as with whole pages, one slot, without drafts."""
+    """In graphs, prompts from shorter than a window to many of them: as with whole pages. Random weights leave margins of hundredths, and
+    values of 4 bits fall on another side for a last bit of their row, so a slot beside others may leave the text at a near tie."""
     rng = random.Random(5)
     prompts = [rng.choices(range(300, 3000), k=n) * 2 for n in (4, 60, 101, 290, 531, 1201)]
-    given = {"ctx": 2600, "kv_type": types[0], "kv_type_v": types[1], "ubatch": 100, "device": "cuda"}
+    given = {
+        "np": np,
+        "ctx": 2600,
+        "kv_type": types[0],
+        "kv_type_v": types[1],
+        "ubatch": 100,
+        "device": "cuda",
+    }
 
-    def texts(draft: str | None, **more: object) -> list[Result]:
+    def texts(**more: object) -> list[Result]:
         with Engine.load(windowed(name, layers), draft, **given, **more) as engine:
             return engine.generate_many(
                 prompts, max_tokens=90, temperature=0.0, logprobs=3, ignore_eos=True
             )
 
-    pairs = zip(texts(None, np=1, swa_full=True), texts(draft, np=5), strict=True)
-    same = [n_same(want, got) for want, got in pairs]
-    assert sum(same) > 0.7 * 90 * len(same), same
+    same = [n_same(want, got, margin) for want, got in zip(texts(swa_full=True), texts(), strict=True)]
+    assert sum(same) > (0.9 if np == 1 else 0.2) * 90 * len(same), same
 
 
 def wait_for_checks() -> None:
