@@ -20,7 +20,7 @@
 
 constexpr int kMostRanks = 8;  // buffers that a kernel is given, the first RANKS of which count
 constexpr int kPatience = 64;  // looks at a number in vain between looks around
-constexpr int kSends = 1, kSums = 2;
+constexpr int kSends = 1, kSums = 2, kTakes = 4;
 constexpr u32 kNothing = 0x80000000u;
 
 struct alignas(16) Four {
@@ -81,6 +81,12 @@ struct Meeting {
 #pragma unroll
     for (int k = 1; k < RANKS; ++k)
       if (k == rank) own = buffers[k];
+    begin();
+  }
+
+  __device__ __forceinline__ Meeting(float* own, int rank, int block) : own(own), rank(rank), block(block) { begin(); }
+
+  __device__ __forceinline__ void begin() {
     call = *calls() + 1;
     place = (block * 2u + (call & 1)) * (RANKS * PLACE);
   }
@@ -95,22 +101,30 @@ struct Meeting {
       if (k != rank) send(reinterpret_cast<Four*>(buffers[k] + (place + rank * PLACE + at)), v);
   }
 
+  // Four numbers to one other rank, whose buffer is `theirs`.
+  __device__ __forceinline__ void tell_one(float* theirs, int at, Four v) const {
+    send(reinterpret_cast<Four*>(theirs + (place + rank * PLACE + at)), v);
+  }
+
+  // Four numbers of rank r, once they are there. Their place is empty then.
+  __device__ __forceinline__ Four take(int r, int at, Patience& patience) const {
+    Four* const theirs = reinterpret_cast<Four*>(own + (place + r * PLACE + at));
+    Four part = look(theirs);
+    for (int tries = 1; patience.left != 0 && !all_there(part); ++tries) {
+      if (tries % kPatience == 0) patience.look_around(over());
+      part = look(theirs);
+    }
+    send(theirs, {kNothing, kNothing, kNothing, kNothing});
+    return part;
+  }
+
   // The sum of all ranks' in their order, `mine` among them, once they are there.
   __device__ __forceinline__ float4 sum(int at, float4 mine, Patience& patience) const {
     float4 sum = mine;
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
       float4 more = mine;
-      if (r != rank) {
-        Four* const theirs = reinterpret_cast<Four*>(own + (place + r * PLACE + at));
-        Four part = look(theirs);
-        for (int tries = 1; patience.left != 0 && !all_there(part); ++tries) {
-          if (tries % kPatience == 0) patience.look_around(over());
-          part = look(theirs);
-        }
-        send(theirs, {kNothing, kNothing, kNothing, kNothing});
-        more = floats_of(part);
-      }
+      if (r != rank) more = floats_of(take(r, at, patience));
       if (r == 0) sum = more;
       else sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -16,6 +17,8 @@ from pyspec.cuda.ops.peer_sum import cuda as peer_sum
 from pyspec.engine.plan import memory_plan
 
 CHUNK, BLOCKS = 64, 3
+BOTH = peer_sum.SEND | peer_sum.SUM
+ALL = BOTH | peer_sum.TAKE  # of a sum that is shared
 
 
 def layout(n: int) -> peer_sum.Places:
@@ -38,14 +41,16 @@ def run(
     places: list[Tensor],
     first: int = 0,
     limit: int = 0,
-    steps: int = peer_sum.SEND | peer_sum.SUM,
+    steps: int = BOTH,
+    name: str = "",
 ) -> tuple[Tensor, int]:
     """x [rank, n]: those of the ranks that launch. Returns their sums, and whether one gave up."""
     out, late = torch.full_like(x, torch.nan), torch.zeros(1, dtype=torch.int32)
     numbers = (np.int32(x.shape[1]), np.int32(first), np.int32(steps), np.int32(limit))
     args = (x, out, *places, *[places[0]] * (peer_sum.MOST_RANKS - len(places)), late, *numbers)
     grid = (min(BLOCKS, -(-x.shape[1] // CHUNK)), len(x))
-    kernel(len(places)).kernel("peer_sum", peer_sum.SIGNATURE).launch(grid, peer_sum.THREADS, args)
+    name = name or ("peer_sum_shared" if steps == ALL else "peer_sum")
+    kernel(len(places)).kernel(name, peer_sum.SIGNATURE).launch(grid, peer_sum.THREADS, args)
     return out, int(late.item())
 
 
@@ -53,13 +58,15 @@ def run(
 @needs_compiler
 @pytest.mark.parametrize("n_rank", [2, 3, 8])
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("steps", [(BOTH,), (ALL,), (ALL, BOTH)], ids=["whole", "shared", "in turns"])
 def test_all_ranks_have_the_sum_in_the_order_of_ranks(
-    n_rank: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    n_rank: int, seed: int, steps: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gen, places = torch.Generator().manual_seed(seed), buffers(n_rank)
     monkeypatch.setattr(order, "seed", seed)
     monkeypatch.setattr(order, "resident", BLOCKS * n_rank)
     scale = torch.logspace(8, -8, n_rank)[:, None]
+    way = itertools.cycle(steps)
     for n in (
         4,
         CHUNK,
@@ -72,7 +79,7 @@ def test_all_ranks_have_the_sum_in_the_order_of_ranks(
     ):
         x = torch.randn(n_rank, n, generator=gen) * scale  # blocks come and go between calls
         x[:, ::3] = -0.0  # the neutral element
-        out, late = run(x, places)
+        out, late = run(x, places, steps=next(way))
         want = x[0].clone()
         for part in x[1:]:
             want = want + part
@@ -102,17 +109,45 @@ def test_ranks_that_take_turns_send_all_and_then_sum() -> None:
 
 
 @needs_compiler
+def test_ranks_that_take_turns_share_a_sum_in_three_launches() -> None:
+    gen, places = torch.Generator().manual_seed(4), buffers(3)
+    for n in (4, CHUNK + 12, 2 * BLOCKS * CHUNK, BLOCKS * CHUNK, 8):
+        x, out = torch.randn(3, n, generator=gen), torch.full((3, n), torch.nan)
+        for step, ranks in (
+            (peer_sum.SEND, (2, 0, 1)),
+            (peer_sum.SUM, (1, 2, 0)),
+            (peer_sum.TAKE, (0, 2, 1)),
+        ):
+            for rank in ranks:
+                part, late = run(x[rank : rank + 1], places, rank, 20, step, "peer_sum_shared")
+                assert not late
+                out[rank] = torch.where(part[0].isnan(), out[rank], part[0])
+        assert torch.equal(out, (x[0] + x[1] + x[2]).expand(3, n)), n
+
+
+@needs_compiler
 def test_launches_that_take_turns_meet_between() -> None:
     said: list[str] = []
 
-    class Kernel:
-        def launch(self, grid: object, block: int, args: list[object], *, overlap: bool) -> None:
-            said.append({peer_sum.SEND: "send", peer_sum.SUM: "sum", 3: "both"}[int(args[-2])])
+    names = {peer_sum.SEND: "send", peer_sum.SUM: "sum", peer_sum.TAKE: "take", BOTH: "both", ALL: "all"}
 
-    late = torch.zeros(1, dtype=torch.int32)
-    for meet, want in ((lambda: said.append("meet"), ["send", "meet", "sum"]), (None, ["both"])):
+    class Kernel:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        def launch(self, grid: object, block: int, args: list[object], *, overlap: bool) -> None:
+            said.append(names[int(args[-2])] + self.kind)
+
+    late, meets, large = torch.zeros(1, dtype=torch.int32), lambda: said.append("meet"), peer_sum.SHARED
+    for n_rank, n, meet, want in (
+        (2, 8, meets, ["send", "meet", "sum"]),
+        (2, large, None, ["both"]),
+        (4, large - 4, None, ["both"]),
+        (4, large, None, ["all shared"]),
+        (4, large, meets, ["send shared", "meet", "sum shared", "meet", "take shared"]),
+    ):
         said.clear()
-        peer_sum.PeerSum(Kernel(), 0, buffers(2), late, meet)(torch.zeros(8))
+        peer_sum.PeerSum(Kernel(""), Kernel(" shared"), 0, buffers(n_rank), late, meet)(torch.zeros(n))
         assert said == want
 
 
@@ -133,8 +168,9 @@ def test_places_are_whole_chunks_and_memory_is_planned() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_it_compiles_for_every_architecture(arch: str) -> None:
-    found = compile_cubin("peer_sum", arch, peer_sum.Places(2).defines, use_cache=False).resources
-    assert set(found) == {"peer_sum"} and not found["peer_sum"].spill_bytes
+    found = compile_cubin("peer_sum", arch, peer_sum.Places(4).defines, use_cache=False).resources
+    assert set(found) == {"peer_sum", "peer_sum_shared"}
+    assert not any(r.spill_bytes for r in found.values())
 
 
 def test_ranks_go_on_without_it_where_one_can_not_have_it() -> None:
@@ -149,7 +185,7 @@ def test_ranks_go_on_without_it_where_one_can_not_have_it() -> None:
 
 
 def test_only_small_whole_rows_are_summed_so() -> None:
-    takes = peer_sum.PeerSum(None, 0, buffers(2), torch.zeros(1)).takes
+    takes = peer_sum.PeerSum(None, None, 0, buffers(2), torch.zeros(1)).takes
     assert (
         takes(torch.zeros(3, 5120))
         and not takes(torch.zeros(3, 5120).half())

@@ -57,7 +57,9 @@ class Ranks:
     def of(self, rank: int) -> Any:
         kernel = emulate("peer_sum", self.layout.defines).kernel("peer_sum", peer_sum.SIGNATURE)
         late = torch.zeros(1, dtype=torch.int32)
-        peers = peer_sum.PeerSum(kernel, rank, self.places, late, lambda: self.meeting.wait() and None)
+        peers = peer_sum.PeerSum(
+            kernel, kernel, rank, self.places, late, lambda: self.meeting.wait() and None
+        )
         peers.layout = self.layout
         own = SimpleNamespace(peers=peers, sum=peers, gather=partial(self.gather, rank))
         own.distrust_peers = lambda: setattr(own, "peers", None)

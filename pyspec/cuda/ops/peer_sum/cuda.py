@@ -26,7 +26,10 @@ NOTHING = 0x80000000  # no rank has written here yet (peers.cuh)
 HANDLE = 64  # bytes of the driver's handle of memory, for other processes
 LIMIT = 400_000  # times that a thread of a check looks around: seconds
 SIGNATURE = "pp" + "p" * MOST_RANKS + "piiii"
-SEND, SUM = 1, 2  # steps of peer_sum.cu
+SEND, SUM, TAKE = 1, 2, 4  # steps of peer_sum.cu
+SHARED = (
+    1 << 18
+)  # numbers from which more than two ranks share a sum, instead of each sending all of its own to each
 Place = Tensor | np.int64
 Meet = Callable[[], None]
 Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
@@ -68,15 +71,28 @@ class PeerSum:
     """
 
     def __init__(
-        self, kernel: Kernel, rank: int, buffers: Sequence[Place], late: Tensor, meet: Meet | None = None
+        self,
+        whole: Kernel,
+        shared: Kernel,
+        rank: int,
+        buffers: Sequence[Place],
+        late: Tensor,
+        meet: Meet | None = None,
     ) -> None:
-        self.kernel, self.rank, self.n, self.late, self.meet = kernel, rank, len(buffers), late, meet
+        self.whole, self.shared, self.rank, self.n, self.late, self.meet = (
+            whole,
+            shared,
+            rank,
+            len(buffers),
+            late,
+            meet,
+        )
         self.layout = Places(len(buffers))
         self.overlap = late.is_cuda and torch.cuda.get_device_capability(late.device) >= (9, 0)
         self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]
 
     def takes(self, x: Tensor) -> bool:
-        """Whether it sums tensors like this: small ones, because it sends the whole tensor to every rank."""
+        """Whether it sums tensors like this: NCCL takes what is larger than the places."""
         aligned = x.is_contiguous() and x.data_ptr() % 16 == 0 and x.numel() % 4 == 0
         return x.dtype == torch.float32 and aligned and 0 < x.numel() <= self.layout.most
 
@@ -92,20 +108,24 @@ class PeerSum:
     def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
         out, n = torch.empty_like(x), x.numel()
         grid = min(-(-n // self.layout.chunk), self.layout.blocks)
-        for steps in self.steps():
+        is_shared = self.n > 2 and n >= SHARED
+        kernel = self.shared if is_shared else self.whole
+        for steps in self.steps(is_shared):
             numbers = (np.int32(n), np.int32(self.rank), np.int32(steps), np.int32(limit))
             args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
-            self.kernel.launch((grid,), THREADS, args, overlap=self.overlap)
+            kernel.launch((grid,), THREADS, args, overlap=self.overlap)
         return out
 
-    def steps(self) -> Iterator[int]:
+    def steps(self, is_shared: bool = False) -> Iterator[int]:
         """Run the launches one after the other."""
+        steps = [SEND, SUM, TAKE] if is_shared else [SEND, SUM]
         if self.meet is None:
-            yield SEND | SUM
+            yield sum(steps)
             return
-        yield SEND
-        self.meet()
-        yield SUM
+        for i, step in enumerate(steps):
+            if i:
+                self.meet()
+            yield step
 
 
 def make(
@@ -129,9 +149,8 @@ def make(
         late = torch.zeros(1, dtype=torch.int32, device=device)
         arch = arch_of(torch.cuda.get_device_capability(device))
         compiled = compile_cubin("peer_sum", arch, Places(n).defines)
-        launch = PeerSum(
-            compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late, meet
-        )
+        whole, shared = (compiled.kernel(name, SIGNATURE) for name in ("peer_sum", "peer_sum_shared"))
+        launch = PeerSum(whole, shared, rank, [np.int64(int(p)) for p in places], late, meet)
         weakref.finalize(launch, _free, own).atexit = False
     except Exception as e:  # noqa: BLE001
         why = f"the others' memory is not reached: {e}"
