@@ -19,7 +19,8 @@
 // are multiplied if BUFFERS is 2. For S a warp has MT * 16 columns of 16 keys, for O all columns of WARP_DIMS dims. No build has another
 // order of sums.
 //
-// Rows in shared memory have no padding: their 16-byte pieces are permuted by the row's number, so that eight rows lie in different banks.
+// Rows in shared memory are whole lines of 128 bytes. Their 16-byte pieces are permuted by the row's number, so that eight rows lie in different
+// banks.
 // Bound by: products with 64 columns (1,088 multiply-adds of a column for the 1,152 bytes of a key); bytes with 16.
 //
 // Macros: DIM, N_VALUE, COLS (16, 32 or 64), WARPS (4 or 8), BUFFERS (1 or 2), K_KIND, OP_ID, SHARED_BYTES.
@@ -31,11 +32,13 @@
 #include "matrices.cuh"
 #include "overlap.cuh"
 
-constexpr int THREADS = 32 * WARPS, KEYS = 64, PIECES = DIM / 8;  // pieces of 16 bytes of a row
+constexpr int THREADS = 32 * WARPS, KEYS = 64;
+constexpr int ROW = (DIM + 63) / 64 * 64;                     // values of a row in shared memory
+constexpr int STEPS = (DIM + 15) / 16, PIECES = 2 * STEPS;    // pieces of 16 bytes that products read; behind DIM they are zeros
 constexpr int TILES = COLS / 16, N_WARPS = 4, M_WARPS = WARPS / N_WARPS, MT = TILES / M_WARPS;
 constexpr int WARP_DIMS = (N_VALUE / 16 + WARPS - 1) / WARPS * 16, DT = WARP_DIMS / 8;
 constexpr u32 ALL = 0xffffffffu;
-static_assert(DIM % 64 == 0 && N_VALUE % 16 == 0 && N_VALUE <= DIM, "rows are permuted by eight pieces");
+static_assert(DIM % 8 == 0 && N_VALUE % 16 == 0 && N_VALUE <= DIM, "whole pieces");
 static_assert(MT * M_WARPS == TILES && M_WARPS * N_WARPS == WARPS, "tiles do not divide");
 
 #if K_KIND == 2
@@ -53,8 +56,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 }
 
 struct alignas(16) Shared {
-  u16 q[COLS][DIM];
-  u16 keys[BUFFERS][KEYS][DIM];
+  u16 q[COLS][ROW];
+  u16 keys[BUFFERS][KEYS][ROW];
   u16 p[COLS][KEYS];
   float top[N_WARPS][COLS], sum[N_WARPS][COLS];
   float run_m[2][COLS], run_l[COLS];  // maxima before this tile and behind it, in turn
@@ -191,7 +194,7 @@ __device__ __forceinline__ void gather(Shared& s, const Args& a, int base, int b
     const int key = i / PIECES, piece = i % PIECES;
     const i64 row = s.row16[base / KEYS % 2][key / 16] + key % 16;
     u16* const to = &s.keys[buffer][key][place(key, piece)];
-    if (base + key < s.hull[0] || base + key >= s.hull[1]) {
+    if (base + key < s.hull[0] || base + key >= s.hull[1] || (DIM % 16 != 0 && 8 * piece >= DIM)) {
       *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
     } else {
 #if K_KIND < 3
@@ -210,7 +213,8 @@ __device__ __forceinline__ void load_queries(Shared& s, const Args& a, const Til
   for (int i = threadIdx.x; i < COLS * PIECES; i += THREADS) {
     const int c = i / PIECES, piece = i % PIECES;
     const float4* const from = reinterpret_cast<const float4*>(a.q + static_cast<i64>(t.first + (c < t.n_col ? c : 0)) * DIM + 8 * piece);
-    const float4 x = from[0], y = from[1];
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f), y = x;
+    if (DIM % 16 == 0 || 8 * piece < DIM) x = from[0], y = from[1];
     *reinterpret_cast<uint4*>(&s.q[c][place(c, piece)]) = make_uint4(pack(x.x * a.scale, x.y * a.scale), pack(x.z * a.scale, x.w * a.scale),
                                                                      pack(y.x * a.scale, y.y * a.scale), pack(y.z * a.scale, y.w * a.scale));
   }
@@ -228,11 +232,11 @@ __device__ __forceinline__ void scores(const Shared& s, int buffer, int m_warp, 
 #pragma unroll
       for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
 #pragma unroll 4
-  for (int step = 0; step < DIM / 16; step++) {
+  for (int step = 0; step < STEPS; step++) {
     const Quad y = matrices(k + 16 * ((2 * step + lane / 8 % 2) ^ turn));
 #pragma unroll
     for (int m = 0; m < MT; m++) {
-      const Quad x = matrices(q + m * 32 * DIM + 16 * ((2 * step + lane / 16) ^ turn));
+      const Quad x = matrices(q + m * 32 * ROW + 16 * ((2 * step + lane / 16) ^ turn));
 #pragma unroll
       for (int n = 0; n < 2; n++) {
         float(&d)[4] = acc[m][n];
@@ -318,7 +322,7 @@ __device__ __forceinline__ void values(const Shared& s, int buffer, int warp, in
     for (int n = 0; n < DT; n += 2) {
       const int piece = (warp * WARP_DIMS + 8 * n) / 8 + lane / 16;
       if (N_VALUE % (16 * WARPS) != 0 && warp * WARP_DIMS + 8 * n >= N_VALUE) break;
-      const Quad y = matrices_turned(v + step * 32 * DIM + 16 * (piece ^ by));
+      const Quad y = matrices_turned(v + step * 32 * ROW + 16 * (piece ^ by));
 #pragma unroll
       for (int m = 0; m < TILES; m++)
 #pragma unroll

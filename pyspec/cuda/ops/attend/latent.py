@@ -55,7 +55,8 @@ class LatentBuild:
     @property
     def shared_bytes(self) -> int:
         """sizeof(Shared) in attend_latent.cu."""
-        halves = (self.columns + self.buffers * KEYS) * self.dim + self.columns * KEYS
+        row = -(-self.dim // 64) * 64
+        halves = (self.columns + self.buffers * KEYS) * row + self.columns * KEYS
         size = 2 * halves + 4 * (11 * self.columns + KEYS // 8 + 5)
         return -(-size // 16) * 16
 
@@ -107,9 +108,9 @@ def shape_limits(spec: AttendSpec) -> str | None:
         return "keys that are values have one head and no sinks in this kernel"
     if not spec.kv.is_one or spec.kv.has_f32:
         return f"keys that are values are {spec.kv.name}; the kernel takes one type of 16 bits or fewer"
-    if spec.head_dim % 64:
-        return f"keys are {spec.head_dim} wide; the kernel takes multiples of 64"
-    if spec.n_value % 16:
+    if spec.head_dim % 8:
+        return f"keys are {spec.head_dim} wide; the kernel takes multiples of 8"
+    if spec.n_value % 16 or spec.n_value > spec.head_dim:
         return f"values are {spec.n_value} wide; the kernel takes multiples of 16"
     return None
 
