@@ -21,6 +21,7 @@ NUMBERS = {"gdn": 3, "attend": 4, "rope_kv": 5, "mamba2": 7, "embed": 8, "norms"
     "sparse_attend": 12,
     "compress": 13,
     "short_conv": 14,
+    "rope_latent": 15,
 }
 """As they stand in cubins that are out: these never change."""
 TOY = '''
