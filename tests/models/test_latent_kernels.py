@@ -71,10 +71,11 @@ def compare(path: Path, ops: tuple[Op[Any, Any], ...], kv: torch.dtype = torch.f
         want = rounds(path, kv)
     with only("cuda", ops):
         got = rounds(path, kv)
-    off = (got - want).abs().amax(-1) / want.std() / (8 if kv is torch.bfloat16 else 1)  # fewer bits
+    steps = 1 if kv is torch.float16 else 8  # of fewer bits, which keys of later layers may fall into
+    off = (got - want).abs().amax(-1) / want.std() / steps
     assert float(off.median()) < 0.01, off
     assert float((off < 0.05).float().mean()) > 0.9, off  # a near tie of experts may turn
-    assert not torch.equal(got, want)
+    assert short_conv in ops or not torch.equal(got, want)  # whose sums have the reference's order
 
 
 @needs_compiler

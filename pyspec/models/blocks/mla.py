@@ -144,12 +144,12 @@ class BoundMla:
             at.kv.turned_k(spec.row),
             current().is_exact and w.device.type == "cuda",
         )
-        own = [attend.chosen(attends), rope_latent.chosen(ropes)]
+        capturable = attend.chosen(attends).capturable and rope_latent.chosen(ropes).capturable
         if spec.q_rank:
             of_queries = NormsSpec(w.device, spec.q_rank, at.eps)
             self.of_queries = norms.bind(of_queries)
-            own.append(norms.chosen(of_queries))
-        self.capturable = w.device.type == "cuda" and all(impl.capturable for impl in own)
+            capturable = capturable and norms.chosen(of_queries).capturable
+        self.capturable = capturable and w.device.type == "cuda"
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """Writes the rows' latent keys, then attends."""

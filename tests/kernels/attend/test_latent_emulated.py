@@ -30,12 +30,15 @@ CASES = {
     "window of one": Case(6, 1, 64, torch.float16, [(600, 5), (128, 1)], 16, 1, n_value=48),
     "odd size": Case(5, 1, 24, torch.float16, [(40, 3), (0, 2)], 16, pad=(1, 1), n_value=16),
     "odd size f8": Case(5, 1, 104, F8, [(40, 3), (0, 2)], 16, n_value=80),
-    "drafter block": Case(4, 1, 64, torch.float16, [(1100, 8), (100, 8)], 16, 0, True, (8, 1), n_value=48),
+    "drafter block": Case(
+        4, 1, 64, torch.float16, [(1100, 8), (100, 8)], 16, 0, True, (8, 1), n_value=48
+    ),
     "q8_0": Case(6, 1, 128, torch.int8, [(0, 3), (127, 9), (260, 1)], 32, pad=(5, 2), n_value=96),
     "f8": Case(6, 1, 64, F8, [(17, 3), (300, 1)], 64, n_value=48),
     "q4_0": Case(6, 1, 64, Q4_0, [(17, 3), (300, 1)], 16, pad=(1, 1), n_value=32),
     "q5_1": Case(6, 1, 64, Q5_1, [(70, 2), (30, 1)], 16, n_value=64),
 }
+
 
 def run(case: Case, made: Made, q: Tensor, batch: object, build: LatentBuild | None = None) -> Tensor:
     return latent.bind(spec_of(case, CPU), build=build)(q, made.pool, batch, case.window)  # type: ignore[arg-type]
@@ -55,7 +58,9 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str, s
     assert not out[n:].any()
 
 
-@pytest.mark.parametrize("name", ["ragged", "more heads than columns", "small window", "q8_0", "odd size"])
+@pytest.mark.parametrize(
+    "name", ["ragged", "more heads than columns", "small window", "q8_0", "odd size"]
+)
 def test_a_row_has_the_same_bits_alone_and_in_any_company_and_build(name: str) -> None:
     case = CASES[name]
     made = make(case, CPU)

@@ -36,9 +36,7 @@ def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 def rows_of(n: int, shape: ShortConvShape = SHAPE, seed: int = 0) -> Tensor:
     """Slices of wider rows that are NaN elsewhere."""
     wide = torch.full((n, 3 * shape.n_channel + 8), torch.nan)
-    wide[:, 4:-4] = torch.randn(
-        n, 3 * shape.n_channel, generator=torch.Generator().manual_seed(seed)
-    )
+    wide[:, 4:-4] = torch.randn(n, 3 * shape.n_channel, generator=torch.Generator().manual_seed(seed))
     return wide[:, 4:-4]
 
 
@@ -181,7 +179,11 @@ def test_a_batch_of_no_rows_launches_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4, 17])
 def test_rounds_of_64_slots_are_the_references(width: int) -> None:
-    spec, w, layers = ShortConvSpec(CPU, SHAPE), taps_of(), [StateLayer(SHAPE, 64, 17, CPU) for _ in "ab"]
+    spec, w, layers = (
+        ShortConvSpec(CPU, SHAPE),
+        taps_of(),
+        [StateLayer(SHAPE, 64, 17, CPU) for _ in "ab"],
+    )
     order = torch.randperm(64, generator=torch.Generator().manual_seed(width)).tolist()
     own, other = short_conv_cuda.bind(spec), short_conv_ref.bind(spec)
     for step in range(2):
@@ -192,8 +194,6 @@ def test_rounds_of_64_slots_are_the_references(width: int) -> None:
         ]
         batch = lay_out(SlotTable(64, 512, 64), seqs, CPU)
         m = rows_of(batch.n_row, seed=step)
-        got, want = (
-            run(m, w, layer, batch) for run, layer in zip((own, other), layers, strict=True)
-        )
+        got, want = (run(m, w, layer, batch) for run, layer in zip((own, other), layers, strict=True))
         assert torch.allclose(got, want, atol=1e-4)
     assert torch.equal(layers[0].conv, layers[1].conv) and not faults.record(CPU).any()

@@ -24,9 +24,7 @@ LFM2, ODD = ShortConvShape(2048, 3), ShortConvShape(140, 3)
 def rows_of(n: int, shape: ShortConvShape, seed: int = 0) -> Tensor:
     """Slices of wider rows that are NaN elsewhere."""
     wide = torch.full((n, 3 * shape.n_channel + 8), torch.nan)
-    wide[:, 4:-4] = torch.randn(
-        n, 3 * shape.n_channel, generator=torch.Generator().manual_seed(seed)
-    )
+    wide[:, 4:-4] = torch.randn(n, 3 * shape.n_channel, generator=torch.Generator().manual_seed(seed))
     return wide.to(GPU)[:, 4:-4]
 
 

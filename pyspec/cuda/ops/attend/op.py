@@ -25,7 +25,9 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
         Case(*own, [(0, 1), (299, 5), (1023, 2)], 32, pad=(3, 1)),
         Case(*own, [(70, 16), (1500, 1)], 16, 64, True),
     ):
-        case = replace(case, scale=spec.scale, sinks=spec.has_sinks, n_value=spec.n_value, v_dtype=spec.kv.v)
+        case = replace(
+            case, scale=spec.scale, sinks=spec.has_sinks, n_value=spec.n_value, v_dtype=spec.kv.v
+        )
         made = make(case, spec.device)
         n = made.plain.n_row
         got = launch(made.q, made.pool, made.batch, case.window, made.sinks)[:n]

@@ -59,7 +59,9 @@ def counts_of(meta: Meta, layer: StateLayer, n_row: int = 0, chunked: int = NEVE
     return [*meta, *map(np.int32, (layer.state.shape[0], layer.width, n_row, chunked))]
 
 
-def check_rows(op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1, n_part: int = 1) -> None:
+def check_rows(
+    op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1, n_part: int = 1
+) -> None:
     """Assert dtypes, shapes and alignment of m [row, n_part * channel] and of gates [row, head], which only our own code can get wrong.
 
     unit  values; rows of m begin at multiples of it
