@@ -117,3 +117,24 @@ def test_graphs_hold_both_where_kernels_run() -> None:
         assert not any(p.capturable for p in latent)
     else:
         assert all(p.capturable for p in convolved)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_kernels_give_the_references_logits_on_a_gpu(tmp_path: Path) -> None:
+    """Of deepseek2 with keys of 64 dims, and of lfm2moe; in graphs' form a layer looks at no list of the host."""
+    dims = find("deepseek2", tiny=True)
+    assert isinstance(dims, Deepseek2)
+    latent = synth.write(replace(dims, rank=48, n_rot=16, head_dim=24), tmp_path / "m.gguf", quant="f32")
+    for path, ops in ((latent, OPS[:2]), (FIXTURES / "lfm2moe.gguf", OPS[2:])):
+        got = rounds(path)
+        assert all(impl.name == "cuda" for op in ops for impl in op.decided.values())
+        with pytest.MonkeyPatch.context() as patch:
+            for op in ops:
+                patch.setattr(op, "impls", [])
+                patch.setattr(op, "_decided", {})
+            want = rounds(path)
+        off = (got - want).abs().amax(-1) / want.std()
+        assert float(off.median()) < 0.02 and float((off < 0.1).float().mean()) > 0.9, off
+    bench = Bench(latent, kv=torch.float16)
+    parts = [part for block in bench.target.blocks for part in block.parts]
+    assert all(p.capturable for p in parts if isinstance(p, BoundMla))
