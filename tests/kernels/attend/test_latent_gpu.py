@@ -71,9 +71,7 @@ def test_a_captured_graph_serves_batches_of_other_lengths() -> None:
     case = Case(16, 1, 576, torch.float16, [(2000, 4), (1500, 4)], 16, n_value=512)
     made, spec = make(case, GPU), spec_of(case, GPU)
     run, reference = latent.bind(spec), attend_ref.bind(spec)
-    b = replace(
-        made.batch, bucket=8, hi=made.batch.hi.clone(), positions=made.batch.positions.clone()
-    )
+    b = replace(made.batch, bucket=8, hi=made.batch.hi.clone(), positions=made.batch.positions.clone())
     run(made.q, made.pool, b)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
