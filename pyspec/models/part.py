@@ -38,6 +38,7 @@ class AttentionShape:
 
     gated  the q projection emits [query | gate] per head; the output is multiplied by sigmoid(gate)
     scale  of scores; None: 1/sqrt(head_dim)
+    n_value  keys are the values, too: that many of their first dims; 0: values stand apart
     """
 
     n_head: int
@@ -45,6 +46,7 @@ class AttentionShape:
     head_dim: int
     gated: bool = False
     scale: float | None = None
+    n_value: int = 0
 
     def share(self, n: int) -> AttentionShape:
         """Of each of `n` ranks (`KeyGroups`): several have the same key head where there are fewer than ranks, and heads of zeros where

@@ -1,5 +1,5 @@
-// The convolution of recurrent layers: TAPS taps, a window of raw inputs before the first row, silu. A lane has 4
-// channels. Macros: TAPS (4). CHANNELS is defined by whoever includes this.
+// The convolution of recurrent layers: TAPS taps, a window of raw inputs before the first row, silu or not. A lane has 4
+// channels. TAPS and CHANNELS are defined by the file that includes this.
 #pragma once
 #include "seq.cuh"
 
@@ -45,12 +45,14 @@ struct Taps {
   float4 w[TAPS];  // w[tap], one component per channel of the lane
 
   __device__ __forceinline__ explicit Taps(const float* conv_w) {
-    float4 c[4];
-    for (int i = 0; i < 4; i++) c[i] = quad(conv_w + i * TAPS);
-    w[0] = make_float4(c[0].x, c[1].x, c[2].x, c[3].x);
-    w[1] = make_float4(c[0].y, c[1].y, c[2].y, c[3].y);
-    w[2] = make_float4(c[0].z, c[1].z, c[2].z, c[3].z);
-    w[3] = make_float4(c[0].w, c[1].w, c[2].w, c[3].w);
+    float c[4 * TAPS];
+#pragma unroll
+    for (int i = 0; i < TAPS; i++) {
+      const float4 x = quad(conv_w + 4 * i);
+      c[4 * i] = x.x, c[4 * i + 1] = x.y, c[4 * i + 2] = x.z, c[4 * i + 3] = x.w;
+    }
+#pragma unroll
+    for (int t = 0; t < TAPS; t++) w[t] = make_float4(c[t], c[TAPS + t], c[2 * TAPS + t], c[3 * TAPS + t]);
   }
 
   __device__ __forceinline__ float4 operator()(const float4* x) const {
@@ -58,9 +60,14 @@ struct Taps {
   }
 
   __device__ __forceinline__ float4 operator()(const float4* x, float4 y) const {  // y: the bias
+    y = sum(x, y);
+    return make_float4(silu(y.x), silu(y.y), silu(y.z), silu(y.w));
+  }
+
+  __device__ __forceinline__ float4 sum(const float4* x, float4 y) const {  // without the activation
 #pragma unroll
     for (int i = 0; i < TAPS; i++) y = fma4(x[i], w[i], y);
-    return make_float4(silu(y.x), silu(y.y), silu(y.z), silu(y.w));
+    return y;
   }
 };
 

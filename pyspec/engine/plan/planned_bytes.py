@@ -224,7 +224,7 @@ def attention_bytes(d: Description) -> int:
     widest = max(d.n_overhang, -(-(bucket_of(n_row, most) or n_row) // s.np))  # with a graph's padding
     shapes = [(a, d.kv) for a in d.own.attention] + [(a, d.draft_kv) for a in d.draft.attention]
     specs = [
-        AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, kv)
+        AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, kv, n_value=a.n_value)
         for a, kv in dict.fromkeys(shapes)
     ]
     if d.assumed is not None:

@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.exact import in_passes
+from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.cuda.ops.rope_kv.ref import rotate
+from pyspec.cuda.ops.rope_latent.op import rope_latent
+from pyspec.cuda.ops.rope_latent.ref import RopeLatentSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.models.cuts import Cut, Units
@@ -64,7 +67,7 @@ class Mla:
 
     @property
     def attends(self) -> AttentionShape:
-        return AttentionShape(self.n_head, 1, self.row, scale=self.scale)
+        return AttentionShape(self.n_head, 1, self.row, scale=self.scale, n_value=self.rank)
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n, k = at.n_embd, self.n_plain + self.rope.n_rot
@@ -93,22 +96,31 @@ class Mla:
     def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
         yield angles, AnglesSpec(on.device)
         yield attend, self.attend_spec(on.device, on.kv)
-        for n in filter(None, (self.rank, self.q_rank)):
-            yield norms, NormsSpec(on.device, n, at.eps)
+        yield rope_latent, self.rope_spec(on.device, at.eps, on.kv)
+        if self.q_rank:
+            yield norms, NormsSpec(on.device, self.q_rank, at.eps)
         if on.streams:
             yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
 
     def attend_spec(self, device: torch.device, kv: KvFormat) -> AttendSpec:
-        return AttendSpec(device, self.n_head, 1, self.row, self.scale, kv)
+        return AttendSpec(device, self.n_head, 1, self.row, self.scale, kv, n_value=self.summed(kv))
+
+    def summed(self, kv: KvFormat) -> int:
+        """Dims of the sums of rows: the values, or all where values are turned back together with other dims."""
+        return self.row if (n := kv.turned_k(self.row)) and self.rank % n else self.rank
+
+    def rope_spec(self, device: torch.device, eps: float, kv: KvFormat) -> RopeLatentSpec:
+        n_rot, neox = self.rope.n_rot, self.rope.neox
+        return RopeLatentSpec(device, self.n_head, self.n_plain, self.rank, n_rot, neox, eps, kv)
 
     def bind(self, at: Binding) -> BoundMla:
         return BoundMla(self, at)
 
 
 class BoundMla:
-    """Latent attention over the slot's pages. Between its products it is torch's, which no graph or recording holds."""
+    """Latent attention over the slot's pages. The heads' own products are torch's, which graphs hold and recordings of CPUs do not."""
 
-    capturable = captures_prompts = False
+    captures_prompts = False
     fold = None
 
     def __init__(self, spec: Mla, at: Binding) -> None:
@@ -126,24 +138,38 @@ class BoundMla:
         self.k_b, self.v_b = (w.vector(at.name(f"attn_{x}_b.weight")) for x in "kv")
         self.out = w.summed(at.name("attn_output.weight"))
         self.reads, self.gives = None, sum_of(self.out)
-        self.attend = attend.bind(spec.attend_spec(w.device, at.kv))
-        self.turned = at.kv.turned_k(spec.row)
-        self.of_latent = norms.bind(NormsSpec(w.device, spec.rank, at.eps))
+        attends, ropes = spec.attend_spec(w.device, at.kv), spec.rope_spec(w.device, at.eps, at.kv)
+        self.attend, self.rope_latent = attend.bind(attends), rope_latent.bind(ropes)
+        self.turned, self.in_passes = (
+            at.kv.turned_k(spec.row),
+            current().is_exact and w.device.type == "cuda",
+        )
+        capturable = attend.chosen(attends).capturable and rope_latent.chosen(ropes).capturable
         if spec.q_rank:
-            self.of_queries = norms.bind(NormsSpec(w.device, spec.q_rank, at.eps))
+            of_queries = NormsSpec(w.device, spec.q_rank, at.eps)
+            self.of_queries = norms.bind(of_queries)
+            capturable = capturable and norms.chosen(of_queries).capturable
+        self.capturable = capturable and w.device.type == "cuda"
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """Writes the rows' latent keys, then attends."""
-        s, n, pool, turned = self.spec, len(x), run.memory.kv[self.layer], run.angles[self.rope]
-        latent, turning = self.latent(x, self.norm).split([s.rank, s.rope.n_rot], -1)
-        latent = self.of_latent(latent, self.kv_norm)[:, None]
-        key = torch.cat([latent, rotate(turning[:, None], turned, s.rope.neox)], -1)
-        pool.write(run.batch.kv_rows, hadamard(key, self.turned), None)
-        q = self.queries(x, self.norm)
+        s, pool = self.spec, run.memory.kv[self.layer]
+        kv, q = self.latent(x, self.norm), self.queries(x, self.norm)
         if self.q_b is not None and self.q_norm is not None:
             q = self.q_b(self.of_queries(q, self.q_norm))
-        plain, turning = q.view(n, s.n_head, -1).split([s.n_plain, s.rope.n_rot], -1)
-        plain = torch.einsum("nhk,hrk->nhr", plain, self.k_b)
-        q = hadamard(torch.cat([plain, rotate(turning, turned, s.rope.neox)], -1), self.turned)
+        plain = self._by_head(q.view(len(x), s.n_head, -1)[..., : s.n_plain], self.k_b)
+        rows, angles = run.batch.kv_rows, run.angles[self.rope]
+        q = self.rope_latent(kv, q, plain, self.kv_norm, angles, pool, rows)
         o = hadamard(self.attend(q, pool, run.batch), self.turned)[..., : s.rank]
-        return self.out(torch.einsum("nhr,hvr->nhv", o, self.v_b).flatten(1), residual=residual)
+        return self.out(self._by_head(o, self.v_b).flatten(1), residual=residual)
+
+    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [row, head, in], weight [head, out, in] -> [row, head, out]."""
+
+        def run(part: Tensor) -> Tensor:
+            part = part.unflatten(1, (len(weight), -1))
+            return torch.einsum("nhi,hoi->nho", part, weight).flatten(1)
+
+        x = x.flatten(1)
+        y = in_passes(x, run) if self.in_passes else run(x)
+        return y.view(len(x), *weight.shape[:2])

@@ -35,11 +35,16 @@ class Case:
     scale: float = 0.0  # 0: 1 / sqrt(dim)
     sinks: bool = False
     keys_only: bool = False
+    n_value: int = 0  # keys alone are kept, and are the values, too
     v_dtype: torch.dtype | KvType | None = None
 
     @property
     def kv(self) -> KvFormat:
         return KvFormat(type_of(self.dtype), type_of(self.v_dtype or self.dtype))
+
+    @property
+    def alone(self) -> bool:
+        return self.keys_only or self.n_value > 0
 
     @property
     def tolerance(self) -> float:
@@ -154,12 +159,12 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
     counts = [-(-(past + width) // size) for past, width in case.seqs]
     n_page = sum(counts) + case.spare
     pages = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
-    pool = KVPool(n_page * size, case.n_kv, case.dim, case.kv, device, keys_only=case.keys_only)
+    pool = KVPool(n_page * size, case.n_kv, case.dim, case.kv, device, keys_only=case.alone)
     spoil(pool)
     for (past, width), own in zip(case.seqs, pages, strict=True):
         rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
         k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
-        pool.write(rows, k, None if case.keys_only else v)
+        pool.write(rows, k, None if case.alone else v)
         if case.window and past >= case.window:
             spoil(pool, rows[: past - case.window + 1])
     plain = _batch(case, [own.tolist() for own in pages], device)
@@ -177,7 +182,7 @@ def usual(scale: float, dim: int) -> float:
 
 def spec_of(case: Case, device: torch.device) -> AttendSpec:
     scale = case.scale or case.dim**-0.5
-    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.kv, case.sinks)
+    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.kv, case.sinks, case.n_value)
 
 
 def spoil(pool: KVPool, rows: Tensor | slice = slice(None)) -> None:

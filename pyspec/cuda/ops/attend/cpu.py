@@ -52,6 +52,6 @@ def bind(spec: AttendSpec) -> Attend:
         size = batch.page_size
         sizes = (q.shape[0], *batch.page_table.shape, size, pool.n_row // size)
         run(q, *planes, *rows, sinks, out, *sizes, *heads, window, *kinds, spec.scale)
-        return out
+        return out[..., : spec.n_value] if spec.n_value else out  # of such keys all dims are summed
 
     return attend

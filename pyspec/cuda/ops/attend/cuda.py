@@ -18,7 +18,9 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
+from pyspec.cuda.ops.attend import latent
 from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
+from pyspec.cuda.ops.attend.shared import MAX_SEQ, room_of, workspace
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.slots.batch import Batch
@@ -32,7 +34,7 @@ WIDEST, ITS_TILES = (
     512,
     (1, 2, 3),
 )  # heads that only much shared memory holds, in fewer builds: others would spill
-SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
+SPLIT, STEP_BYTES, SCALE_BYTES = 1024, 2048, 256  # as in attend_fold.cuh and attend.cu
 # Rows of a prompt's piece that run here however many splits they see; more do while rows times splits are up to MANY.
 FEW, MANY = 16, 192
 MAX_DEPTH = 6
@@ -47,6 +49,8 @@ def limits(spec: AttendSpec) -> str | None:
         return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
+    if spec.n_value:
+        return latent.limits(spec)
     if spec.head_dim % 32 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
     return None
@@ -117,11 +121,6 @@ def step_bytes(of: KvType, n_key: int, n_factor: int) -> int:
     if not of.is_packed:
         return STEP_BYTES + SCALE_BYTES * (of == Q8_0)
     return STEP_BYTES // 2 + 256 * (of.bits == 5) + 4 * n_key * n_factor
-
-
-def room_of(arch: str) -> int:
-    """Bytes of shared memory of a multiprocessor; a block takes 1 KB more than it asks for."""
-    return {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
 
 
 def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = False) -> AttendBuild:
@@ -212,31 +211,6 @@ def _plain(device: torch.device, dim: int, kv: KvFormat, has_sinks: bool) -> jit
     return code.kernel("attend_plain", PLAIN_ARGS.format(planes=planes, sinks=sinks))
 
 
-class Workspace:
-    """Partial sums, shared by all layers of a device. Outgrown buffers stay, because captured graphs may hold them. An engine reserves
-    `workspace_bytes` before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.buffers: list[Tensor] = []
-        self.plan = torch.zeros(1 + 3 * MAX_SEQ, dtype=torch.int32, device=device)
-
-    @property
-    def room(self) -> int:
-        """Floats that `take` gives without an allocation."""
-        return self.buffers[-1].numel() if self.buffers else 0
-
-    def take(self, n_float: int) -> Tensor:
-        if not self.buffers or self.buffers[-1].numel() < n_float:
-            self.buffers.append(torch.empty(n_float, dtype=torch.float32, device=self.device))
-        return self.buffers[-1]
-
-
-@per_device
-def workspace(device: torch.device) -> Workspace:
-    return Workspace(device)
-
-
 def n_items(spec: AttendSpec, columns: int, grid: int, seqs: Iterable[tuple[int, int]]) -> int:
     """Most items of a batch, `seqs` being (tiles, keys): all splits, or the ranges used instead of splits."""
     sizes = [(spec.n_kv_head * tiles, n_key) for tiles, n_key in seqs]
@@ -268,6 +242,8 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """The same on a GPU of `n_sm` multiprocessors."""
+    if spec.n_value:
+        return 4 * latent.most_floats(spec, arch, n_seq, n_key, n_row)
     if not tiles_of(spec, arch):  # the plain kernel's
         return 0
     return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
@@ -405,6 +381,9 @@ class AttendLaunch:
 
 
 def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
+    if spec.n_value:
+        yield from latent.programs(spec, target)
+        return
     if not tiles_of(spec, target.arch):
         macros = plain_defines(spec.head_dim, spec.kv, spec.has_sinks)
         yield target.program("attend_plain", macros)
@@ -414,6 +393,6 @@ def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
         yield target.program("attend", shape.defines())
 
 
-def bind(spec: AttendSpec, *, shape: AttendBuild | None = None) -> AttendLaunch:
+def bind(spec: AttendSpec, *, shape: AttendBuild | None = None) -> AttendLaunch | latent.LatentLaunch:
     """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
-    return AttendLaunch(spec, shape)
+    return latent.bind(spec) if spec.n_value else AttendLaunch(spec, shape)

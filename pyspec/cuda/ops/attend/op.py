@@ -25,7 +25,9 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
         Case(*own, [(0, 1), (299, 5), (1023, 2)], 32, pad=(3, 1)),
         Case(*own, [(70, 16), (1500, 1)], 16, 64, True),
     ):
-        case = replace(case, scale=spec.scale, sinks=spec.has_sinks, v_dtype=spec.kv.v)
+        case = replace(
+            case, scale=spec.scale, sinks=spec.has_sinks, n_value=spec.n_value, v_dtype=spec.kv.v
+        )
         made = make(case, spec.device)
         n = made.plain.n_row
         got = launch(made.q, made.pool, made.batch, case.window, made.sinks)[:n]
@@ -36,11 +38,12 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
 
 
 def shapes(device: torch.device) -> list[attend_ref.AttendSpec]:
-    """Heads of 27B, of 8B, of a small drafter; 27B with keys and values of 8 and 4 bits."""
+    """Heads of 27B, of 8B, of a small drafter; 27B with keys and values of 8 and 4 bits; DeepSeek-V3, and what each of 8 ranks has."""
     heads = ((24, 4, 256), (32, 8, 128), (16, 2, 64))
     whole = [attend_ref.AttendSpec(device, *of, of[2] ** -0.5) for of in heads]
     few_bits = [KvFormat.both(Q8_0), KvFormat.both(F8), KvFormat(Q8_0, Q4_0)]
-    return whole + [replace(whole[0], kv=kv) for kv in few_bits]
+    latent = [attend_ref.AttendSpec(device, n, 1, 576, 192**-0.5, n_value=512) for n in (128, 16)]
+    return whole + [replace(whole[0], kv=kv) for kv in few_bits] + latent
 
 
 attend: Op[attend_ref.AttendSpec, Attend] = Op(

@@ -4,7 +4,7 @@
     pool        keys and values [pool row, kv, dim] of any types; the rows of this batch are already written
     batch       page table, lo and hi per row (see slots.batch)
     sinks       [head]                f32      or None
-    out         [row, head, dim]      q's dtype
+    out         [row, head, dim]      q's dtype; [row, head, n_value] where keys are the values
 
 Row r of sequence s attends to positions lo[r] <= p < hi[r] of s. Query head h reads KV head h // (head / kv). One
 sequence never reads another's pages, and each is computed on its own, so a result does not depend on the neighbours.
@@ -35,7 +35,10 @@ Attend = Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """`kv` is the pool's format (slots.kv); with `has_sinks` every call has them."""
+    """`kv` is the pool's format (slots.kv); with `has_sinks` every call has them.
+
+    n_value  keys are the values, too: that many of their first dims. 0: values stand apart, and are as wide
+    """
 
     device: torch.device
     n_head: int
@@ -44,6 +47,12 @@ class AttendSpec:
     scale: float
     kv: KvFormat = PLAIN
     has_sinks: bool = False
+    n_value: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Dims of a value."""
+        return self.n_value or self.head_dim
 
 
 def key_rows(batch: Batch, seq: int, first: int = 0) -> Tensor:
@@ -64,18 +73,19 @@ def bind(spec: AttendSpec) -> Attend:
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(q.dtype).view(spec.n_kv_head, group, 1)], -1)
         weights = scores.softmax(-1)[..., : k.shape[0]]
-        return (weights @ vt).view(1, spec.n_head, spec.head_dim)
+        return (weights @ vt).view(1, spec.n_head, spec.value_dim)
 
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
         """`window` > 0 narrows each row's range to the last `window` positions up to its own."""
-        out = torch.empty_like(q)
+        out = q.new_empty(len(q), spec.n_head, spec.value_dim)
         lo = batch.lo if window == 0 else torch.maximum(batch.lo, batch.positions - (window - 1))
         for s, seq in enumerate(batch.seqs):
             rows = slice(batch.starts[s], batch.starts[s + 1])
             first = max(0, seq.n_past - window + 1) if window else 0  # keys before it are not read
             k, v = pool.read(key_rows(batch, s, first), q.dtype)
+            v = v[..., : spec.value_dim]
             if current().is_exact and q.device.type == "cpu":
                 ranges = [
                     slice(lo[r] - first, batch.hi[r] - first) for r in range(rows.start, rows.stop)
@@ -97,7 +107,7 @@ def bind(spec: AttendSpec) -> Attend:
                 y = _with_sinks(
                     qs, kt, vt, seen, sinks.to(q.dtype).view(spec.n_kv_head, group, 1, 1), spec.scale
                 )
-            out[rows] = y.permute(2, 0, 1, 3).reshape(seq.width, spec.n_head, spec.head_dim)
+            out[rows] = y.permute(2, 0, 1, 3).reshape(seq.width, spec.n_head, spec.value_dim)
         return out
 
     return attend

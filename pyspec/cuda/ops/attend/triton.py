@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.attend.cuda import MANY, workspace
+from pyspec.cuda.ops.attend.cuda import MANY
 from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
+from pyspec.cuda.ops.attend.shared import workspace
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 

@@ -59,8 +59,10 @@ def counts_of(meta: Meta, layer: StateLayer, n_row: int = 0, chunked: int = NEVE
     return [*meta, *map(np.int32, (layer.state.shape[0], layer.width, n_row, chunked))]
 
 
-def check_rows(op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1) -> None:
-    """Assert dtypes, shapes and alignment of m [row, channel] and of gates [row, head], which only our own code can get wrong.
+def check_rows(
+    op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1, n_part: int = 1
+) -> None:
+    """Assert dtypes, shapes and alignment of m [row, n_part * channel] and of gates [row, head], which only our own code can get wrong.
 
     unit  values; rows of m begin at multiples of it
     """
@@ -72,7 +74,7 @@ def check_rows(op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1
     assert m.stride(0) % unit == 0 and m.data_ptr() % (4 * unit) == 0, (
         f"rows of {op} start at {4 * unit} bytes"
     )
-    assert m.shape[1] == layer.shape.n_channel and all(
+    assert m.shape[1] == n_part * layer.shape.n_channel and all(
         t.shape == (len(m), layer.state.shape[1]) for t in gates
     )
 
@@ -91,7 +93,7 @@ def check_kept(
     assert all(t.data_ptr() % (4 * unit) == 0 for t in whole), (
         f"tensors of {op} start at {4 * unit} bytes"
     )
-    sizes = [(layer.state.shape[1],)] * n_vector + [(n_channel, TAPS), (n_channel,)]
+    sizes = [(layer.state.shape[1],)] * n_vector + [(n_channel, layer.shape.n_conv), (n_channel,)]
     assert [tuple(t.shape) for t in weights] == sizes[: len(weights)]
 
 

@@ -42,7 +42,7 @@ class TritonShortConv:
     def __call__(self, m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
         out = m.new_empty(m.shape[0], self.spec.shape.n_channel)
         if m.shape[0]:
-            check_rows("short_conv", (m,), layer)
+            check_rows("short_conv", (m,), layer, n_part=3)
             check_kept("short_conv", (w,), 0, layer)
             self._run(m, w, layer, meta_of(batch), out)
         return out

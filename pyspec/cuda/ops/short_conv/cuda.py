@@ -1,0 +1,95 @@
+"""`short_conv` on NVIDIA GPUs: one launch a layer (short_conv.cu), four channels of a sequence for each lane.
+
+Same contract as the reference, and its order of taps. All lengths and counts are read on the device, so a captured graph may be replayed
+for any batch of as many sequences and rows; sequences without rows touch nothing. A row's bits depend on its own tokens only, however
+they came.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, jit
+from pyspec.cuda.context import per_device
+from pyspec.cuda.ops.recurrent.launch import (
+    UNIT,
+    Fold,
+    Meta,
+    check_kept,
+    check_rows,
+    counts_of,
+    folding,
+    meta_of,
+    stretches,
+)
+from pyspec.cuda.ops.short_conv.ref import ShortConvSpec
+from pyspec.cuda.ops.short_conv.shape import ShortConvShape
+from pyspec.slots.batch import Batch
+from pyspec.slots.recurrent import StateLayer
+
+CHANNELS, THREADS = 128, 128  # of a block
+MOST_TAPS = 5  # each warp of a block moves a row of the window
+ARGS = "plppp" + "pppp" + "iiii" + "p"
+
+
+def limits(spec: ShortConvSpec) -> str | None:
+    s = spec.shape
+    if (why := jit.missing(spec.device)) is not None:
+        return why
+    if s.n_channel % UNIT:
+        return f"{s.n_channel} channels; the kernel takes multiples of {UNIT}"
+    if not 1 < s.n_conv <= MOST_TAPS:
+        return f"the convolution has {s.n_conv} taps; the kernel takes 2 to {MOST_TAPS}"
+    return None
+
+
+def defines(shape: ShortConvShape) -> dict[str, int | str]:
+    """Macros of short_conv.cu."""
+    return {"CHANNELS": shape.n_channel, "TAPS": shape.n_conv}
+
+
+@per_device
+def _kernel(device: torch.device, shape: ShortConvShape) -> jit.Kernel:
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+    return jit.compile_cubin("short_conv", arch, defines(shape)).kernel("short_conv", ARGS)
+
+
+class ShortConvLaunch:
+    """Called as the reference."""
+
+    def __init__(self, spec: ShortConvSpec) -> None:
+        self.spec, self.kernel = spec, _kernel(spec.device, spec.shape)
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.fault = faults.record(spec.device)
+
+    def __call__(self, m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+        check_rows("short_conv", (m,), layer, UNIT, n_part=3)
+        check_kept("short_conv", (w,), 0, layer, UNIT)
+        out = m.new_empty(len(m), self.spec.shape.n_channel)
+        if len(m):
+            self._run(m, w, layer, meta_of(batch), out)
+        return out
+
+    def folder(self) -> Fold:
+        def run(layer: StateLayer, meta: Meta) -> None:
+            none = layer.conv[:0]
+            self._run(none, layer.conv, layer, meta, none)  # weights are loaded, and not used
+
+        return folding(run)
+
+    def _run(self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor) -> None:
+        n_row, n_seq = len(m), len(meta[0])
+        args: list[jit.Arg] = [m, np.int64(m.stride(0)), w, layer.conv, out]
+        args += [*counts_of(meta, layer, n_row), self.fault]
+        grid = -(-self.spec.shape.n_channel // CHANNELS), stretches(n_row, n_seq, layer.width), n_seq
+        self.kernel.launch(grid, THREADS, args, overlap=self.overlap)
+
+
+def programs(spec: ShortConvSpec, target: jit.GpuKind) -> list[jit.Program]:
+    return [target.program("short_conv", defines(spec.shape))]
+
+
+def bind(spec: ShortConvSpec) -> ShortConvLaunch:
+    return ShortConvLaunch(spec)

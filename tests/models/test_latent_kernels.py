@@ -1,0 +1,140 @@
+"""deepseek2 with its attention's CUDA kernels, and lfm2moe with its convolution's, which run thread by thread on the CPU: the logits of the
+references, whichever way rows came in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import DEVICE, FIXTURES, Bench
+
+from pyspec import synth
+from pyspec.cuda.op import Op
+from pyspec.cuda.ops.attend.op import attend
+from pyspec.cuda.ops.rope_latent.op import rope_latent
+from pyspec.cuda.ops.short_conv.op import short_conv
+from pyspec.models.blocks.mla import BoundMla
+from pyspec.models.blocks.short_conv import BoundShortConv
+from pyspec.synth.decoders import Deepseek2
+from pyspec.synth.dims import find
+
+sys.path.append(str(Path(__file__).parents[1] / "kernels"))
+
+from emulated.gpu import emulated_gpu
+from emulated.machine import needs_compiler
+
+EMULATED = pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"
+)
+OPS: tuple[Op[Any, Any], ...] = (attend, rope_latent, short_conv)
+
+
+@contextmanager
+def only(name: str, ops: tuple[Op[Any, Any], ...]) -> Iterator[None]:
+    """The ops bound to their kernels, without a GPU, or ("torch") to the references."""
+    with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
+        for op in ops:
+            own = [replace(i, limits=lambda spec: None) for i in op.impls if i.name == name]
+            patch.setattr(op, "impls", own)
+            patch.setattr(op, "check", None)
+            patch.setattr(op, "_decided", {})
+            patch.setattr(op, "verdicts", {})
+        yield
+        assert all(op.decided for op in ops)
+        assert all(impl.name == name for op in ops for impl in op.decided.values())
+
+
+def rounds(path: Path, kv: torch.dtype = torch.float16) -> torch.Tensor:
+    """Prompts, plain rows, and verifies of which some rows are refused, of two slots side by side."""
+    tokens = [(7 * i * i + 3 * i) % 251 for i in range(90)]
+    bench, at = Bench(path, n_slot=2, n_ctx=160, kv=kv), 33
+    out = [bench.feed(0, tokens[:33]), bench.feed(1, tokens[:5])]
+    for width, kept in ((1, 1), (7, 3), (17, 17), (2, 1), (9, 9)):
+        drafts = [*tokens[at : at + kept], *([11] * (width - kept))]
+        seqs = bench.seq(0, drafts, keep=False), bench.seq(1, tokens[at : at + 1])
+        y = bench.forward(*seqs).logits
+        out.append(torch.cat([y[:kept], y[width:]]))
+        bench.commit(seqs[0], kept)
+        bench.commit(seqs[1], 1)
+        at += kept
+    return torch.cat([*out, bench.feed(0, tokens[at:])])
+
+
+def compare(path: Path, ops: tuple[Op[Any, Any], ...], kv: torch.dtype = torch.float16) -> None:
+    with only("torch", ops):
+        want = rounds(path, kv)
+    with only("cuda", ops):
+        got = rounds(path, kv)
+    steps = 1 if kv is torch.float16 else 8  # of fewer bits, which keys of later layers may fall into
+    off = (got - want).abs().amax(-1) / want.std() / steps
+    assert float(off.median()) < 0.01, off
+    assert float((off < 0.05).float().mean()) > 0.9, off  # a near tie of experts may turn
+    assert short_conv in ops or not torch.equal(got, want)  # whose sums have the reference's order
+
+
+@needs_compiler
+@EMULATED
+@pytest.mark.slow
+def test_latent_attention_gives_the_references_logits() -> None:
+    """Five heads of 16 + 8 dims."""
+    compare(FIXTURES / "deepseek2.gguf", (attend,))
+
+
+@needs_compiler
+@EMULATED
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", [torch.float16, torch.bfloat16, torch.int8])
+def test_its_keys_too_in_any_type(kv: torch.dtype, tmp_path: Path) -> None:
+    dims = find("deepseek2", tiny=True)
+    assert isinstance(dims, Deepseek2)
+    path = synth.write(replace(dims, rank=48, n_rot=16, head_dim=24), tmp_path / "m.gguf", quant="f32")
+    compare(path, (attend, rope_latent), kv)
+
+
+@needs_compiler
+@EMULATED
+@pytest.mark.slow
+def test_gated_short_convolutions_give_the_references_logits() -> None:
+    compare(FIXTURES / "lfm2moe.gguf", (short_conv,))
+
+
+def bound(path: Path) -> list[object]:
+    return [part for block in Bench(path).target.blocks for part in block.parts]
+
+
+def test_graphs_hold_both_where_kernels_run() -> None:
+    """And recordings of CPUs hold convolutions, but not the heads' products."""
+    latent = [p for p in bound(FIXTURES / "deepseek2.gguf") if isinstance(p, BoundMla)]
+    convolved = [p for p in bound(FIXTURES / "lfm2moe.gguf") if isinstance(p, BoundShortConv)]
+    assert latent and convolved
+    if DEVICE.type == "cpu":
+        assert not any(p.capturable for p in latent)
+    else:
+        assert all(p.capturable for p in convolved)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_kernels_give_the_references_logits_on_a_gpu(tmp_path: Path) -> None:
+    """Of deepseek2 with keys of 64 dims, and of lfm2moe; in graphs' form a layer looks at no list of the host."""
+    dims = find("deepseek2", tiny=True)
+    assert isinstance(dims, Deepseek2)
+    latent = synth.write(replace(dims, rank=48, n_rot=16, head_dim=24), tmp_path / "m.gguf", quant="f32")
+    for path, ops in ((latent, OPS[:2]), (FIXTURES / "lfm2moe.gguf", OPS[2:])):
+        got = rounds(path)
+        assert all(impl.name == "cuda" for op in ops for impl in op.decided.values())
+        with pytest.MonkeyPatch.context() as patch:
+            for op in ops:
+                patch.setattr(op, "impls", [])
+                patch.setattr(op, "_decided", {})
+            want = rounds(path)
+        off = (got - want).abs().amax(-1) / want.std()
+        assert float(off.median()) < 0.02 and float((off < 0.1).float().mean()) > 0.9, off
+    bench = Bench(latent, kv=torch.float16)
+    parts = [part for block in bench.target.blocks for part in block.parts]
+    assert all(p.capturable for p in parts if isinstance(p, BoundMla))
