@@ -56,7 +56,10 @@ def use_of(pid: int) -> Counter[str]:
 
 
 def show(title: str, pid: int, needed: float) -> None:
-    print(f"\n{title:44}" + "".join(f"{x:>10}" for x in ("RSS", "PSS", "private", "heap", "other", "libraries")))
+    print(
+        f"\n{title:44}"
+        + "".join(f"{x:>10}" for x in ("RSS", "PSS", "private", "heap", "other", "libraries"))
+    )
     total: Counter[str] = Counter()
     for each in tree(pid):
         use = use_of(each)

@@ -28,7 +28,8 @@ class Strings(Sequence[str]):
     @classmethod
     def of(cls, texts: Iterable[str]) -> Strings:
         """Texts from elsewhere than a file."""
-        parts, ends, at, prefix = [], array("Q"), 0, bytes(PREFIX)
+        parts: list[bytes] = []
+        ends, at, prefix = array("Q"), 0, bytes(PREFIX)
         for part in map(_bytes, texts):
             at += PREFIX + len(part)
             ends.append(at)

@@ -482,9 +482,7 @@ def _with_spaces(model: models.BPE, space_prefix: bool) -> HF:
     return hf
 
 
-def _with_added(
-    hf: HF, matched: Sequence[tuple[str, int]], norm: str, parse_special: bool
-) -> HF:
+def _with_added(hf: HF, matched: Sequence[tuple[str, int]], norm: str, parse_special: bool) -> HF:
     """Add the tokens that are matched in raw text before any merge (texts and types); control tokens only with `parse_special`."""
     if norm == "nfc":
         own = hf.normalizer

@@ -112,7 +112,9 @@ class EngineCore:
         self._ousted: dict[str, QueueFull] = {}
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
-        self._is_rested = False  # no round, and no load, has run since freed memory went back to the system
+        self._is_rested = (
+            False  # no round, and no load, has run since freed memory went back to the system
+        )
         self._trimmed = time.monotonic()
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
