@@ -17,6 +17,7 @@ from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
 from pyspec.cli.options import EngineChoice, Number, apply, engine_options, log_ignored, sampling_options
 from pyspec.config import EVENT_FORMATS, MAX_REPLICAS
 from pyspec.errors import ConfigError
+from pyspec.heap import give_back_memory, unmap_idle_pages
 from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
@@ -276,6 +277,8 @@ def server(
             log.info("%s", dialect_reason(loaded.info.chat_template, settings.tool_call_parser))
         for line in banner(loaded.info, urls) if flags.form == "text" and verbosity else ():
             click.echo(line, err=True)
+        give_back_memory()  # of the vocabulary's reading
+        unmap_idle_pages()
 
     def load() -> EngineLike:
         loaded = engine.load(n_slot, isolated=not flags.in_process)

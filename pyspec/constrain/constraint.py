@@ -135,7 +135,7 @@ class Constraint:
         before = [*behind, *found.tokens]
         text = self._forced_text(before)
         tokens = self.trie.tokenizer.encode_inside(text) if text else []
-        ended = [*before, *tokens, self.trie.table.eog[0]]
+        ended = [*before, *tokens, self.trie.eog[0]]
         if tokens and len(self.usable(ended)) < len(ended):
             tokens = tokens[:-1]  # the last token may continue with later text
         spelled = Estimate() if self.book is None else self.book.spelled
@@ -233,13 +233,12 @@ class FreeText:
         self.mask = trie.bits(sorted(self.banned))
 
     def _banned(self) -> list[int]:
-        table, matcher = self.trie.table, self.constraint.matcher
-        banned = [] if self.lazy else list(table.eog)
-        special = frozenset(table.special)
-        for token, text in enumerate(table.tokens):
-            at = text.find(self.after)
-            if at >= 0 and token not in special and len(text) > at + len(self.after):
-                spelled = self.trie.tokenizer.encode_inside(text[at:].decode("utf-8", "replace"))
+        matcher, tokenizer = self.constraint.matcher, self.trie.tokenizer
+        banned = [] if self.lazy else list(self.trie.eog)
+        special = tokenizer.special | tokenizer.eog
+        for token, rest in self.trie.having(self.after):
+            if token not in special and len(rest) > len(self.after):
+                spelled = tokenizer.encode_inside(rest.decode("utf-8", "replace"))
                 if matcher.validate_tokens(spelled) < len(spelled):
                     banned.append(token)
         return banned
@@ -300,7 +299,7 @@ def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> 
     for constraint, _, row in asked:
         if constraint.free is not None and constraint.free.lazy:
             # text that may stay free may end, even if `after` seems to begin
-            masks[row] |= ~trie.bits(trie.table.eog)
+            masks[row] |= ~trie.bits(trie.eog)
     return masks
 
 

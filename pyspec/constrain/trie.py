@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -34,9 +37,7 @@ class TokenTable:
     def of(cls, tokenizer: Tokenizer, n_vocab: int) -> TokenTable:
         """The table of a model. Its embedding may have more rows than the vocabulary has tokens. Those rows are never allowed, nor are
         tokens of more than MOST_BYTES, which count as empty."""
-        eog = sorted(t for t in tokenizer.eog if t < n_vocab)
-        if not eog:
-            raise RequestError(f"{NO_GRAMMARS} has no token that ends a generation")
+        eog = ends_of(tokenizer, n_vocab)
         special = sorted(t for t in tokenizer.special | tokenizer.eog if t < n_vocab)
         tokens = [t if len(t) <= MOST_BYTES else b"" for t in tokenizer.bytes_of_first(n_vocab)]
         return cls(tokens, special, eog)
@@ -53,6 +54,14 @@ class TokenTable:
         """`encode` gives the ids of text that follows other text."""
         with border(RequestError, f"{NO_GRAMMARS} can not be walked"):
             return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own
+
+
+def ends_of(tokenizer: Tokenizer, n_vocab: int) -> list[int]:
+    """The tokens that end a generation, in order. Raises RequestError if there is none: no grammar could end."""
+    eog = sorted(t for t in tokenizer.eog if t < n_vocab)
+    if not eog:
+        raise RequestError(f"{NO_GRAMMARS} has no token that ends a generation")
+    return eog
 
 
 def begin(tokenizer: LLTokenizer, matcher: LLMatcher, text: str) -> list[int] | None:
@@ -89,18 +98,41 @@ class TokenTrie:
         self._lock = threading.Lock()
         self._built: LLTokenizer | None = None
 
-    @cached_property
+    @property
     def table(self) -> TokenTable:
+        """Made anew each time, because a large vocabulary's has a megabyte for each 20,000 tokens."""
         return TokenTable.of(self.tokenizer, self.n_vocab)
+
+    @cached_property
+    def _joined(self) -> tuple[bytes, array[int]]:
+        """The bytes of all tokens one behind the other, and where each ends."""
+        texts = self.table.tokens
+        return b"".join(texts), array("Q", accumulate(map(len, texts)))
+
+    def having(self, part: bytes) -> Iterator[tuple[int, bytes]]:
+        """Tokens, in order, whose text has `part` (not empty), and their text from its first place on."""
+        data, ends = self._joined
+        at = data.find(part)
+        while at >= 0:
+            token = bisect_right(ends, at)
+            is_inside = at + len(part) <= ends[token]
+            if is_inside:
+                yield token, data[at : ends[token]]
+            at = data.find(part, ends[token] if is_inside else at + 1)
+
+    @cached_property
+    def eog(self) -> Sequence[int]:
+        """Tokens that end a generation, in order; as `TokenTable.eog`. Raises RequestError if the vocabulary has none."""
+        return ends_of(self.tokenizer, self.n_vocab)
 
     @cached_property
     def ends(self) -> frozenset[int]:
         """Tokens that end a generation."""
-        return frozenset(self.table.eog)
+        return frozenset(self.eog)
 
     @property
     def walked(self) -> LLTokenizer:
-        """The vocabulary in llguidance."""
+        """The vocabulary in llguidance, which keeps the texts in a form of its own."""
         with self._lock:
             if self._built is None:
                 self._built = self.table.build(self.tokenizer.encode_inside)

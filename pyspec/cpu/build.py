@@ -42,6 +42,10 @@ SETS["x86_64"] = SETS["amd64"] = {
         "-march=x86-64-v4 -mavx512vnni",
         {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"},
     ),
+    "avxvnni": (
+        "-march=x86-64-v3 -mavxvnni",
+        {"avx2", "fma", "f16c", "bmi2", "avx_vnni"},
+    ),
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "f16c", "bmi2"}),
     "plain": ("", set()),
 }

@@ -2,6 +2,7 @@
 
 from pyspec.gguf.reader import GGUFFile, open_gguf
 from pyspec.gguf.shard import TensorInfo, has_head
+from pyspec.gguf.strings import Strings
 from pyspec.gguf.types import GGMLType, LlamaFileType, ValueType
 from pyspec.gguf.write import GGUFWriter
 
@@ -12,6 +13,7 @@ __all__ = [
     "GGUFFile",
     "GGUFWriter",
     "LlamaFileType",
+    "Strings",
     "TensorInfo",
     "ValueType",
     "has_head",

@@ -7,11 +7,13 @@ have a hundred thousand tensors.
 from __future__ import annotations
 
 import struct
+from array import array
 
 import numpy as np
 
 from pyspec.errors import BadGGUF
 from pyspec.gguf.source import OpenFile
+from pyspec.gguf.strings import PREFIX, Strings
 from pyspec.ranges import quoted
 
 MAX_STRING = 16 << 20  # the longest known string, a chat template, is far shorter
@@ -104,12 +106,12 @@ class Cursor:
             raise self.bad(f"{named} is {n} bytes long, more than the {MAX_STRING} allowed")
         return self.bytes(n, what, *of).decode("utf-8", "surrogateescape")
 
-    def strings(self, n: int, what: str, *of: object) -> list[str]:
+    def strings(self, n: int, what: str, *of: object) -> Strings:
         """`n` strings in one pass. The caller has checked that their length fields fit the file."""
-        data, at, end, unpack, out = self.data, self.at, self.size, _U64.unpack_from, []
-        have = len(data)
+        data, first, end, unpack, ends = self.data, self.at, self.size, _U64.unpack_from, array("Q")
+        at, have = first, len(data)
         for index in range(n):
-            if (stop := at + 8) > have:
+            if (stop := at + PREFIX) > have:
                 if stop > end:
                     string = f"{_named(what, of)}: string {index} of {n}"
                     raise self.bad(f"{string} starts at offset {at}, the file has {end} bytes")
@@ -121,10 +123,10 @@ class Cursor:
                     string = f"{_named(what, of)}: string {index} of {n}"
                     raise self.bad(f"{string} has {length} bytes; {end - at} are left")
                 data, have = self._fill(stop)
-            out.append(data[at:stop].decode("utf-8", "surrogateescape"))
             at = stop
+            ends.append(at - first)
         self.at = at
-        return out
+        return Strings(data[first:at], ends)
 
     def numbers(self, dtype: np.dtype, n: int, what: str, *of: object) -> np.ndarray:
         """[n] `dtype`, read-only. A copy, because the file does not align arrays."""

@@ -17,6 +17,7 @@ from typing import TypeVar, overload
 import numpy as np
 
 from pyspec.errors import BadGGUF, ModelError
+from pyspec.gguf.strings import Strings
 from pyspec.ranges import OneOf, Real, Whole, printable, shown
 
 T = TypeVar("T")
@@ -334,18 +335,19 @@ class Fields:
         ):
             # checked before a long list is converted
             raise self.bad(name, f"has {len(value)} entries; want {n}")
-        array = np.asarray(value) if isinstance(value, list | tuple) else value
+        is_plain = isinstance(value, list | tuple) or (isinstance(value, Strings) and not value)
+        array = np.asarray(value or []) if is_plain else value
         if not isinstance(array, np.ndarray) or array.ndim != 1 or not _holds(array, kinds):
             raise self.bad(name, f"is {shown(_described(value))}; want an array of {wanted}")
         return array
 
-    def strings(self, name: str) -> list[str]:
+    def strings(self, name: str) -> Sequence[str]:
         """An array of texts, unchanged: bytes that are not UTF-8 are lone surrogates. The file must have it."""
         self._is_given(name, REQUIRED)
         value = self.metadata[self.key(name)]
-        if not isinstance(value, list) or not set(map(type, value)) <= {str}:
-            raise self.bad(name, f"is {shown(_described(value))}; want an array of texts")
-        return value
+        if isinstance(value, Strings) or (isinstance(value, list) and set(map(type, value)) <= {str}):
+            return value
+        raise self.bad(name, f"is {shown(_described(value))}; want an array of texts")
 
 
 def _holds(array: np.ndarray, kinds: str) -> bool:
@@ -361,6 +363,6 @@ def _described(value: object) -> object:
     """The value, or for an array its length and type."""
     if isinstance(value, np.ndarray):
         return _Array(len(value), str(value.dtype))
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | Strings):
         return _Array(len(value), "texts" if value and isinstance(value[0], str) else "values")
     return value

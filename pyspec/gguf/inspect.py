@@ -9,6 +9,7 @@ import numpy as np
 
 from pyspec.gguf.reader import GGUFFile
 from pyspec.gguf.shard import TensorInfo
+from pyspec.gguf.strings import Strings
 
 HEAD = 8  # elements of a long array that are shown
 SHORT = 64  # arrays up to this long are shown whole
@@ -52,7 +53,7 @@ def _tensor(info: TensorInfo) -> dict[str, object]:
 def _shown(value: object) -> object:
     if isinstance(value, np.ndarray):
         kind, items = str(value.dtype), value[: SHORT if len(value) <= SHORT else HEAD].tolist()
-    elif isinstance(value, list):
+    elif isinstance(value, list | Strings):
         kind, items = "str", value[: SHORT if len(value) <= SHORT else HEAD]
     else:
         return _plain(value)

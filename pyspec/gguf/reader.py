@@ -93,7 +93,7 @@ class GGUFFile:
     """Metadata and tensors of a model file. A context manager; arrays that were read stay valid after it is closed.
 
     Metadata values are int, float, bool or str; arrays of numbers and bools are read-only numpy arrays, arrays of strings are
-    list[str]. Strings that are not UTF-8 (byte tokens in some vocabularies) hold their odd bytes as lone surrogates:
+    Strings. Strings that are not UTF-8 (byte tokens in some vocabularies) hold their odd bytes as lone surrogates:
     `s.encode("utf-8", "surrogateescape")` gives the file's bytes. `metadata` is unchecked; `fields` and `hparams` check values.
     """
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from pyspec.errors import ModelError
 from pyspec.gguf.shard import DEFAULT_ALIGNMENT, DTYPES, SCALARS, TensorInfo
+from pyspec.gguf.strings import Strings
 from pyspec.gguf.types import GGMLType, ValueType
 
 Scalar = int | float | bool | str
-Value = Scalar | list[str] | list[int] | list[float] | list[bool] | np.ndarray
+Value = Scalar | list[str] | Strings | list[int] | list[float] | list[bool] | np.ndarray
 Bytes = bytes | bytearray | memoryview | np.ndarray
 N_WRITER = min(8, os.cpu_count() or 1)
 Fill = Callable[[TensorInfo], Iterable[Bytes]]
@@ -51,7 +52,7 @@ class GGUFWriter:
         if key in self._keys:
             raise ModelError(f"metadata key {key!r} is added twice")
         self._keys.add(key)
-        if isinstance(value, list | np.ndarray):
+        if isinstance(value, list | Strings | np.ndarray):
             head = struct.pack("<IIQ", ValueType.ARRAY, type, len(value))
             packed = head + _packed_array(value, type)
         else:
@@ -153,7 +154,7 @@ def _packed_scalar(value: Scalar, type: ValueType) -> bytes:
 
 
 def _packed_array(
-    values: list[str] | list[int] | list[float] | list[bool] | np.ndarray, type: ValueType
+    values: list[str] | Strings | list[int] | list[float] | list[bool] | np.ndarray, type: ValueType
 ) -> bytes:
     if type is ValueType.STRING:
         return b"".join(_string(str(v)) for v in values)

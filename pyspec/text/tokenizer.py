@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as HF
 
 from pyspec.errors import BadTokenizer, RequestError
 from pyspec.gguf.fields import Fields
+from pyspec.gguf.strings import Strings
 from pyspec.ranges import quoted, shown
 from pyspec.text.line_ends import LineEnds
 from pyspec.text.pretokenize import DEFAULT, KINDS, LINES, PRE, PreTokenizer
@@ -26,6 +27,7 @@ from pyspec.text.vocab import (
     BYTE,
     CONTROL,
     GEMMA4,
+    MATCHED,
     NORMAL,
     SPACE,
     UNKNOWN,
@@ -49,6 +51,8 @@ PIECE_TAIL = 1 << 10  # characters at the end of a piece whose words may continu
 SPM_CHARS = 4096  # of a token
 # A vocabulary of 256,000 tokens takes 3e7 steps and has joins of 6e6 characters
 SPM_STEPS, SPM_JOINED = 1 << 29, 1 << 25
+Make = Callable[[bool, bool], HF]
+"""(parse_special, space_prefix) -> what encodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +76,9 @@ class Tokenizer:
 
     def __init__(
         self,
-        tokens: list[str],
+        tokens: Sequence[str],
         types: Sequence[int],
-        make: Callable[[bool, bool], HF],
+        make: Make,
         header: VocabHeader,
         ids: Mapping[str, int | None],
     ) -> None:
@@ -82,7 +86,7 @@ class Tokenizer:
         self.add_bos, self.add_eos = header.add_bos, header.add_eos
         self.add_space_prefix = header.add_space_prefix
         self.n_vocab, self.suppressed = len(tokens), header.suppressed
-        self._tokens, self._types, self._make = tokens, types, make
+        self._tokens, self._types, self._make = Strings.of(tokens), bytes(types), make
         self._line_ends = LineEnds(_table(tokens), types) if self.model == GEMMA4 else None
         self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
         control = places((CONTROL, UNKNOWN), types)
@@ -126,8 +130,10 @@ class Tokenizer:
         unread = [fields]
 
         @cache
-        def merging() -> tuple[models.BPE, dict[str, int]]:
+        def merging() -> tuple[models.BPE, list[tuple[str, int]]]:
             """Built once, because 262,144 tokens take seconds. All variants share it."""
+            tokens = read_tokens(unread[0])
+            types = read_types(unread[0], tokens)
             table = _table(tokens)
             if model == GEMMA4:
                 bpe = _bpe_of_characters(table, types, unread[0])
@@ -138,14 +144,14 @@ class Tokenizer:
                     else _spm(table, types, unread[0])
                 )
             unread.clear()  # 250,000 merges
-            return bpe, table
+            return bpe, [(text, types[i]) for text, i in table.items() if types[i] in MATCHED]
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
-            bpe, table = merging()
+            bpe, matched = merging()
             hf = _byte_level(bpe, PRE[pre]) if model == "gpt2" else _with_spaces(bpe, space_prefix)
             if model == GEMMA4:
                 hf.pre_tokenizer = pre_tokenizers.Sequence(LINES.cuts())
-            return _with_added(hf, table, types, norm, parse_special)
+            return _with_added(hf, matched, norm, parse_special)
 
         is_spm = model == "llama"
         header = VocabHeader(
@@ -164,10 +170,9 @@ class Tokenizer:
         """For a file that has only the size of its vocabulary: token 7 is written [7]. Other text has no tokens."""
         n = number_of_tokens(fields)
         tokens = [f"[{i}]" for i in range(n)]
-        table = {text: i for i, text in enumerate(tokens)}
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
-            hf = HF(models.WordLevel(table, unk_token=tokens[0]))
+            hf = HF(models.WordLevel({f"[{i}]": i for i in range(n)}, unk_token="[0]"))
             hf.pre_tokenizer = pre_tokenizers.Split(Regex(r"\[\d+\]"), "removed", invert=True)
             return hf
 
@@ -477,15 +482,13 @@ def _with_spaces(model: models.BPE, space_prefix: bool) -> HF:
     return hf
 
 
-def _with_added(
-    hf: HF, table: Mapping[str, int], types: Sequence[int], norm: str, parse_special: bool
-) -> HF:
-    """Add the tokens that are matched in raw text before any merge; control tokens only with `parse_special`."""
+def _with_added(hf: HF, matched: Sequence[tuple[str, int]], norm: str, parse_special: bool) -> HF:
+    """Add the tokens that are matched in raw text before any merge (texts and types); control tokens only with `parse_special`."""
     if norm == "nfc":
         own = hf.normalizer
         rest = [own] if own is not None else []
         hf.normalizer = normalizers.Sequence([normalizers.NFC(), *rest])
     wanted = {USER_DEFINED: False} | ({CONTROL: True, UNKNOWN: True} if parse_special else {})
-    found = [(t, wanted[types[i]]) for t, i in table.items() if types[i] in wanted]
+    found = [(text, wanted[kind]) for text, kind in matched if kind in wanted]
     hf.add_tokens([AddedToken(t, special=special, normalized=False) for t, special in found])
     return hf

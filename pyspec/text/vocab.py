@@ -74,7 +74,7 @@ def places(wanted: Collection[object], values: Sequence[object]) -> list[int]:
 
 def read_tokens(fields: Fields) -> list[str]:
     """Texts by id, all distinct. Empty texts, which files use as padding, get a name, as in llama.cpp."""
-    tokens = fields.strings("tokenizer.ggml.tokens")
+    tokens = list(fields.strings("tokenizer.ggml.tokens"))
     if not tokens:
         raise fields.bad("tokenizer.ggml.tokens", "is empty")
     distinct = set(tokens)

@@ -185,6 +185,12 @@ def test_a_token_across_the_end_of_free_text_adds_only_allowed_text() -> None:
         assert (token in allowed(c)[0]) == (tail.strip(" \n\t\r") == "" and len(tail) <= 4), tail
 
 
+@pytest.mark.parametrize("part", [b"}", b"e", b"the", b" the ", b"\xc3", b"not in any"])
+def test_tokens_that_have_a_text_are_found_with_the_rest(part: bytes) -> None:
+    wanted = [(t, text[text.find(part) :]) for t, text in enumerate(trie().table.tokens) if part in text]
+    assert list(trie().having(part)) == wanted
+
+
 def test_text_that_may_stay_free_may_end() -> None:
     c = constraint("regex", "[0-9]+", after="<call>", lazy=True)
     assert c.is_plain and allowed(c)[0] >= EOG

@@ -70,6 +70,10 @@ UNROLL(4)
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define PYSPEC_DPBUSD 1
+ALWAYS __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) { return _mm256_dpbusd_epi32(sum, w, x); }
+#elif defined(__AVXVNNI__)
+#define PYSPEC_DPBUSD 1
+ALWAYS __m256i dot_bytes(__m256i sum, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 #else
 #define PYSPEC_DPBUSD 0
 #endif
@@ -109,7 +113,7 @@ UNROLL(8)
     for (int r = 0; r < R; r++) {
       int32_t four;
       std::memcpy(&four, x[r].q + at + 4 * k, 4);
-      sum[r] = i8(_mm256_dpbusd_epi32(__m256i(sum[r]), bytes, _mm256_set1_epi32(four)));
+      sum[r] = i8(dot_bytes(__m256i(sum[r]), bytes, _mm256_set1_epi32(four)));
     }
   }
 #elif defined(__AVX2__)

@@ -15,41 +15,60 @@ namespace {
 constexpr int64_t ROWS = 128;         // of a block: their 256 values lie in L2 while weights pass
 #if defined(__AVX512VNNI__)
 constexpr int64_t TILE = 12;  // rows whose sums stay in registers
+constexpr int64_t FEW = 12;   // rows that one pass over a panel multiplies
 #else
 constexpr int64_t TILE = 6;
+constexpr int64_t FEW = 7;
 #endif
-constexpr int64_t FEW = 7;            // rows that one pass over a panel multiplies
 constexpr int64_t IN_L2 = 128 << 10;  // values of rows
 constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk read from L2
 
-template <typename T, int R>
-void few(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t first, int64_t o) {
-  Panel panel;
-  f8 acc[R];
-  for (int r = 0; r < R; r++) acc[r] = all(0.0f);
-  const Eight b = matrix.from(o);
-  for (int64_t c = 0; c < rows.n_chunk; c++) {
-    fetch_ahead<T>(matrix.from(o + LANES), c);
-    fill<T>(b, p.n_in, c, p.table, panel);
-    multiply<ShapeOf<T>, R>(panel, rows, first, c, acc);
-  }
-  for (int r = 0; r < R; r++) put(p, first + r, o, acc[r]);
-}
-
-template <typename T>
-void some(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t first, int64_t n, int64_t o) {
-  switch (n) {
-    case 1: return few<T, 1>(p, rows, matrix, first, o);
-    case 2: return few<T, 2>(p, rows, matrix, first, o);
-    case 3: return few<T, 3>(p, rows, matrix, first, o);
-    case 4: return few<T, 4>(p, rows, matrix, first, o);
-    case 5: return few<T, 5>(p, rows, matrix, first, o);
-    case 6: return few<T, 6>(p, rows, matrix, first, o);
-    default: return few<T, 7>(p, rows, matrix, first, o);
-  }
-}
-
 using Pair = f8[2];
+
+#if defined(__AVX512VNNI__)
+// Outputs first_o to last_o of at most FEW rows in one pass over their panels, two at a time
+template <typename T>
+void some(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
+  using Multiply = void(const Panel &, const Panel &, const Rows &, int64_t, int64_t, Pair *);
+  Multiply *multiply = nullptr;
+  with_constant<FEW>(part.n, [&](auto n_) ALWAYS_LAMBDA { multiply = &multiply_pair<ShapeOf<T>, decltype(n_)::value>; });
+  Panel panel[2];
+  Pair acc[FEW];
+  for (int64_t o = part.first_o; o < part.last_o; o += 2 * LANES) {
+    const int n_side = o + LANES < part.last_o ? 2 : 1;  // a panel alone goes twice
+    std::fill_n(&acc[0][0], 2 * part.n, all(0.0f));
+    for (int64_t c = 0; c < rows.n_chunk; c++) {
+      for (int side = 0; side < n_side; side++) {
+        fetch_ahead<T>(matrix.from(o + (n_side + side) * LANES), c);
+        fill<T>(matrix.from(o + side * LANES), p.n_in, c, p.table, panel[side]);
+      }
+      multiply(panel[0], panel[n_side - 1], rows, part.first, c, acc);
+    }
+    for (int64_t r = 0; r < part.n; r++)
+      for (int side = 0; side < n_side; side++) put(p, part.first + r, o + side * LANES, acc[r][side]);
+  }
+}
+#else
+// Outputs first_o to last_o of at most FEW rows in one pass over their panels
+template <typename T>
+void some(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
+  using Multiply = void(const Panel &, const Rows &, int64_t, int64_t, f8 *);
+  Multiply *of_panel = nullptr;
+  with_constant<FEW>(part.n, [&](auto n_) ALWAYS_LAMBDA { of_panel = &multiply<ShapeOf<T>, decltype(n_)::value>; });
+  Panel panel;
+  f8 acc[FEW];
+  for (int64_t o = part.first_o; o < part.last_o; o += LANES) {
+    std::fill_n(acc, part.n, all(0.0f));
+    const Eight b = matrix.from(o);
+    for (int64_t c = 0; c < rows.n_chunk; c++) {
+      fetch_ahead<T>(matrix.from(o + LANES), c);
+      fill<T>(b, p.n_in, c, p.table, panel);
+      of_panel(panel, rows, part.first, c, acc);
+    }
+    for (int64_t r = 0; r < part.n; r++) put(p, part.first + r, o, acc[r]);
+  }
+}
+#endif
 
 // Tiles of at most TILE rows, as even as can be
 template <typename S>
@@ -87,7 +106,7 @@ void part_of(const ProductArgs &p, const Rows &rows, const Part &part) {
   const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
   const int64_t last = part.first + part.n;
   if (part.n <= FEW) {
-    for (int64_t o = part.first_o; o < part.last_o; o += LANES) some<T>(p, rows, matrix, part.first, part.n, o);
+    if (part.n > 0) some<T>(p, rows, matrix, part);
     return;
   }
   for (int64_t o = part.first_o; o < part.last_o; o += PANELS * LANES)

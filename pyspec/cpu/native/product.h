@@ -42,10 +42,19 @@ ALWAYS void widen(b32 x, i8 &even, i8 &odd) {
 #endif
 }
 
+// Rows whose products hide each other's latency: fewer have two chains each
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int IN_FLIGHT = 5;
+#else
+constexpr int IN_FLIGHT = 1;  // additions take one cycle
+#endif
+
 // sum + w . pair, in each lane
 ALWAYS i8 dot(i8 sum, i8 w, int32_t pair) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
   return i8(_mm256_dpwssd_epi32(__m256i(sum), __m256i(w), _mm256_set1_epi32(pair)));
+#elif defined(__AVXVNNI__)
+  return i8(_mm256_dpwssd_avx_epi32(__m256i(sum), __m256i(w), _mm256_set1_epi32(pair)));
 #elif defined(__AVX2__)
   return i8(_mm256_add_epi32(__m256i(sum), _mm256_madd_epi16(__m256i(w), _mm256_set1_epi32(pair))));
 #else
@@ -74,9 +83,9 @@ NEVER void multiply(const Panel &p, const Rows &rows, int64_t first, int64_t chu
   f8 total[R];
   for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = all(0.0f);
   for (int g = 0; g < CHUNK / S::GROUP; g++) {
-    i8 sum[R];
+    i8 sum[R], of_odd[R];
 UNROLL(8)
-    for (int r = 0; r < R; r++) sum[r] = i8{0};
+    for (int r = 0; r < R; r++) sum[r] = of_odd[r] = i8{0};
 UNROLL(8)
     for (int k = 0; k < WORDS; k++) {
       i8 even, odd;
@@ -85,8 +94,13 @@ UNROLL(8)
 UNROLL(8)
       for (int r = 0; r < R; r++) sum[r] = dot(sum[r], even, x[r][2 * (g * WORDS + k)]), hold(sum[r]);
 UNROLL(8)
-      for (int r = 0; r < R; r++) sum[r] = dot(sum[r], odd, x[r][2 * (g * WORDS + k) + 1]), hold(sum[r]);
+      for (int r = 0; r < R; r++) {
+        i8 &to = R < IN_FLIGHT ? of_odd[r] : sum[r];
+        to = dot(to, odd, x[r][2 * (g * WORDS + k) + 1]), hold(to);
+      }
     }
+    if (R < IN_FLIGHT)
+      for (int r = 0; r < R; r++) sum[r] += of_odd[r];
 UNROLL(8)
     for (int r = 0; r < R; r++) total[r] = fma(to_float(sum[r]), p.d[g], total[r]);
   }
@@ -114,7 +128,49 @@ NEVER void widen_panel(const Panel &p, int side, Wide &wide) {
 
 // acc[r] += both panels . row r
 #if defined(__AVX512VNNI__)
-// Both panels in one vector: the same sums in the same order
+ALWAYS __m512i both_of(b32 a, b32 b) { return _mm512_inserti64x4(_mm512_castsi256_si512(__m256i(a)), __m256i(b), 1); }
+ALWAYS __m512 both_of(f8 a, f8 b) { return __m512(both_of(b32(bits(a)), b32(bits(b)))); }
+
+// Both panels in one vector, widened on the way: the same sums in the same order
+template <typename S, int R>
+NEVER void multiply_pair(const Panel &p, const Panel &q, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
+  constexpr int WORDS = S::GROUP / 4;
+  const int32_t *x[R];
+  __m512 total[R];
+  for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = _mm512_setzero_ps();
+  for (int g = 0; g < CHUNK / S::GROUP; g++) {
+    __m512i sum[R], of_odd[R];  // two chains, where a product would wait for the one before
+UNROLL(16)
+    for (int r = 0; r < R; r++) sum[r] = of_odd[r] = _mm512_setzero_si512();
+UNROLL(2)
+    for (int k = g * WORDS; k < (g + 1) * WORDS; k++) {
+      const __m512i y = both_of(p.w[k], q.w[k]);
+      const __m512i even = S::SIGNED ? _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8) : _mm512_and_si512(y, _mm512_set1_epi16(255));
+      const __m512i odd = S::SIGNED ? _mm512_srai_epi16(y, 8) : _mm512_srli_epi16(y, 8);
+UNROLL(16)
+      for (int r = 0; r < R; r++) sum[r] = _mm512_dpwssd_epi32(sum[r], even, _mm512_set1_epi32(x[r][2 * k]));
+UNROLL(16)
+      for (int r = 0; r < R; r++) {
+        __m512i &to = R < IN_FLIGHT ? of_odd[r] : sum[r];
+        to = _mm512_dpwssd_epi32(to, odd, _mm512_set1_epi32(x[r][2 * k + 1]));
+      }
+    }
+    if (R < IN_FLIGHT)
+      for (int r = 0; r < R; r++) sum[r] = _mm512_add_epi32(sum[r], of_odd[r]);
+    const __m512 d = both_of(p.d[g], q.d[g]);
+UNROLL(16)
+    for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), d, total[r]);
+  }
+  for (int r = 0; r < R; r++) {
+    const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
+    const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
+UNROLL(16)
+    for (int g = 0; g < S::MINS; g++) total[r] = _mm512_fmadd_ps(both_of(p.m[g], q.m[g]), _mm512_set1_ps(sums[g]), total[r]);
+    float *to = reinterpret_cast<float *>(acc[r]);
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(total[r], _mm512_set1_ps(rows.scale[at]), _mm512_loadu_ps(to)));
+  }
+}
+
 template <typename S, int R>
 NEVER void multiply_wide(const Wide &p, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
   constexpr int PAIRS = S::GROUP / 2;

@@ -26,6 +26,8 @@ void pyspec_replay(const Step *steps, int64_t n_step, int64_t n_thread) {
 const char *pyspec_isa() {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
   return "avx512";
+#elif defined(__AVXVNNI__)
+  return "avxvnni";
 #elif defined(__AVX2__)
   return "avx2";
 #elif PYSPEC_NEON

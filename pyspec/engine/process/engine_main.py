@@ -48,6 +48,7 @@ from pyspec.engine.messages import (
 )
 from pyspec.engine.process.early import EarlyLoad
 from pyspec.errors import PyspecError
+from pyspec.heap import unmap_idle_pages
 from pyspec.request import Event, Failed
 from pyspec.slot_action import SlotAnswer
 from pyspec.slots.blocks import BlockChange
@@ -97,6 +98,8 @@ class EngineMain:
         gc.freeze()
         gc.enable()
         assert self.core is not None
+        if self.core.info.device == "cpu":
+            unmap_idle_pages()
         while (message := self.link.receive()) is not None:
             if isinstance(message, Submit):
                 self.submit(self.core, message)
