@@ -22,7 +22,7 @@ class KernelContext:
     is_exact  batch-invariant mode (exact.py)
     demoted   modules whose implementations failed while they ran, and are not used
     n_thread  of torch; 0: its default. No choice depends on it
-    keeps_checks  C++ kernels that passed their check in an earlier process are not checked again (kept_checks.py)
+    keeps_checks  C++ kernels that passed their check in an earlier process are not checked again (verdicts.py)
     cpu_rows  of products on a CPU (`--cpu-activations`): q16 or q8
     """
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from pyspec.cuda import kept_checks, verdicts
+from pyspec.cuda import verdicts
 from pyspec.cuda.checker import sentence
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.kernel_context import KernelContext, current, within
@@ -148,17 +148,18 @@ class Op(Generic[Spec, Launch]):
     def _verdict(self, impl: Impl[Spec, Launch], spec: Spec) -> str | None:
         if self.check is None:
             return None
+        candidate = self.candidate(impl, spec)
         if impl.native or device_of(spec).type == "cuda":
-            return verdicts.refusal(self.candidate(impl, spec))
+            return verdicts.refusal(candidate)
         keeps = current().keeps_checks and impl.name == "cpu"
-        if keeps and kept_checks.has_passed(self.home, impl.name, spec):
+        if keeps and verdicts.has_passed(candidate):
             return None
         try:
             found = self.check(impl.bind(spec), self.reference.bind(spec), spec)
         except Exception as e:  # noqa: BLE001 - any error of a foreign compiler means "do not use it"
             return f"failed its check: {sentence(e)}"
         if keeps and found is None:
-            kept_checks.keep(self.home, impl.name, spec)
+            verdicts.keep_passed(candidate)
         return found
 
     def chosen(self, spec: Spec) -> Impl[Spec, Launch]:
