@@ -254,42 +254,40 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
 def _loop(
     d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
 ) -> Loop:
-    s, n_draft = d.settings, d.draft.n_draft
+    s, needs, costs = d.settings, d.draft.needs, ForwardCosts()
     make_arena = partial(_arena, target, table, arena_pages(d, table))
     arena = None if s.plain_loop else make_arena(d.width)
-    if arena is not None and isinstance(drafter, GraphedDrafter):
-        drafter.use_graphs(partial(make_arena, d.draft_width))
-    host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
-    states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
-    timer = (
-        Timer()
-        if arena is None or not arena.pads
-        else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
+    controller = Controller(
+        *(s.np, d.draft.n_draft),
+        n_own=needs.n_draft,
+        chained=needs.chained,
+        block=needs.block,
+        fixed=s.n_draft_fixed,
+        verify_ms=Timer(lambda n: bucket_of(n, most) or bucket(n))
+        if arena is not None and arena.pads
+        else Timer(),
+        forward_costs=costs,
     )
-    needs, fixed, costs = d.draft.needs, s.n_draft_fixed, ForwardCosts()
+    pace = PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft))
+    if arena is not None and isinstance(drafter, GraphedDrafter):
+        drafter.use_graphs(partial(make_arena, d.draft_width))
+    kind = Worker if memory.is_whole else TpWorker
+    worker = kind(target, memory, table, drafter, arena, d.draft.n_suffix)
+    host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
+    states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     return Loop(
-        (Worker if memory.is_whole else TpWorker)(
-            target, memory, table, drafter, arena, d.draft.n_suffix
-        ),
-        Controller(
-            *(s.np, n_draft),
-            n_own=needs.n_draft,
-            chained=needs.chained,
-            block=needs.block,
-            fixed=fixed,
-            verify_ms=timer,
-            forward_costs=costs,
-        ),
+        worker,
+        controller,
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch or d.batch, prompts=d.batch),
         s.queue_limit,
-        synth=synth_of(s, n_draft),
+        synth=synth_of(s, d.draft.n_draft),
         plain=s.plain_loop,
         prompt_weight=s.prompt_weight,
         suffixes=_suffixes(s),
-        pace=PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft)),
+        pace=pace,
     )
 
 

@@ -27,10 +27,11 @@ from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.follow import Follower
 from pyspec.device.worker import failure_of
+from pyspec.draft.choice import plan_draft
 from pyspec.draft.drafter import DraftOptions, DraftShare, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
-from pyspec.engine.plan.describe import batch_of, plan_draft
+from pyspec.engine.plan.describe import batch_of
 from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
 from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
