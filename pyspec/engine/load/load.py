@@ -16,9 +16,10 @@ from pyspec import draft, progress
 from pyspec.config import UBATCH, EngineSettings
 from pyspec.cpu.kernels import missing as missing_on_cpu
 from pyspec.cpu.kernels import torch_alone
-from pyspec.cuda import checker, prepare, registry, temporary
+from pyspec.cuda import checker, prepare, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext, within
+from pyspec.cuda.op import tiers_of, unmet_tiers
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import TpMemory, TpWorker
@@ -104,7 +105,7 @@ def load(
     is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
-    tiers, demoted = registry.tiers_of(settings.kernels), frozenset(settings.demoted)
+    tiers, demoted = tiers_of(settings.kernels), frozenset(settings.demoted)
     kernels = KernelContext(
         tiers, settings.exact, demoted, n_thread, is_isolated, settings.cpu_activations
     )
@@ -209,7 +210,7 @@ def build(
     info = info_of(d, plan)
     disk = open_disk(loop, d.settings, info)
     loop.use_disk(disk)
-    if missing := registry.unmet(d.device):
+    if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
     log_use = partial(_log_use, d.device, plan, before)
     if preparation is not None:
