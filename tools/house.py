@@ -220,7 +220,8 @@ def trace_rows(root: Path) -> dict[str, str]:
         raise SystemExit(f"the trace failed in {root}: {out.stderr.strip()[-500:]}")
     found = json.loads(out.stdout.splitlines()[-1])
     return {
-        "files and climbs of load(path)": f"{found['files']}, {found['climbs']}",
+        "files and climbs of load(path)": "{}, {}".format(*found["load"]),
+        "the same before its first round": "{}, {}".format(*found["before"]),
         "hops of a step to attention; most": f"{found['attend']}; {found['deepest']}",
     }
 
