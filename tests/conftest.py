@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from sampling import mark_slow  # noqa: E402
 
-from pyspec.cuda import kernel_context, registry  # noqa: E402
+from pyspec.cuda import kernel_context  # noqa: E402
 from pyspec.cuda.kernel_context import KernelContext  # noqa: E402
+from pyspec.cuda.op import tiers_of  # noqa: E402
 from pyspec.errors import BadTemplate  # noqa: E402
 from pyspec.text.template import ChatTemplate  # noqa: E402
 
@@ -90,8 +91,9 @@ def _kernels() -> Iterator[None]:
     if KERNELS == "auto":
         yield
         return
-    tiers_of = registry.tiers_of
-    registry.tiers_of = lambda text: tiers_of(KERNELS if text == "auto" else text)
+    from pyspec.engine.load import load as loading
+
+    loading.tiers_of = lambda text: tiers_of(KERNELS if text == "auto" else text)
     kernel_context.use(KernelContext(tiers_of(KERNELS)))
     yield
-    registry.tiers_of = tiers_of
+    loading.tiers_of = tiers_of

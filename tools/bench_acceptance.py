@@ -8,6 +8,9 @@ Measured times stay. Exit code 1 if a line falls below `--least` of plain decodi
 Sixteen to sixty-four streams in about a minute: `--streams 64 32 16 --slots 64 -c 1024 -p 64 -n 256 --lens 1.2`. With short prompts
 few rounds pass before all streams decode, and a rate counts only from there on.
 
+`--mixed` is one line in place of one for each length: streams take turns through the lengths, as slots do in `tools/budget.py`. With
+`--mixed --lens 1.3 5` half of them keep 1.3 tokens a round where all that may be drafted is, the other half 5.
+
 `--costs` adds the time of rounds and drafts of every length, at each number of streams: the tables of `tools/regret.py`.
 """
 
@@ -17,7 +20,7 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
@@ -32,6 +35,19 @@ from pyspec.sample.synth import SynthAcceptance
 N_TIMED = 40  # rounds of each kind
 # Arguments of `Controller.timed`: rows, busy slots, ms, slots that drafted, passes, ms of drafting
 Took = tuple[int, int, float, int, int, float]
+
+
+class MixedAcceptance(SynthAcceptance):
+    """Requests take turns through several synthetic acceptances, in the order in which they are seen first."""
+
+    def __init__(self, lens: Sequence[float], n_max: int) -> None:
+        self.kinds = [SynthAcceptance.of_length(mean, n_max) for mean in lens]
+        self.order: dict[int, int] = {}
+        super().__init__(self.kinds[0].chances)
+
+    def n_accepted(self, request: int, position: int, n_draft: int) -> int:
+        i = self.order.setdefault(request, len(self.order))
+        return self.kinds[i % len(self.kinds)].n_accepted(request, position, n_draft)
 
 
 @contextmanager
@@ -125,6 +141,7 @@ def main() -> int:
     parser.add_argument(
         "--lens", type=float, nargs="+", default=[1.0, 1.2, 1.6, 2.2], help="mean tokens a round"
     )
+    parser.add_argument("--mixed", action="store_true", help="streams take turns through --lens")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
     parser.add_argument("-p", "--n-prompt", type=int, default=300)
     parser.add_argument("-n", "--n-gen", type=int, default=192)
@@ -163,9 +180,10 @@ def main() -> int:
             "| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |"
         )
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
-        for mean_len in a.lens:
-            engine.loop.lookahead.synth = SynthAcceptance.of_length(mean_len, engine.info.n_draft_max)
+        for lens in [a.lens] if a.mixed else [[mean] for mean in a.lens]:
+            named = ", ".join(f"{mean:g}" for mean in lens)
             for n in a.streams:
+                engine.loop.lookahead.synth = MixedAcceptance(lens, engine.info.n_draft_max)
                 engine.loop.controller.forget_acceptance()
                 with told(engine) as found:
                     row = bench(engine, replace(plan, streams=(n,))).rows[0]
@@ -173,7 +191,7 @@ def main() -> int:
                 of_plain = f"{row.ratio:.3f} ({row.ratio_low:.3f} to {row.ratio_high:.3f})"
                 rounds = " ".join(f"{share:.0%}" for share in row.n_draft)
                 print(
-                    f"| {mean_len:g} | {n} | {row.plain:.1f} | {row.spec:.1f} | {of_plain} | {rounds} |",
+                    f"| {named} | {n} | {row.plain:.1f} | {row.spec:.1f} | {of_plain} | {rounds} |",
                     flush=True,
                 )
                 if a.trace:

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 
 from pyspec.bench.session import Plan, bench
-from pyspec.cuda import kernel_context, registry, survey
+from pyspec.cuda import kernel_context, survey
 from pyspec.cuda.kernel_context import KernelContext
+from pyspec.cuda.op import listed_ops, tiers_of
 from pyspec.engine.api import Engine
 from pyspec.synth import find, write
 
@@ -44,7 +45,7 @@ class Rounds:
 
 def lower(op: str, tier: str) -> tuple[str, ...]:
     """Modules whose implementations are left out, so that `op` runs as `tier`."""
-    found = next(o for o in registry.ops() if o.name == op)
+    found = next(o for o in listed_ops() if o.name == op)
     names = [impl.name for impl in found.impls]
     n = names.index(tier) if tier in names else len(names)
     return tuple({impl.bind.__module__ for impl in found.impls[:n]})
@@ -61,9 +62,9 @@ def measured(
 ) -> Rounds:
     demoted = lower(op, tier) if op else ()
     kernel_context.use(
-        KernelContext(registry.tiers_of(kernels), demoted=frozenset(demoted))
+        KernelContext(tiers_of(kernels), demoted=frozenset(demoted))
     )  # the engine's, to read its decisions
-    for each in registry.ops():
+    for each in listed_ops():
         each.decided.clear()
     settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": demoted}
     settings["kernels"] = kernels

@@ -5,7 +5,7 @@
     python tools/house.py --trace    also the path of a load and of a round, traced over the demo model (house_trace.py)
 
 Without `--trace` it reads files and runs nothing. ruff counts complexity and ignores `noqa`. A code line is neither blank, a comment
-nor a docstring. Concepts are the rows of the glossary in docs/architecture.md. prose.py counts dialect words.
+nor a docstring. Concepts are the rows of the glossary in docs/architecture.md, and those of drafters and kernels. prose.py counts dialect words.
 """
 
 from __future__ import annotations
@@ -170,11 +170,16 @@ def code_lines(file: File) -> list[str]:
     return [lines[n - 1] for n in sorted(numbers - docs)]
 
 
-def n_concepts(root: Path) -> int:
-    """Rows of the glossary."""
-    text = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.partition("\n## Words\n")[2].partition("\n## ")[0]
-    return len([line for line in section.splitlines() if re.match(r"\| (?!---|word)", line)])
+def n_concepts(root: Path) -> str:
+    """Rows of the glossaries: the loop's, and those of other pages."""
+
+    def n_row(path: Path) -> int:
+        section = re.split(r"\n## Words\b.*\n", path.read_text(encoding="utf-8"))[1:]
+        lines = "".join(section).partition("\n## ")[0].splitlines()
+        return len([line for line in lines if re.match(r"\| (?!---|word)", line)])
+
+    loop = root / "docs" / "architecture.md"
+    return f"{n_row(loop)}, {sum(n_row(p) for p in (root / 'docs').glob('*.md') if p != loop)}"
 
 
 def folder_rows(root: Path) -> dict[str, str]:
@@ -215,7 +220,8 @@ def trace_rows(root: Path) -> dict[str, str]:
         raise SystemExit(f"the trace failed in {root}: {out.stderr.strip()[-500:]}")
     found = json.loads(out.stdout.splitlines()[-1])
     return {
-        "files and climbs of load(path)": f"{found['files']}, {found['climbs']}",
+        "files and climbs of load(path)": "{}, {}".format(*found["load"]),
+        "the same before its first round": "{}, {}".format(*found["before"]),
         "hops of a step to attention; most": f"{found['attend']}; {found['deepest']}",
     }
 
@@ -257,7 +263,7 @@ def figures(root: Path) -> tuple[dict[str, str], dict[str, list[str]]]:
     row[f"code lines; above {LONG} characters"] = (
         f"{len(lines):,}; {sum(len(x) > LONG for x in lines) / len(lines):.1%}"
     )
-    row["concepts (rows of the glossary)"] = str(n_concepts(root))
+    row["concepts (rows of the glossary): of the loop, of other rooms"] = n_concepts(root)
     row |= prose_rows(root) | folder_rows(root)
     return row, lists
 

@@ -1,11 +1,11 @@
 """The path of a load and of a round through a checkout's files, traced while the demo model runs on a CPU.
 
-    python tools/house_trace.py ROOT      one line of JSON: files, climbs, hops; house.py calls it for each checkout
+    python tools/house_trace.py ROOT      one line of JSON: [files, climbs] of a load and before its rounds, hops; house.py calls it for each checkout
 
 Definitions. A reader follows the calls of `Engine.load` in the thread that loads. Each function is read once, at its first call, if it
 has LEAST lines or more (a shorter one is read where it is called) and a file above the kernels' layer calls it. `files` are the
 distinct files of that walk. `climbs` count the steps of the walk from a file to one of a higher layer, by the layers of the checkout's
-pyproject.toml. `hops` are the frames of the package between a round's step function and the first frame of the op `attend`, and the
+pyproject.toml. A load ends with rounds that warm up, which pass through the whole engine; both are also counted up to the first of them. `hops` are the frames of the package between a round's step function and the first frame of the op `attend`, and the
 most frames that any call of a round has.
 """
 
@@ -79,8 +79,8 @@ def layers(root: Path) -> dict[str, int]:
     return {part.strip(): rank for rank, layer in enumerate(names) for part in layer.split("|")}
 
 
-def walk(trace: Trace) -> tuple[int, int]:
-    """(files, climbs) of the load."""
+def walk(trace: Trace, *, rounds: bool) -> tuple[int, int]:
+    """(files, climbs) of the load. rounds: those that warm up included."""
     ranks = layers(trace.root)
     floor = min(ranks[name] for name in KERNELS if name in ranks)
 
@@ -99,6 +99,8 @@ def walk(trace: Trace) -> tuple[int, int]:
     seen: set[tuple[str, str, int]] = set()
     files: list[str] = []
     for file, name, line, caller in trace.calls:
+        if not rounds and name in STEPS:
+            break
         if caller and rank(caller) >= floor:
             continue
         if (file, name, line) in seen or lengths(file).get((name, line), 0) < LEAST:
@@ -136,9 +138,9 @@ def main() -> None:
     engine = traced(rounds.on_round, lambda: pyspec.Engine.load("demo", None, **options), threads=True)  # type: ignore[arg-type]
     with engine:  # type: ignore[attr-defined]
         engine.generate("Once upon", max_tokens=3, temperature=0.0)  # type: ignore[attr-defined]
-    files, climbs = walk(load)
+    found = {"load": walk(load, rounds=True), "before": walk(load, rounds=False)}
     attend = min(rounds.attend, default=0)
-    print(json.dumps({"files": files, "climbs": climbs, "attend": attend, "deepest": rounds.deepest}))
+    print(json.dumps(found | {"attend": attend, "deepest": rounds.deepest}))
 
 
 if __name__ == "__main__":

@@ -87,10 +87,11 @@ def diagnose(
 
     import torch
 
-    from pyspec.cuda import checker, kernel_context, registry, survey, tri, tri_install, verdicts
+    from pyspec.cuda import checker, kernel_context, survey, tri, tri_install, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.kernel_context import KernelContext
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
+    from pyspec.cuda.op import tiers_of
     from pyspec.engine.plan.describe import pick_device
 
     device = pick_device(device_name)
@@ -101,7 +102,7 @@ def diagnose(
         _load(choice, str(device), kernels)
         asks = survey.asked()
     else:
-        kernel_context.use(KernelContext(registry.tiers_of(kernels)))
+        kernel_context.use(KernelContext(tiers_of(kernels)))
         asks = survey.standard(device)
     found = survey.findings(asks)
     ops = [asdict(f) for f in found]
@@ -134,8 +135,9 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
 
     from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
-    from pyspec.cuda import kernel_context, registry
+    from pyspec.cuda import kernel_context
     from pyspec.cuda.kernel_context import KernelContext
+    from pyspec.cuda.op import listed_ops, tiers_of
     from pyspec.engine.load.load import load
 
     def plan() -> tuple[Path, EngineSettings]:
@@ -147,8 +149,8 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
         return path, settings
 
     choice = choice.look_before(plan)
-    kernel_context.use(KernelContext(registry.tiers_of(kernels)))
-    for op in registry.ops():
+    kernel_context.use(KernelContext(tiers_of(kernels)))
+    for op in listed_ops():
         op.decided.clear()
     load(*plan())
 

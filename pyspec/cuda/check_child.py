@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import torch
 
-from pyspec.cuda import faults, registry, tri
+from pyspec.cuda import faults, tri
 from pyspec.cuda.checker import LIMITS_S, Verdict, sentence
 from pyspec.cuda.context import context_of
-from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.op import Impl, Op, all_ops, device_of
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
         log.debug("cores are dumped as usual")
-    registry.every()  # imports all ops, while the parent is still starting
+    all_ops()  # imports all ops, while the parent is still starting
     serve(sys.stdin.buffer, answers)
 
 

@@ -1,8 +1,13 @@
-"""Checks of implementations in a child process: one that crashes, hangs or poisons the GPU costs the child.
+"""Finding the kernel that ends a process: in a child before its first use, and in an examined engine after a crash.
 
-This is the parent's side, which knows candidates by name only; check_child.py is the other. A child starts with the first check, runs
-one after another, reports each stage, and exits when it is idle for a while. If it dies, the candidate under check is refused, and a new
-child goes on with the next. No torch here: children import it themselves, and `begin` starts them before this process does.
+Checks run in a child process: an implementation that crashes, hangs or poisons the GPU costs the child. This is the parent's side, which
+knows candidates by name only; check_child.py is the other. A child starts with the first check, runs one after another, reports each
+stage, and exits when it is idle for a while. If it dies, the candidate under check is refused, and a new child goes on with the next. No
+torch here: children import it themselves, and `begin` starts them before this process does.
+
+Work on a GPU fails later than it was launched, and nothing says which kernel it was. An engine that is started after such a failure may be
+an examined one (`EXAMINATION`): it launches one by one, waits for each, and notes whose it is. It is slow, and if it fails or hangs the
+note names the op.
 """
 
 from __future__ import annotations
@@ -19,9 +24,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 
 from pyspec.cache import cache_root, n_cores
 
@@ -34,6 +41,7 @@ LIMITS_S = {
 }  # how long a child may be at each, compiling included
 TAIL = 200  # characters of a child's last output
 MOST = 4  # children that check at once
+OPS = "pyspec.cuda.ops."
 GPUS = Path("/dev/nvidiactl"), Path("/dev/kfd")  # one exists if there is a GPU: NVIDIA's, AMD's
 
 
@@ -213,3 +221,37 @@ def take() -> Child:
                 return child
             child.end()
     return Child()
+
+
+# -- examined engines ---------------------------------------------------------------------------------------------------
+
+
+class Examination:
+    """`is_on` is set once, before anything is loaded.
+
+    under_way  modules of ops that the last launch came through, the innermost first; empty when it ended well
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.under_way: tuple[str, ...] = ()
+
+    def run(self, launch: Callable[[], object], wait: Callable[[], object]) -> None:
+        self.under_way = _modules()
+        launch()
+        wait()
+        self.under_way = ()
+
+
+def _modules() -> tuple[str, ...]:
+    frame: FrameType | None = sys._getframe(1)
+    found: list[str] = []
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(OPS) and name not in found:
+            found.append(name)
+        frame = frame.f_back
+    return tuple(found)
+
+
+EXAMINATION = Examination()

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import here
-from pyspec.cuda import registry
 from pyspec.cuda.context import context_of, per_device
-from pyspec.cuda.op import FaultPlace
+from pyspec.cuda.op import FaultPlace, guarded_ops
 from pyspec.errors import OutOfBounds
 
 N_FIELD = 5  # {tripped, op, slot, index, limit}
@@ -58,7 +57,7 @@ def record(device: torch.device) -> Tensor:
 
 def fault_of(number: int, place: int, index: int, limit: int) -> Fault:
     """The fault of a record."""
-    op = registry.guarded().get(number)
+    op = guarded_ops().get(number)
     if op is None or op.guard is None:
         return Fault(f"number {number}", place, index, limit)
     return Fault(op.name, place, index, limit, op.guard.place)

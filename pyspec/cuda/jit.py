@@ -23,8 +23,8 @@ import torch
 from pyspec import progress
 from pyspec.cache import cache_root
 from pyspec.cuda import shipped
+from pyspec.cuda.checker import EXAMINATION
 from pyspec.cuda.context import DeviceContext, context_of
-from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.machine import CUDA_PACKAGES
 from pyspec.errors import DeviceError
 

@@ -18,11 +18,11 @@ TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
 
 @dataclass(frozen=True, slots=True)
 class KernelContext:
-    """tiers     (op, tier) pairs of `--kernels` (registry.tiers_of); the op "" stands for all that are not named
+    """tiers     (op, tier) pairs of `--kernels` (`op.tiers_of`); the op "" stands for all that are not named
     is_exact  batch-invariant mode (exact.py)
     demoted   modules whose implementations failed while they ran, and are not used
     n_thread  of torch; 0: its default. No choice depends on it
-    keeps_checks  C++ kernels that passed their check in an earlier process are not checked again (kept_checks.py)
+    keeps_checks  C++ kernels that passed their check in an earlier process are not checked again (verdicts.py)
     cpu_rows  of products on a CPU (`--cpu-activations`): q16 or q8
     """
 

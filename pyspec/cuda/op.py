@@ -1,29 +1,40 @@
-"""The record of an operation and its implementations. The first implementation that is not refused runs; the torch reference is the last.
+"""The record of an operation and its implementations, and the ops there are. The first implementation that is not refused runs; the torch
+reference is the last.
 
 An implementation states its limits as data: a range of compute capabilities, and `limits(spec)`, which returns the reason for a
 refusal. It looks only at the spec (shapes, dtypes, device), so a planner can call it before anything is allocated. Within the limits
 the op's check compares the implementation with the reference, on a GPU in a child process (checker.py). If it differs, fails,
 crashes or hangs, it is refused and the next one is tried.
+
+The ops are found in the folders of `pyspec.cuda.ops`: each with an `op.py`, which holds `OPS` or an op of the folder's name. `--kernels`
+names them.
 """
 
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import Enum
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from pyspec.cuda import kept_checks, verdicts
+from pyspec.cuda import tri, verdicts
 from pyspec.cuda.checker import sentence
 from pyspec.cuda.jit import GpuKind, Program
-from pyspec.cuda.kernel_context import KernelContext, current, within
+from pyspec.cuda.kernel_context import TIERS, KernelContext, current, within
 from pyspec.cuda.verdicts import Candidate
+from pyspec.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+FOLDER = "pyspec.cuda.ops"
+MAX_LISTED = 3  # ops in one warning
 NOT_HERE = (
     "runs on NVIDIA GPUs only",
     "runs on GPUs only",
@@ -88,7 +99,7 @@ class Impl(Generic[Spec, Launch]):
 
 @dataclass
 class Op(Generic[Spec, Launch]):
-    """The record of an op. To add an op, add its folder (registry.py).
+    """The record of an op. To add an op, add its folder.
 
     check        returns a sentence when an implementation differs from the reference: check(launch, reference_launch, spec)
     home         "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
@@ -148,17 +159,18 @@ class Op(Generic[Spec, Launch]):
     def _verdict(self, impl: Impl[Spec, Launch], spec: Spec) -> str | None:
         if self.check is None:
             return None
+        candidate = self.candidate(impl, spec)
         if impl.native or device_of(spec).type == "cuda":
-            return verdicts.refusal(self.candidate(impl, spec))
+            return verdicts.refusal(candidate)
         keeps = current().keeps_checks and impl.name == "cpu"
-        if keeps and kept_checks.has_passed(self.home, impl.name, spec):
+        if keeps and verdicts.has_passed(candidate):
             return None
         try:
             found = self.check(impl.bind(spec), self.reference.bind(spec), spec)
         except Exception as e:  # noqa: BLE001 - any error of a foreign compiler means "do not use it"
             return f"failed its check: {sentence(e)}"
         if keeps and found is None:
-            kept_checks.keep(self.home, impl.name, spec)
+            verdicts.keep_passed(candidate)
         return found
 
     def chosen(self, spec: Spec) -> Impl[Spec, Launch]:
@@ -233,3 +245,70 @@ def _outside(impl: Impl[Spec, Launch], spec: Spec) -> str | None:
         return None
     have, low, high = (f"{major}.{minor}" for major, minor in (capability, first, last))
     return f"made for compute capability {low} to {high}, this GPU has {have}"
+
+
+# -- all of them ---------------------------------------------------------------------------------------------------------
+
+
+def all_ops() -> list[Op[Any, Any]]:
+    """All ops by their folders' names, and those that are parts of others."""
+    folders = sorted(
+        found.name for found in pkgutil.iter_modules(import_module(FOLDER).__path__) if found.ispkg
+    )
+    return [op for name in folders if find_spec(f"{FOLDER}.{name}.op") for op in _ops_in(name)]
+
+
+def _ops_in(folder: str) -> tuple[Op[Any, Any], ...]:
+    module = import_module(f"{FOLDER}.{folder}.op")
+    found: tuple[Op[Any, Any], ...] = vars(module).get("OPS") or (vars(module)[folder],)
+    return found
+
+
+def listed_ops() -> list[Op[Any, Any]]:
+    """Those that are listed: doctor shows them, and `--kernels` takes their names."""
+    return [op for op in all_ops() if op.is_listed]
+
+
+def op_names() -> list[str]:
+    return [op.name for op in listed_ops()]
+
+
+def guarded_ops() -> dict[int, Op[Any, Any]]:
+    """Ops whose kernels have guards, by the number in a fault record."""
+    return {op.guard.number: op for op in all_ops() if op.guard is not None}
+
+
+def tiers_of(text: str) -> tuple[tuple[str, str], ...]:
+    """Tiers by op, as in KernelContext, of "triton" or "linear=triton,attend=reference". ConfigError for an unknown op."""
+    if "=" not in text:
+        return () if text == "auto" else (("", text),)
+    wanted = dict(part.split("=") for part in text.split(","))
+    known = op_names()
+    for name in wanted:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--kernels: there is no op {name}{hint} (there are {', '.join(known)})")
+    return tuple(sorted(wanted.items()))
+
+
+def unmet_tiers(device: torch.device) -> str:
+    """The wishes of `--kernels` that are not met, as a message; "" if there are none. Call it once everything is bound."""
+    asked = [name for name, tier in current().tiers if tier in TIERS]
+    if device.type != "cuda" and not tri.interprets():
+        return (
+            "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
+        )
+    found = [line for op in listed_ops() if (line := _unmet(op))]
+    more = f"; and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
+    return "; ".join(found[:MAX_LISTED]) + more
+
+
+def _unmet(op: Op[Any, Any]) -> str:
+    wanted = [
+        impl for impl in op.impls if impl.name in TIERS.get(current().wanted(op.name, op.named), ())
+    ]
+    for spec, impl in op.decided.items():
+        if wanted and impl not in wanted:
+            return f"{op.name} runs as {impl.name} ({wanted[0].name}: {op.refusal(wanted[0], spec)})"
+    return ""

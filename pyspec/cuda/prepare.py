@@ -21,8 +21,7 @@ import torch
 
 from pyspec.cache import n_cores
 from pyspec.cuda import checker, jit, kernel_context, tri, verdicts
-from pyspec.cuda.checker import MOST, Checker, Verdict, sentence
-from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.checker import EXAMINATION, MOST, Checker, Verdict, sentence
 from pyspec.cuda.jit import Compiled, GpuKind, Program
 from pyspec.cuda.kernel_context import KernelContext, current
 from pyspec.cuda.machine import CUDA_PACKAGES

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyspec.cuda import registry
-from pyspec.cuda.op import Ask, Impl, Op, device_of
+from pyspec.cuda.op import Ask, Impl, Op, all_ops, device_of, listed_ops
 from pyspec.slots.kv_types import KvFormat, name_of
 
 REPEATS = 5
@@ -41,17 +40,17 @@ class Finding:
 
 def standard(device: torch.device) -> list[Ask]:
     """Every op in shapes that models have."""
-    return [(op, spec) for op in registry.ops() for spec in op.shapes(device)]
+    return [(op, spec) for op in listed_ops() for spec in op.shapes(device)]
 
 
 def products(device: torch.device) -> list[Ask]:
     """Further shapes that a package's cubins are compiled for: matrices of every packed type with every epilogue."""
-    return [(op, spec) for op in registry.every() for spec in op.more_shapes(device)]
+    return [(op, spec) for op in all_ops() for spec in op.more_shapes(device)]
 
 
 def asked() -> list[Ask]:
     """Specs decided so far under this thread's tiers: after a load, all that the model and its drafter run with."""
-    return [(op, spec) for op in registry.ops() for spec in op.decided]
+    return [(op, spec) for op in listed_ops() for spec in op.decided]
 
 
 def findings(asks: Iterable[Ask]) -> list[Finding]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyspec.cache import n_cores
 from pyspec.cuda import tri_install
-from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.checker import EXAMINATION
 
 log = logging.getLogger(__name__)
 

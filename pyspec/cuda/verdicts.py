@@ -2,6 +2,9 @@
 
 A verdict holds for one op, implementation and spec, on one kind of GPU with one driver and compiler, and for the sources it
 was made with. Each is a file of its own, written whole or not at all; one that can not be read is as good as none.
+
+Checks of C++ kernels run in the process itself and take half a second of a start. Those that passed are kept together in one file
+(`PASSED`), for one build of the library, one torch, and the sources of the checks as they are. A check that failed is repeated.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 
 import torch
 
+from pyspec.cpu.build import find, isas
 from pyspec.cuda import checker, jit, shipped, tri_install
 from pyspec.cuda.checker import Checker, Verdict
 from pyspec.cuda.machine import machine
@@ -33,6 +37,10 @@ log = logging.getLogger(__name__)
 # Sources that count if an implementation imports them
 OURS = ("pyspec.cuda.ops", "pyspec.cuda.jit", "pyspec.cuda.tri", "pyspec.slots")
 Key = dict[str, str]
+ROOT = Path(__file__).resolve().parents[1]
+CPU_SOURCES = ("cpu", "cuda", "slots", "gguf")  # folders that checks of C++ kernels depend on
+PASSED = "cpu.json"
+MOST_PASSED = 4096  # checks in that file; one with more begins again
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +129,19 @@ def load(key: Key) -> Verdict | None:
 
 def save(key: Key, refusal: str | None, choice: str = "") -> None:
     """Keep a verdict. A folder that can not be written costs the next process a check."""
-    path = _path(key)
+    _write(_path(key), {"key": key, "refusal": refusal, "choice": choice})
+
+
+def _write(path: Path, content: object) -> None:
+    """Write a file whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump({"key": key, "refusal": refusal, "choice": choice}, file, indent=1)
+            json.dump(content, file, indent=1)
         os.replace(file.name, path)
     except OSError as e:
+        with contextlib.suppress(OSError, NameError):
+            os.unlink(file.name)
         log.debug("a verdict is not kept: %s", e)
 
 
@@ -182,3 +196,45 @@ def _imports(text: str) -> set[str]:
         elif isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
     return {n for n in names if n.startswith(OURS)}
+
+
+# -- checks of C++ kernels, which run in the process itself -------------------------------------------------------------
+
+
+def has_passed(candidate: Candidate) -> bool:
+    """Whether its check passed in an earlier process."""
+    return _line(candidate) in _passed()
+
+
+def keep_passed(candidate: Candidate) -> None:
+    """A process that keeps another check at the same time may overwrite this one, which costs the next start a check."""
+    passed = _passed()
+    passed.add(_line(candidate))
+    _write(folder() / PASSED, {"about": _cpu_digest(), "passed": sorted(passed)})
+
+
+def _line(candidate: Candidate) -> str:
+    return f"{candidate.home} {candidate.impl} {candidate.spec!r}"
+
+
+@cache
+def _cpu_digest() -> str:
+    """A digest of all that a check depends on. Sources count by size and time, because reading two hundred takes as long as a check."""
+    sha = hashlib.blake2b(digest_size=16)
+    library = find(isas()[0])
+    sha.update(f"{torch.__version__} {None if library is None else library.name}".encode())
+    for path in sorted(path for name in CPU_SOURCES for path in (ROOT / name).rglob("*.py")):
+        about = path.stat()
+        sha.update(f"{path.relative_to(ROOT)} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return sha.hexdigest()
+
+
+@cache
+def _passed() -> set[str]:
+    try:
+        kept = json.loads((folder() / PASSED).read_text())
+        if kept["about"] == _cpu_digest() and len(kept["passed"]) <= MOST_PASSED:
+            return set(map(str, kept["passed"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return set()

@@ -93,11 +93,11 @@ class Engine(ServedEngine):
         """
         with argument_names():
             values = {"np": np, "ctx": ctx, **settings}
-            settings_of(values)
             if flaw := SWITCH.flaw(isolated):
                 raise ConfigError(f"isolated {flaw}")
             name = path_of("target", target, ConfigError)
             pair = (name, None if draft is None else path_of("draft", draft, ConfigError), values)
+            settings_of(values)
             taken = look_at_name(name, partial(pair_of, *pair), apart=isolated)
             engine = cls.open(taken, *pair[1:], isolated=isolated)
         engine._says = argument_names

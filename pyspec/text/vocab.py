@@ -148,7 +148,23 @@ def read_suppressed(fields: Fields, n: int) -> frozenset[int]:
     return frozenset(i for i in fields.integers(name) if 0 <= i < n) if name in fields else frozenset()
 
 
-def stray_ids(fields: Fields, n: int) -> list[str]:
+def vocabulary_flaws(fields: Fields, model: str, pre: str, n: int, *, has_end: bool) -> list[str]:
+    """Sentences about a vocabulary's fields that are not used, and missing ones.
+
+    model, pre  as they are read, defaults included; n: tokens; has_end: some token ends a generation
+    """
+    flaws = _stray_ids(fields, n)
+    if model == "gpt2" and not fields.label("tokenizer.ggml.pre", ""):
+        flaws.insert(
+            0,
+            f"tokenizer.ggml.pre names no pre-tokenizer: {pre!r} is taken, as llama.cpp does; the model may have learnt another",
+        )
+    if not has_end:
+        flaws.append("no token ends a generation: texts end at their limit, and no grammar can be kept")
+    return flaws
+
+
+def _stray_ids(fields: Fields, n: int) -> list[str]:
     """A sentence about each special id outside the vocabulary. Files write -1, also as an unsigned 32-bit number, for no token."""
     names = sorted(name for name in fields.known if name.endswith("_token_id"))
     ids = {name: fields.integer(name, None) for name in names}

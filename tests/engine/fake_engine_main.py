@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from pyspec.config import EngineSettings
-from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.checker import EXAMINATION
 from pyspec.engine.process import early, engine_main
 from pyspec.errors import DeviceError, NoDevice, PyspecError
 from pyspec.gguf import open_gguf

@@ -13,9 +13,9 @@ from sampling import few
 import pyspec
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.cuda import registry, survey
+from pyspec.cuda import survey
 from pyspec.cuda.jit import GpuKind
-from pyspec.cuda.op import Ask
+from pyspec.cuda.op import Ask, listed_ops
 from pyspec.cuda.ops.linear.ref import Epilogue
 from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.cuda.prepare import wanted_of
@@ -72,7 +72,7 @@ def names(asks: list[Ask]) -> set[str]:
 
 
 def loaded_asks(path: Path, s: EngineSettings) -> set[str]:
-    for op in registry.ops():
+    for op in listed_ops():
         op.decided.clear()
     load(path, s)
     return names(survey.asked())

@@ -11,8 +11,8 @@ from engine_rig import Rig, fake_rig
 from known_texts import N_TEXT, known_texts
 from test_isolation import NAN, speculating
 
-from pyspec.cuda import faults, registry
-from pyspec.cuda.op import FaultPlace
+from pyspec.cuda import faults
+from pyspec.cuda.op import FaultPlace, guarded_ops
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.loop.round import RowLimits
 from pyspec.errors import OutOfBounds, SlotError
@@ -21,7 +21,7 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts
 
 CPU = torch.device("cpu")
-GUARDS = {op.name: op.guard for op in registry.guarded().values()}
+GUARDS = {op.name: op.guard for op in guarded_ops().values()}
 
 
 def trip(op: str, place: int, index: int = 99, limit: int = 12) -> None:

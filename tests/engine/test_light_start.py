@@ -14,7 +14,7 @@ import torch
 from engine_rig import DEMO
 
 from pyspec import Engine, synth
-from pyspec.cuda import kept_checks
+from pyspec.cuda import verdicts
 from pyspec.cuda.kernel_context import KernelContext, within
 from pyspec.cuda.op import Impl, Op
 from pyspec.engine.load import load as loading
@@ -108,16 +108,16 @@ def test_an_encoder_that_is_built_later_gives_the_same_ids() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(kept_checks.verdicts, "folder", lambda: tmp_path)
-    monkeypatch.setattr(kept_checks, "SOURCES", ("cpu",))
+    monkeypatch.setattr(verdicts, "folder", lambda: tmp_path)
+    monkeypatch.setattr(verdicts, "CPU_SOURCES", ("cpu",))
     forget()
-    return tmp_path / kept_checks.NAME
+    return tmp_path / verdicts.PASSED
 
 
 def forget() -> None:
     """As a new process."""
-    kept_checks._passed.cache_clear()
-    kept_checks._about.cache_clear()
+    verdicts._passed.cache_clear()
+    verdicts._cpu_digest.cache_clear()
 
 
 def op_of(checked: list[int], flaw: str | None = None) -> Op[int, int]:

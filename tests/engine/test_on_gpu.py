@@ -373,10 +373,10 @@ with Engine.load("demo", "mtp", np=4, ctx=1024, device="cuda", **options) as e:
             text.append(r.tokens)
             n += r.timings.n_rounds
     if "triton" in sys.argv[1]:
-        from pyspec.cuda import registry
+        from pyspec.cuda.op import tiers_of
         from pyspec.cuda.kernel_context import KernelContext, use
         from pyspec.cuda.ops.linear.op import linear
-        use(KernelContext(registry.tiers_of(sys.argv[1])))  # what is decided is decided for these
+        use(KernelContext(tiers_of(sys.argv[1])))  # what is decided is decided for these
         assert {impl.name for impl in linear.decided.values()} == {"triton"}, linear.decided
     print(hash(tuple(text)), len(text))
 """

@@ -392,7 +392,7 @@ def test_a_seed_is_drawn_once(plants: Plants) -> None:
 
 
 def test_a_kernel_under_examination_is_known_by_the_module_that_launched_it() -> None:
-    from pyspec.cuda.examine import Examination
+    from pyspec.cuda.checker import Examination
 
     examination, seen = Examination(), []
     space = {"__name__": "pyspec.cuda.ops.linear.pair", "run": examination.run, "wait": lambda: None}

@@ -18,9 +18,10 @@ from typing import Any
 
 import planted_tiers
 
-from pyspec.cuda import checker, kernel_context, registry, verdicts
+from pyspec.cuda import checker, kernel_context, verdicts
 from pyspec.cuda.checker import Checker
 from pyspec.cuda.kernel_context import KernelContext
+from pyspec.cuda.op import listed_ops
 from pyspec.engine.api import Engine
 
 WHY = {
@@ -44,7 +45,7 @@ MODELS = {
 
 def forget(name: str = "") -> None:
     """Forget the verdicts of an op, or of all ops, so that they are checked again."""
-    for op in registry.ops():
+    for op in listed_ops():
         if name in ("", op.name):
             op.decided.clear()
             op.verdicts.clear()
@@ -63,7 +64,7 @@ def planted(name: str, kind: str) -> Iterator[Any]:
     """The op, with the bad one in front of its tier in Triton, in this process and in the one that checks."""
     forget_kept(name)
     op, bad = (
-        next(op for op in registry.ops() if op.name == name),
+        next(op for op in listed_ops() if op.name == name),
         getattr(planted_tiers, f"{name}_{kind}"),
     )
     impls, home = op.impls, op.home

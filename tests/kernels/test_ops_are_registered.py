@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import pyspec.cuda.ops
-from pyspec.cuda import faults, jit, prepare, registry, survey
+from pyspec.cuda import faults, jit, prepare, survey
 from pyspec.cuda.jit import GpuKind
-from pyspec.cuda.op import FaultPlace, Op
+from pyspec.cuda.op import FaultPlace, Op, all_ops, guarded_ops, op_names, tiers_of
 from pyspec.errors import ConfigError
 
 FOLDER = Path(pyspec.cuda.ops.__file__).parent
@@ -61,23 +61,23 @@ toy = Op(
 
 
 def test_every_op_is_listed_and_found_where_it_says() -> None:
-    for op in registry.every():
+    for op in all_ops():
         module, _, name = op.home.partition(":")
         assert isinstance(op, Op) and getattr(import_module(module), name) is op, (
             "a child process finds it by this name"
         )
-        assert not op.named or op.named in registry.names()
-    names = registry.names()
+        assert not op.named or op.named in op_names()
+    names = op_names()
     assert len(set(names)) == len(names)
     assert {path.parent.name for path in FOLDER.glob("*/op.py")} <= set(names)
-    assert {op.name for op in registry.every()} - set(names) == {"linear_tall"}
+    assert {op.name for op in all_ops()} - set(names) == {"linear_tall"}
     assert {op.name for op, _ in survey.standard(CPU)} == set(names), "doctor has a usual shape for each"
 
 
 def test_adding_an_op_is_adding_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else names it: it is surveyed, selected, compiled ahead, checked in a child and named in a fault."""
     with pytest.raises(ConfigError, match="there is no op toy"):
-        registry.tiers_of("toy=reference")
+        tiers_of("toy=reference")
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy" / "__init__.py").touch()
     (tmp_path / "toy" / "op.py").write_text(TOY)
@@ -85,7 +85,7 @@ def test_adding_an_op_is_adding_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
     toy, spec = next((op, spec) for op, spec in survey.standard(CPU) if op.name == "toy")
     assert survey.findings([(toy, spec)]) == [survey.Finding("toy", "n 4", "cuda", True, ())]
     assert (toy, spec) in survey.asked()
-    assert registry.tiers_of("toy=reference") == (("toy", "reference"),)
+    assert tiers_of("toy=reference") == (("toy", "reference"),)
     found = faults.fault_of(99, 1, 7, 4)
     assert (found.op, found.names) == ("toy", FaultPlace.ROW)
     assert str(found.error(0)) == "kernel toy, slot 0: index 7 is outside 0..3"
@@ -98,10 +98,8 @@ def test_adding_an_op_is_adding_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_numbers_in_fault_records_stay_as_they_are() -> None:
-    assert {op.name: number for number, op in registry.guarded().items()} == NUMBERS
-    assert len(registry.guarded()) == sum(op.guard is not None for op in registry.every()), (
-        "each has its own"
-    )
+    assert {op.name: number for number, op in guarded_ops().items()} == NUMBERS
+    assert len(guarded_ops()) == sum(op.guard is not None for op in all_ops()), "each has its own"
     assert faults.fault_of(6, 0, 0, 0).op == "number 6"
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyspec.cuda import registry, survey
+from pyspec.cuda import survey
+from pyspec.cuda.op import listed_ops
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.rows.op import rows
@@ -26,7 +27,7 @@ CUDA = torch.device("cuda")
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    for op in registry.ops():
+    for op in listed_ops():
         monkeypatch.setattr(op, "_decided", {})
 
 

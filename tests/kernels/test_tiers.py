@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import registry
 from pyspec.cuda.kernel_context import KernelContext, current, use, within
-from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.op import Impl, Op, op_names, tiers_of, unmet_tiers
 from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
@@ -23,7 +22,7 @@ SPEC = GdnSpec(torch.device("cpu"), GdnShape(1, 2, 128, 4, 512), 1e-6)
 
 def ask_for(text: str) -> None:
     """As `--kernels`, for this thread."""
-    use(KernelContext(registry.tiers_of(text)))
+    use(KernelContext(tiers_of(text)))
 
 
 def fake(name: str, named: str = "") -> Op[str, object]:
@@ -125,9 +124,7 @@ def test_an_op_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="no op liner; did you mean linear"):
         ask_for("liner=triton")
     assert current().tiers == ()
-    assert set(dict(registry.tiers_of(",".join(f"{name}=triton" for name in registry.names())))) == set(
-        registry.names()
-    )
+    assert set(dict(tiers_of(",".join(f"{name}=triton" for name in op_names())))) == set(op_names())
 
 
 def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +140,7 @@ def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.Monkey
             ("embed", []),
         )
     ]
-    monkeypatch.setattr(registry, "ops", lambda: ops)
+    monkeypatch.setattr("pyspec.cuda.op.listed_ops", lambda: ops)
     gpu = torch.device("cuda", 0)
     for text, said in (
         ("triton", "linear runs as torch (triton: triton is not installed)"),
@@ -155,10 +152,8 @@ def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.Monkey
         ask_for(text)
         for op in ops:
             op.chosen("x")
-        assert registry.unmet(gpu) == said, text
-        assert ("GPUs only" in registry.unmet(torch.device("cpu"))) == (
-            text not in ("auto", "reference")
-        )
+        assert unmet_tiers(gpu) == said, text
+        assert ("GPUs only" in unmet_tiers(torch.device("cpu"))) == (text not in ("auto", "reference"))
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pyspec.cuda import faults, registry, survey, tri
+from pyspec.cuda import faults, survey, tri
+from pyspec.cuda.op import listed_ops
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
@@ -242,7 +243,7 @@ def test_graphs_hold_what_follows_a_verify() -> None:
         torch.cuda.synchronize()
         assert torch.equal(pairs[0].long(), logits.argmax(-1))
         other = (
-            next(op for op in registry.ops() if op.name == "ahead")
+            next(op for op in listed_ops() if op.name == "ahead")
             .reference.bind(_spec("ahead"))
             .accept(pairs, batch)
         )

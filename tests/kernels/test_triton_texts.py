@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import triton_interpreter  # noqa: F401
 
-from pyspec.cuda import registry, survey
+from pyspec.cuda import survey
+from pyspec.cuda.op import listed_ops
 from pyspec.engine.api import Engine
 from pyspec.synth import write
 
@@ -27,7 +28,7 @@ pytestmark = [
 
 def text(path: Path, spec_type: str) -> tuple[list[int], set[str]]:
     """Tokens of a greedy answer, and the ops that ran in Triton."""
-    for op in registry.ops():
+    for op in listed_ops():
         op.decided.clear()
         op.verdicts.clear()
     settings = {
@@ -58,6 +59,6 @@ def test_a_text_is_the_references(
     assert ran >= IN_TRITON[model] and len(want) == 8
     assert got == want
     monkeypatch.delenv("TRITON_INTERPRET")
-    for op in registry.ops():
+    for op in listed_ops():
         op.decided.clear()
         op.verdicts.clear()

@@ -91,14 +91,14 @@ def break_module(module: str, demoted: Collection[str]) -> None:
     """Every launch that comes through `module` brings an illegal access along."""
     import torch
 
-    from pyspec.cuda import examine, jit
+    from pyspec.cuda import checker, jit
 
     if module in demoted:
         return
     bad: list[Callable[[], None]] = []
 
     def launch_both(kernel: Any, *args: Any, **options: Any) -> None:
-        if module in examine._modules():
+        if module in checker._modules():
             if not bad:
                 bad.append(launcher("illegal", torch.device("cuda", kernel.context.device.index)))
             bad[0]()

@@ -12,8 +12,8 @@ from engine_rig import rig
 from harness import DEVICE, FIXTURES, Bench
 from rewrite import rewrite
 
-from pyspec.cuda import registry, survey
-from pyspec.cuda.op import Op
+from pyspec.cuda import survey
+from pyspec.cuda.op import Op, listed_ops
 from pyspec.cuda.ops.rope_kv import cpu as rope_kv_cpu
 from pyspec.cuda.ops.rope_kv import ref as rope_kv_ref
 from pyspec.cuda.ops.rope_kv.op import check, rope_kv
@@ -60,7 +60,7 @@ def test_the_last_blocks_of_e_models_read_earlier_keys_and_have_none() -> None:
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the tier of CPUs")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cpu_runs_every_op_and_records_the_forward(kind: str) -> None:
-    for op in registry.ops():  # forget what other models of this process asked for
+    for op in listed_ops():  # forget what other models of this process asked for
         op.decided.clear()
     r = rig(FIXTURES / f"gemma4-{kind}.gguf")
     r.generate([3, 4, 5], 8)

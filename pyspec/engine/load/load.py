@@ -16,9 +16,10 @@ from pyspec import draft, progress
 from pyspec.config import UBATCH, EngineSettings
 from pyspec.cpu.kernels import missing as missing_on_cpu
 from pyspec.cpu.kernels import torch_alone
-from pyspec.cuda import checker, prepare, registry, temporary
+from pyspec.cuda import checker, prepare, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext, within
+from pyspec.cuda.op import tiers_of, unmet_tiers
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import TpMemory, TpWorker
@@ -104,7 +105,7 @@ def load(
     is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
-    tiers, demoted = registry.tiers_of(settings.kernels), frozenset(settings.demoted)
+    tiers, demoted = tiers_of(settings.kernels), frozenset(settings.demoted)
     kernels = KernelContext(
         tiers, settings.exact, demoted, n_thread, is_isolated, settings.cpu_activations
     )
@@ -209,7 +210,7 @@ def build(
     info = info_of(d, plan)
     disk = open_disk(loop, d.settings, info)
     loop.use_disk(disk)
-    if missing := registry.unmet(d.device):
+    if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
     log_use = partial(_log_use, d.device, plan, before)
     if preparation is not None:
@@ -254,42 +255,40 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
 def _loop(
     d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
 ) -> Loop:
-    s, n_draft = d.settings, d.draft.n_draft
+    s, needs, costs = d.settings, d.draft.needs, ForwardCosts()
     make_arena = partial(_arena, target, table, arena_pages(d, table))
     arena = None if s.plain_loop else make_arena(d.width)
-    if arena is not None and isinstance(drafter, GraphedDrafter):
-        drafter.use_graphs(partial(make_arena, d.draft_width))
-    host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
-    states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
-    timer = (
-        Timer()
-        if arena is None or not arena.pads
-        else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
+    controller = Controller(
+        *(s.np, d.draft.n_draft),
+        n_own=needs.n_draft,
+        chained=needs.chained,
+        block=needs.block,
+        fixed=s.n_draft_fixed,
+        verify_ms=Timer(lambda n: bucket_of(n, most) or bucket(n))
+        if arena is not None and arena.pads
+        else Timer(),
+        forward_costs=costs,
     )
-    needs, fixed, costs = d.draft.needs, s.n_draft_fixed, ForwardCosts()
+    pace = PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft))
+    if arena is not None and isinstance(drafter, GraphedDrafter):
+        drafter.use_graphs(partial(make_arena, d.draft_width))
+    kind = Worker if memory.is_whole else TpWorker
+    worker = kind(target, memory, table, drafter, arena, d.draft.n_suffix)
+    host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
+    states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     return Loop(
-        (Worker if memory.is_whole else TpWorker)(
-            target, memory, table, drafter, arena, d.draft.n_suffix
-        ),
-        Controller(
-            *(s.np, n_draft),
-            n_own=needs.n_draft,
-            chained=needs.chained,
-            block=needs.block,
-            fixed=fixed,
-            verify_ms=timer,
-            forward_costs=costs,
-        ),
+        worker,
+        controller,
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch or d.batch, prompts=d.batch),
         s.queue_limit,
-        synth=synth_of(s, n_draft),
+        synth=synth_of(s, d.draft.n_draft),
         plain=s.plain_loop,
         prompt_weight=s.prompt_weight,
         suffixes=_suffixes(s),
-        pace=PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft)),
+        pace=pace,
     )
 
 

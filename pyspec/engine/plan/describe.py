@@ -12,20 +12,14 @@ from pyspec import draft
 from pyspec.config import UBATCH, EngineSettings
 from pyspec.cuda.collective import may_share_gpu
 from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
-from pyspec.draft.drafter import (
-    NO_DRAFTER,
-    ONLY_SUFFIXES,
-    DraftPlan,
-    TargetFile,
-    draft_format,
-    refuse_file,
-)
+from pyspec.draft.choice import checked_draft, plan_draft
+from pyspec.draft.drafter import DraftPlan, TargetFile, draft_format
 from pyspec.engine.plan.draft_head import HeadCopy, plan_head
 from pyspec.engine.plan.memory_plan import (
     AssumedGpu,
     pick_dense,
 )
-from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairError, PyspecError
+from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks, surplus
@@ -34,8 +28,7 @@ from pyspec.models.rope_flags import RopeFlags
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import cuts_of
-from pyspec.ranges import quoted
-from pyspec.registry import ARCHITECTURE_NAMES, architecture_module, drafters
+from pyspec.registry import architecture_module
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes, RingPages
@@ -43,7 +36,7 @@ from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
-from pyspec.text.vocab import stray_ids
+from pyspec.text.vocab import vocabulary_flaws
 
 log = logging.getLogger(__name__)
 
@@ -154,14 +147,17 @@ def describe(
     is_isolated  the program's process builds the tokenizer, too, and refuses a vocabulary that can not be used
     """
     device = torch.device("cuda") if assumed is not None else pick_device(settings.device)
+    if settings.tp == 0:
+        settings = replace(settings, tp=n_device(device))
+    if assumed is None:
+        rank_devices(device, settings.tp)
+        check_cards(device, settings)
     file = open_gguf(path) if file is None else file
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     check_is_target(file, path)
     config = read_config(file)
     check_tensors(file, wants := config.tensors(file))
     check_read(file, wants, config.n_layer)
-    if settings.tp == 0:
-        settings = replace(settings, tp=n_device(device))
     config.share(settings.tp)
     check_ranks(file, cuts_of(wants), settings.tp)
     if settings.tp > 1 and (more := surplus(file, cuts_of(wants), settings.tp)) > 0.005:
@@ -171,20 +167,21 @@ def describe(
             100 * more,
             settings.tp,
         )
-    if assumed is None:
-        rank_devices(device, settings.tp)
-        check_cards(device, settings)
-    tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
-    template = ChatTemplate.from_metadata(file.metadata)
-    _warn_of_vocabulary(file, tokenizer)
-    plan = _checked_draft(draft_file, TargetFile(file, config, device), settings)
+    n_ctx_train = trained_length(file, config.n_ctx_train, RopeFlags.of(settings))
+    plan = checked_draft(draft_file, TargetFile(file, config, device), settings)
     synth_of(
         settings, plan.n_draft
     )  # rates that do not go with the drafter are refused before weights are read
-    n_ctx_train = trained_length(file, config.n_ctx_train, RopeFlags.of(settings))
     n_ctx = max_context(settings, n_ctx_train)
-    settings = replace(settings, ctx=n_ctx if settings.ctx else 0)
     dense = pick_dense(file, device, settings.weights)
+    is_streamed = device.type == "cuda" and dense is None
+    head = plan_head(file, plan, settings.draft_head, is_streamed=is_streamed)
+    tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
+    template = ChatTemplate.from_metadata(file.metadata)
+    words = tokenizer.model, tokenizer.pre, tokenizer.n_vocab
+    for flaw in vocabulary_flaws(file.fields, *words, has_end=bool(tokenizer.eog)):
+        log.warning("%s", flaw)
+    settings = replace(settings, ctx=n_ctx if settings.ctx else 0)
     return Description(
         path=path,
         settings=settings,
@@ -198,25 +195,9 @@ def describe(
         n_ctx=n_ctx,
         n_page=pages_of(settings, n_ctx, overhang_of(plan)),
         dense=dense,
-        head=plan_head(
-            file, plan, settings.draft_head, is_streamed=device.type == "cuda" and dense is None
-        ),
+        head=head,
         assumed=assumed,
     )
-
-
-def _checked_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
-    """The drafter's plan. A file of another vocabulary is refused first, unless the plan maps it."""
-    try:
-        plan = plan_draft(file, target, settings)
-    except PyspecError:
-        if file is not None:
-            check_vocabulary(target.file, file)
-        raise
-    if file is not None and not plan.maps_tokens:
-        check_vocabulary(target.file, file)
-    plan.check()
-    return plan
 
 
 def check_is_target(file: GGUFFile, path: Path) -> None:
@@ -321,50 +302,6 @@ def arena_pages(d: Description, table: SlotTable) -> int:
     return min(table.pages_for(d.n_ctx + d.n_overhang), table.n_page)
 
 
-def _warn_of_vocabulary(file: GGUFFile, tokenizer: Tokenizer) -> None:
-    """Warn of fields of the vocabulary that are not used, and of missing ones."""
-    if tokenizer.model == "gpt2" and not file.fields.label("tokenizer.ggml.pre", ""):
-        log.warning(
-            "tokenizer.ggml.pre names no pre-tokenizer: %r is taken, as llama.cpp does; the model may have learnt another",
-            tokenizer.pre,
-        )
-    for sentence in stray_ids(file.fields, tokenizer.n_vocab):
-        log.warning("%s", sentence)
-    if not tokenizer.eog:
-        log.warning("no token ends a generation: texts end at their limit, and no grammar can be kept")
-
-
-def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
-    """What drafts: the drafter's plan, with suffix drafts beside it if they are on."""
-    plan = _plan_drafter(file, target, settings)
-    how = settings.draft_sampling
-    if how != "argmax" and plan.kind != "none" and plan.needs.draws != how:
-        raise ConfigError(
-            f"--spec-draft-sampling {how} needs a drafter with probabilities, and {plan.kind} has none"
-        )
-    if settings.n_suffix:
-        plan = ONLY_SUFFIXES if plan.kind == "none" else plan
-        plan = replace(plan, n_suffix=settings.n_suffix)
-    return plan
-
-
-def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
-    """Which drafter runs, and how. One that was given is a request: if it can not run, loading fails with the reason."""
-    kind: str | None = settings.drafter
-    if kind == "auto":
-        kind = draft.recognised(target.file) if file is None else draft.given(file, target)
-        if kind is None and file is not None:
-            known = ", ".join(drafters())
-            raise PairError(
-                f"the draft file ({file.architecture}) is for none of the drafters there are ({known}), and no model that pyspec "
-                f"runs: {ARCHITECTURE_NAMES}. --spec-type ngram needs no file"
-            )
-    if kind is None or kind == "none":
-        refuse_file(settings.spec_type if settings.n_suffix else "none", file)
-        return NO_DRAFTER
-    return draft.find(draft.meant(kind, file)).plan(file, target, settings)
-
-
 def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
     """Synthetic acceptance, if settings ask for it and there is a drafter."""
     seed = max(settings.seed, 0)
@@ -373,24 +310,6 @@ def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
     if settings.synth_rates:
         return SynthAcceptance.of_rates(settings.synth_rates, n_draft, seed)
     return SynthAcceptance.of_length(settings.synth_len, n_draft, seed)
-
-
-def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
-    """Both files must mean the same token by the same id."""
-    key = "tokenizer.ggml.tokens"
-    if key not in target.fields or key not in drafter.fields:
-        return
-    a, b = target.fields.strings(key), drafter.fields.strings(key)
-    if a == b:
-        return
-    if len(a) != len(b):
-        raise PairError(
-            f"the drafter has {len(b)} tokens, the target {len(a)}: they do not share a vocabulary"
-        )
-    i = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    raise PairError(
-        f"token {i} is {quoted(b[i])} in the drafter and {quoted(a[i])} in the target: not the same vocabulary"
-    )
 
 
 def max_context(s: EngineSettings, n_ctx_train: int) -> int:

@@ -28,6 +28,7 @@ from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.process.fork_guard import refuse_fork
+from pyspec.engine.process.watchdog import RoundPace
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.gguf import GGUFFile
 from pyspec.heap import give_back_memory
@@ -52,26 +53,6 @@ _ENDING = threading.Event()  # the main thread has ended; other threads may stil
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 
-class Pace:
-    """Expected duration of a round: the longest so far, scaled up if the round has more rows than any before."""
-
-    def __init__(self) -> None:
-        self.longest, self.most_rows, self._rows = 0.0, 0, 1
-
-    def begin(self, n_row: int) -> None:
-        """A round of `n_row` rows starts."""
-        self._rows = n_row
-
-    def end(self, seconds: float) -> None:
-        """The round took this long."""
-        self.longest, self.most_rows = max(self.longest, seconds), max(self.most_rows, self._rows)
-
-    @property
-    def expected(self) -> float:
-        """Seconds of the current round; 0: unknown."""
-        return self.longest * max(1.0, self._rows / self.most_rows) if self.most_rows else 0.0
-
-
 class EngineCore:
     """One loaded loop and the thread that runs it. Safe to call from any thread of its process.
 
@@ -94,7 +75,7 @@ class EngineCore:
         self.template = loaded.template
         self.info = replace(loaded.info, n_row=loaded.loop.n_row)
         self.step_began = 0.0  # start of the current round; 0: none runs
-        self.pace = Pace()
+        self.pace = RoundPace()
         self._deliver, self._on_death = hand_over or self._call_listeners, on_death
         self._is_remote = hand_over is not None
         self.loop.raises_bugs = (

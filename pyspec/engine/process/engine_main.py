@@ -115,7 +115,7 @@ class EngineMain:
 
         file  the model, if it is open already
         """
-        from pyspec.cuda.examine import EXAMINATION
+        from pyspec.cuda.checker import EXAMINATION
         from pyspec.engine.process.core import EngineCore
 
         settings = message.settings
@@ -177,7 +177,7 @@ class EngineMain:
 
     def die(self, error: PyspecError) -> None:
         """Called on the engine's thread. End the process before its listeners see the error, because the next process serves them."""
-        from pyspec.cuda.examine import EXAMINATION
+        from pyspec.cuda.checker import EXAMINATION
 
         with suppress(OSError):
             self.link.send(Fatal(portable(error), EXAMINATION.under_way))
@@ -186,7 +186,7 @@ class EngineMain:
 
     def beat(self) -> None:
         """Send several heartbeats a second, with the age of the current round."""
-        from pyspec.cuda.examine import EXAMINATION
+        from pyspec.cuda.checker import EXAMINATION
 
         n = 0
         with suppress(OSError):

@@ -20,17 +20,19 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import checker, kernel_context, prepare, registry
+from pyspec.cuda import checker, kernel_context, prepare
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext
+from pyspec.cuda.op import tiers_of
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.follow import Follower
 from pyspec.device.worker import failure_of
+from pyspec.draft.choice import plan_draft
 from pyspec.draft.drafter import DraftOptions, DraftShare, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
-from pyspec.engine.plan.describe import batch_of, plan_draft
+from pyspec.engine.plan.describe import batch_of
 from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
 from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
@@ -63,7 +65,7 @@ def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.devi
 def load(share: LoadShare, link: Link) -> Follower:
     """Load this rank's part of the model, and join the others."""
     s, device = share.settings, torch.device(share.device)
-    tiers, demoted = registry.tiers_of(s.kernels), frozenset(s.demoted)
+    tiers, demoted = tiers_of(s.kernels), frozenset(s.demoted)
     kernel_context.use(KernelContext(tiers, s.exact, demoted, cpu_rows=s.cpu_activations))
     if device.type == "cuda":
         torch.cuda.set_device(device)

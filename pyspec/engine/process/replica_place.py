@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from pyspec.engine.messages import LogLine
+from pyspec import progress
+from pyspec.engine.messages import LoadStage, LogLine
+from pyspec.request import Done, Event, SlotInfo, Started
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,21 @@ class ReplicaPlace:
     label: str = ""
     reports: bool = True
     on_loss: Callable[[], None] = lambda: None
+
+    def report(self, stage: LoadStage) -> None:
+        """Report the progress of its load, if it is this one's to report."""
+        if self.reports:
+            progress.report(stage.stage, stage.fraction)
+
+    def rows(self, rows: Iterable[SlotInfo]) -> list[SlotInfo]:
+        """Its slots by their numbers among all."""
+        return [replace(row, slot=self.first_slot + row.slot) for row in rows]
+
+    def placed(self, event: Event) -> Event:
+        """An event with its slot's number among all."""
+        if isinstance(event, Started | Done) and event.slot >= 0 and self.first_slot:
+            return replace(event, slot=self.first_slot + event.slot)
+        return event
 
     def relay(self, line: LogLine) -> None:
         """Log a line of the engine here."""

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from pyspec import progress
 from pyspec.config import EngineSettings
 from pyspec.engine.loop.slot_task import careful
 from pyspec.engine.messages import (
@@ -52,7 +51,6 @@ from pyspec.request import (
     ReplicaInfo,
     Request,
     SlotInfo,
-    Started,
 )
 from pyspec.sample.noise import resolve_seed
 from pyspec.slot_action import SlotAction, SlotAnswer
@@ -229,11 +227,10 @@ class Supervisor:
         return self._state
 
     def slots(self) -> list[SlotInfo]:
-        looked, first = self._look(), self._place.first_slot
-        if looked is not None:
-            return [replace(row, slot=first + row.slot) for row in looked.slots]
-        n = range(first, first + self.info.n_slot)
-        return [SlotInfo(slot=i, n_ctx=self.info.n_ctx, is_processing=False) for i in n]
+        if (looked := self._look()) is not None:
+            return self._place.rows(looked.slots)
+        n, n_ctx = self.info.n_slot, self.info.n_ctx
+        return self._place.rows(SlotInfo(slot=i, n_ctx=n_ctx, is_processing=False) for i in range(n))
 
     def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
         return []
@@ -297,8 +294,7 @@ class Supervisor:
         elif isinstance(message, LogLine):
             self._place.relay(message)
         elif isinstance(message, LoadStage):
-            if self._place.reports:
-                progress.report(message.stage, message.fraction)
+            self._place.report(message)
         elif isinstance(message, Looked):
             with self._lock:
                 self._now = message.metrics
@@ -336,10 +332,8 @@ class Supervisor:
             self._records.pop(record.name, None)
         if record.ousted is not None and isinstance(event, Done) and event.finish == "cancelled":
             event = Failed(record.name, record.ousted)
-        if isinstance(event, Started | Done) and event.slot >= 0 and self._place.first_slot:
-            event = replace(event, slot=self._place.first_slot + event.slot)
         try:
-            record.sink(event)
+            record.sink(self._place.placed(event))
         except BaseException:
             log.exception("the listener of request %s failed", record.name)
             self.cancel(record.name)

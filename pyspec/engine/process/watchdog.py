@@ -1,4 +1,4 @@
-"""Decides whether an engine process still works: time limits, and the reason if it does not."""
+"""Decides whether an engine process still works: how long a round may take, by the rounds before it, and the reason if it does not."""
 
 from __future__ import annotations
 
@@ -16,6 +16,27 @@ SILENT_S = 120.0  # seconds without a message between rounds
 WINDOW_S = 600.0  # seconds for which a false alarm raises the limits
 TICK_S = 0.05  # interval of the checks
 LATE_S = 1.0  # a check that comes this late shows that this process did not run
+
+
+class RoundPace:
+    """Expected duration of a round, which heartbeats tell the watchdog: the longest so far, scaled up if the round has more rows than any
+    before."""
+
+    def __init__(self) -> None:
+        self.longest, self.most_rows, self._rows = 0.0, 0, 1
+
+    def begin(self, n_row: int) -> None:
+        """A round of `n_row` rows starts."""
+        self._rows = n_row
+
+    def end(self, seconds: float) -> None:
+        """The round took this long."""
+        self.longest, self.most_rows = max(self.longest, seconds), max(self.most_rows, self._rows)
+
+    @property
+    def expected(self) -> float:
+        """Seconds of the current round; 0: unknown."""
+        return self.longest * max(1.0, self._rows / self.most_rows) if self.most_rows else 0.0
 
 
 @dataclass(frozen=True)

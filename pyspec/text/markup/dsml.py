@@ -15,7 +15,7 @@ from pyspec.text.markup.call_grammar import (
 )
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
-from pyspec.text.markup.values import ValueMarks, read_bare_arguments
+from pyspec.text.markup.values import NAME_CHARS, ValueMarks, read_named_call
 
 WORD = "｜DSML｜"
 OPEN = (f"<{WORD}tool_calls>", f"<{WORD}function_calls>")
@@ -23,7 +23,6 @@ CLOSE = (f"</{WORD}tool_calls>", f"</{WORD}function_calls>")
 INVOKE, END_INVOKE = f'<{WORD}invoke name="', f"</{WORD}invoke>"
 PARAMETER, END_PARAMETER = f'<{WORD}parameter name="', f"</{WORD}parameter>"
 IS_TEXT, IS_JSON, BARE = '" string="true">', '" string="false">', '">'
-NAME_CHARS = 256
 MARKS = ValueMarks(
     end=END_PARAMETER.removesuffix("eter>"),
     constrained_end=f"{END_PARAMETER}\n",
@@ -45,13 +44,7 @@ ARGUMENTS = ArgumentForm(
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
     def call(reader: AnswerReader, text: str) -> Steps[str]:
-        name, found = yield from reader.take_name(tools, BARE, most=NAME_CHARS)
-        if not (name and found):
-            return text + name + found
-        reader.begin_call(name)
-        arguments = ArgumentWriter(reader, tools.get(name, {}))
-        yield from read_bare_arguments(reader, MARKS, arguments, _key)
-        return ""
+        return (yield from read_named_call(reader, text, tools, BARE, MARKS, _key))
 
     def calls(reader: AnswerReader, mark: str) -> Steps[str]:
         return (yield from read_section(reader, mark, INVOKE, CLOSE, call))

@@ -20,12 +20,11 @@ from pyspec.text.markup.call_grammar import (
 )
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
-from pyspec.text.markup.values import ValueMarks, read_bare_arguments
+from pyspec.text.markup.values import NAME_CHARS, ValueMarks, read_bare_arguments
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, END_KEY = "<arg_key>", "</arg_key>"
 VALUE, END_VALUE = "<arg_value>", "</arg_value>"
-NAME_CHARS = 256
 MARKS = ValueMarks(
     end=END_VALUE.removesuffix(">"),
     constrained_end=f"{END_VALUE}\n",

@@ -15,13 +15,12 @@ from pyspec.text.markup.call_grammar import (
 )
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
-from pyspec.text.markup.values import ValueMarks, read_bare_arguments
+from pyspec.text.markup.values import NAME_CHARS, ValueMarks, read_named_call
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, END_INVOKE = '<invoke name="', "</invoke>"
 PARAMETER, END_PARAMETER = '<parameter name="', "</parameter>"
 END_NAME = '">'
-NAME_CHARS = 256
 MARKS = ValueMarks(
     end="</param",
     constrained_end=f"{END_PARAMETER}\n",
@@ -38,13 +37,7 @@ ARGUMENTS = ArgumentForm(
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
     def call(reader: AnswerReader, text: str) -> Steps[str]:
-        name, found = yield from reader.take_name(tools, END_NAME, most=NAME_CHARS)
-        if not (name and found):
-            return text + name + found
-        reader.begin_call(name)
-        arguments = ArgumentWriter(reader, tools.get(name, {}))
-        yield from read_bare_arguments(reader, MARKS, arguments, _key)
-        return ""
+        return (yield from read_named_call(reader, text, tools, END_NAME, MARKS, _key))
 
     def calls(reader: AnswerReader, mark: str) -> Steps[str]:
         return (yield from read_section(reader, mark, INVOKE, (CLOSE,), call))

@@ -18,12 +18,11 @@ from pyspec.text.markup.call_grammar import (
 )
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
-from pyspec.text.markup.values import ValueMarks, read_bare_arguments
+from pyspec.text.markup.values import NAME_CHARS, ValueMarks, read_bare_arguments
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-NAME_CHARS = 256
 MARKS = ValueMarks(
     end="</param",
     constrained_end=f"\n{END_PARAMETER}\n",

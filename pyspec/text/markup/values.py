@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import GAP, NAME, OVER, TAIL, Lookahead, Step
-from pyspec.text.markup.reader import AnswerReader, Emit, Steps
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 
+NAME_CHARS = 256  # of a name at most
 CLOSING = frozenset(".)]}>")  # last characters of a value before another argument on the same line
 
 
@@ -68,6 +69,18 @@ def read_bare_arguments(
         value.end()
     if mark:
         arguments.end()
+
+
+def read_named_call(
+    reader: AnswerReader, text: str, tools: Tools, end: str, marks: ValueMarks, read_key: ReadKey
+) -> Steps[str]:
+    """Read a call behind its mark, `text`: the tool's name up to `end`, then arguments. Returns "", or the text if it is no call."""
+    name, found = yield from reader.take_name(tools, end, most=NAME_CHARS)
+    if not (name and found):
+        return text + name + found
+    reader.begin_call(name)
+    yield from read_bare_arguments(reader, marks, ArgumentWriter(reader, tools.get(name, {})), read_key)
+    return ""
 
 
 def read_value(

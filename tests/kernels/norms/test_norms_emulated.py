@@ -7,7 +7,8 @@ import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
-from pyspec.cuda import faults, registry
+from pyspec.cuda import faults
+from pyspec.cuda.op import guarded_ops
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.norms.ref import NormsSpec, TorchNorms
 
@@ -40,7 +41,7 @@ def test_a_row_that_does_not_exist_is_reported_and_the_others_are_right(bad: int
         y, some = own.picked(x, weight, torch.tensor([2, bad, 1]))
         tripped, op, place, index, limit = faults.record(CPU).tolist()
         assert torch.equal(y, own(x, weight)) and torch.equal(some, y[[2, 0, 1]])
-    assert (tripped, op, index, limit) == (1, norms_cuda.OP_ID, seen, 3) and registry.guarded()[
+    assert (tripped, op, index, limit) == (1, norms_cuda.OP_ID, seen, 3) and guarded_ops()[
         op
     ].name == "norms"
     assert faults.Fault("norms", place, index, limit).slot([4, 5, 6], [0, 1, 2, 3]) == faults.ALL_SLOTS

@@ -9,7 +9,8 @@ import torch
 import triton_interpreter  # noqa: F401
 from torch import Tensor
 
-from pyspec.cuda import faults, registry
+from pyspec.cuda import faults
+from pyspec.cuda.op import guarded_ops
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn import triton as gdn_triton
 from pyspec.cuda.ops.gdn.shape import GdnShape
@@ -147,7 +148,7 @@ def test_a_bad_index_is_reported_and_its_sequence_is_skipped(name: str, field: s
     fault = faults.record(CPU)
     tripped = fault.tolist()
     fault.zero_()
-    assert tripped[:2] == [1, {op.name: number for number, op in registry.guarded().items()}[name]]
+    assert tripped[:2] == [1, {op.name: number for number, op in guarded_ops().items()}[name]]
     bad, good = (1, 0) if field == "seq_start" else (0, 1)
     assert not any(t[bad].any() for t in layer.tensors()) and layer.conv[good].any()
     assert name == "short_conv" or layer.state[good].any()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
-from pyspec.cuda.ops.best.ref import Best, BestSpec
+from pyspec.cuda.ops.best.ref import Best, BestSpec, IntoMemory
 
 THREADS = 256  # of a CTA; as many parts a row has at most
 PER_SM = 2  # CTAs of a multiprocessor: enough loads under way, and few to wait for
@@ -57,26 +57,11 @@ def _kernel(device: torch.device) -> Kernel:
     return code.kernel("best", "pppppiii")
 
 
-class BestLaunch:
-    """Implements `Best`."""
-
+class BestLaunch(IntoMemory):
     def __init__(self, device: torch.device) -> None:
         self.kernel, self.overlap = _kernel(device), torch.cuda.get_device_capability(device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
         self.shares, self.tickets = _workspace(device, self.n_multiprocessor)
-
-    def tokens(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        out = (
-            torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
-        )
-        assert out.dtype == torch.int64 and out.is_contiguous() and out.shape == logits.shape[:1]
-        self._run(logits, out, None)
-        return out
-
-    def pairs(self, logits: Tensor) -> Tensor:
-        out = torch.empty(2, logits.shape[0], dtype=torch.float64, device=logits.device)
-        self._run(logits, None, out)
-        return out
 
     def _run(self, logits: Tensor, tokens: Tensor | None, pairs: Tensor | None) -> None:
         logits, (n_row, n_vocab) = logits.contiguous(), logits.shape

@@ -49,6 +49,28 @@ def argmax(logits: Tensor) -> Tensor:
     return best * _BLOCK + block.argmax(-1)
 
 
+class IntoMemory:
+    """Implements `Best` by a kernel that writes into memory."""
+
+    def _run(self, logits: Tensor, tokens: Tensor | None, pairs: Tensor | None) -> None:
+        """Write the tokens [row], the pairs [2, row], or both."""
+        raise NotImplementedError
+
+    def _empty(self, logits: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    def tokens(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        out = self._empty(logits, len(logits), dtype=torch.int64) if out is None else out
+        assert out.dtype == torch.int64 and out.is_contiguous() and out.shape == logits.shape[:1]
+        self._run(logits, out, None)
+        return out
+
+    def pairs(self, logits: Tensor) -> Tensor:
+        out = self._empty(logits, 2, len(logits), dtype=torch.float64)
+        self._run(logits, None, out)
+        return out
+
+
 class TorchBest:
     """Implements `Best`."""
 

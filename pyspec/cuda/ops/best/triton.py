@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyspec.cuda import tri
 from pyspec.cuda.context import per_device
-from pyspec.cuda.ops.best.ref import BestSpec
+from pyspec.cuda.ops.best.ref import BestSpec, IntoMemory
 
 COLUMNS = 1024  # of a step
 PER_SM = 4  # programs of a multiprocessor that a launch has about
@@ -20,27 +20,12 @@ def limits(spec: BestSpec) -> str | None:
     return tri.missing(spec.device)
 
 
-class BestTriton:
-    """Implements `Best`."""
-
+class BestTriton(IntoMemory):
     def __init__(self, device: torch.device) -> None:
         self.n_sm, self.none = (
             tri.n_multiprocessor(device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
-
-    def tokens(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
-        out = (
-            torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
-        )
-        assert out.dtype == torch.int64 and out.is_contiguous() and out.shape == logits.shape[:1]
-        self._run(logits, out, None)
-        return out
-
-    def pairs(self, logits: Tensor) -> Tensor:
-        out = torch.empty(2, logits.shape[0], dtype=torch.float64, device=logits.device)
-        self._run(logits, None, out)
-        return out
 
     def _run(self, logits: Tensor, tokens: Tensor | None, pairs: Tensor | None) -> None:
         from pyspec.cuda.ops.best import triton_kernels as kernels
