@@ -41,7 +41,7 @@ def compile_all(types: list[GGMLType]) -> None:
             spec = LinearSpec(CUDA, type, n_out, n_in, epilogue)
             kind = GpuKind((9, 0))
             programs += [*wgmma.programs(spec, kind), *wgmma_many.programs(spec, kind)]
-            programs += unpacked.programs(type, epilogue is GATED, kind)
+            programs += unpacked.programs(spec, kind)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(compiled, dict.fromkeys(programs)))
 

@@ -28,10 +28,7 @@ MOST = 4096  # rows of a launch, whose powers lie in shared memory
 
 
 def limits(spec: LinearSpec) -> str | None:
-    if (why := wgmma.limits(spec)) is not None:
-        return why
-    # as there, of places in the line: fewer than two items a cluster
-    return None
+    return wgmma.limits(spec)
 
 
 @per_device
@@ -42,6 +39,8 @@ def bind_rows(device: torch.device, n_in: int) -> RowsPrep:
 
 class ManyLaunch:
     """Multiplies any number of rows with one matrix of `spec`."""
+
+    least = wgmma.MAX_ROWS + 1  # rows that `linear_tall` does not take in one pass
 
     def __init__(self, spec: LinearSpec, patience: int = PATIENCE, spare: int = 0) -> None:
         """spare: turns of all clusters that are cut as well, besides the last, which is not full."""
