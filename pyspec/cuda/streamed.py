@@ -92,8 +92,8 @@ class Streamed:
         adds = residual is not None and not self.gated
         if (many := self._of_many(len(x), adds)) is not None:
             out = torch.empty(len(x), self.n_out, dtype=torch.float32, device=x.device)
-            rows, prep = self._fused(x, prep)
-            many(rows, self.packed, out, residual if adds else None, prep)
+            x, prep = self._fused(x, prep)
+            many(x, self.packed, out, residual if adds else None, prep)
             return out if residual is None or adds else residual + out
         launch = self._launch(len(x), adds)
         if (held := launch.rows.held(x, prep)) is not None:

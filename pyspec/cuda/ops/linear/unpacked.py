@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import HOPPER, GpuKind, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
@@ -94,6 +94,11 @@ def limits(spec: LinearSpec) -> str | None:
     if slice_rows(spec.n_in) == 0:
         return f"{spec.n_in} columns; the memory for unpacked rows takes up to {SCRATCH_BYTES // (32 * TILE)}"
     return None
+
+
+def scratch_bytes(arch: str) -> int:
+    """Bytes that prompts take on a GPU of this architecture; none where they run otherwise, or without kernels ("")."""
+    return SCRATCH_BYTES if arch and arch != arch_of(HOPPER) else 0
 
 
 def slice_rows(n_in: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import HOPPER, GpuKind, Program
+from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Program
 from pyspec.cuda.ops.linear import wgmma
 from pyspec.cuda.ops.linear.pack import Packed, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
@@ -91,7 +91,7 @@ class ManyLaunch:
             n_whole -= 1  # each cluster has at least a unit of the line
         tensors = (packed.data, rows.blocks, rows.powers, out if residual is None else residual, out)
         sizes = (rows.n_row, spec.n_out, self.n_group, self.n_chunk, n_whole)
-        args = (*tensors, work.partial, work.counts, work.states, *map(np.int32, sizes))
+        args: tuple[Arg, ...] = (*tensors, work.partial, work.counts, work.states, *map(np.int32, sizes))
         shared = wgmma.shared_bytes(spec.type, rows.pad, MOST)
         grid = (CLUSTER * n_cluster,)
         self.kernels[rows.pad].launch(grid, wgmma._THREADS, args, shared, overlap=True)
