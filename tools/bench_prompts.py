@@ -15,8 +15,11 @@ from torch import Tensor
 
 from pyspec.cuda.jit import GpuKind, compiled
 from pyspec.cuda.ops.linear import unpacked, wgmma, wgmma_many
-from pyspec.cuda.ops.linear.cuda import random_packed
+from pyspec.cuda.ops.linear.cuda import _half_floats, random_packed
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.moe import builds as moe_builds
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe.ref import MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.rows.cuda import WideRows
 from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep, of_rows
 from pyspec.gguf import GGMLType
@@ -32,6 +35,7 @@ MATRICES = (
     (5120, 6144, RESIDUAL, 64),
 )
 COPIES, REPEATS = 2, 5
+EXPERTS = (GGMLType.Q8_0, GGMLType.Q4_K)
 
 
 def compile_all(types: list[GGMLType]) -> None:
@@ -42,6 +46,8 @@ def compile_all(types: list[GGMLType]) -> None:
             kind = GpuKind((9, 0))
             programs += [*wgmma.programs(spec, kind), *wgmma_many.programs(spec, kind)]
             programs += unpacked.programs(spec, kind)
+        moe = MoeSpec(CUDA, 8, 2048, 512, "swiglu", type, type, pieces=1)
+        programs += moe_builds.programs(moe, GpuKind((9, 0), 132)) if type in EXPERTS else []
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(compiled, dict.fromkeys(programs)))
 
@@ -169,6 +175,35 @@ class Case:
         return "" if off < 1e-3 else f" WRONG by {off:.2g}"
 
 
+def experts(type: GGMLType, n_row: int = 2048) -> None:
+    """Of a layer of 35B-A3B: rows in launches of so many."""
+    spec = MoeSpec(CUDA, 8, 2048, 512, "swiglu", type, type, pieces=1)
+
+    def stack(n: int, n_out: int, n_in: int) -> Stack:
+        blocks = torch.randint(
+            0, 256, (n, n_out * n_in // type.block_size, type.type_size), dtype=torch.uint8, device=CUDA
+        )
+        for at in _half_floats(type):
+            blocks[..., at : at + 2] = torch.tensor([0.001], dtype=torch.float16, device=CUDA).view(
+                torch.uint8
+            )
+        return Stack(blocks.view(n, -1), type, n_out, n_in)
+
+    def stacks(n: int) -> Stacks:
+        return Stacks(stack(n, 512, 2048), stack(n, 512, 2048), stack(n, 2048, 512))
+
+    every = stacks(256)
+    every = Stacks(every.gate, every.up, every.down, stacks(1))
+    x = torch.randn(n_row, 2048, device=CUDA)
+    ids = torch.rand(n_row, 256, device=CUDA).topk(8).indices.int()
+    weights, found = torch.rand(n_row, 8, device=CUDA), []
+    for most in (512, 1024, 2048):
+        moe_cuda.rows_at_once = lambda n_used, n_expert, most=most: most
+        launch = moe_cuda.ExpertsLaunch(spec, every)
+        found.append((f"{most} at once {ms(lambda i, run=launch: run(x, ids, weights)):.3f} ms"))
+    print(f"experts {type.name} of a layer of 35B, {n_row} rows: {'; '.join(found)}", flush=True)
+
+
 def _activated(y: Tensor) -> Tensor:
     gate, up = y.chunk(2, 1)
     return torch.nn.functional.silu(gate) * up
@@ -219,6 +254,11 @@ def main() -> None:
                 print(f"{type.name} {shape} {n_row} rows: {'; '.join(line)}", flush=True)
             del case
             torch.cuda.empty_cache()
+    for type in [t for t in types if t in EXPERTS]:
+        try:
+            experts(type)
+        except Exception as e:  # noqa: BLE001 - the table is to be printed
+            print(f"experts {type.name}: {e!r}"[:300])
     names = list(dict.fromkeys(name for *_, name in totals))
     print("\nmilliseconds of all matrices of the model\n" + "type rows " + " | ".join(names))
     for type in types:
