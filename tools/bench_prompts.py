@@ -80,7 +80,6 @@ class Case:
         self.n_weight, self.gated = self.spec.n_weight_row, epilogue is GATED
         self.packed = [random_packed(type, self.n_weight, n_in, CUDA) for _ in range(COPIES)]
         self.tall, self.many = wgmma.WgmmaLaunch(self.spec, least=32), wgmma_many.bind(self.spec)
-        self.spare = wgmma_many.ManyLaunch(self.spec, spare=1)
         self.unpack, self.wide = unpacked.UnpackLaunch(CUDA, type, self.gated), WideRows(CUDA, n_in)
         self.copies = [
             torch.empty(self.n_weight, n_in, dtype=torch.float16, device=CUDA) for _ in range(COPIES)
@@ -113,6 +112,13 @@ class Case:
         out = torch.empty(len(self.x), self.spec.n_out, device=CUDA)
         (launch or self.many)(self.x, self.packed[i], out, self.residual, self.prep)
         return out
+
+    def by_128(self, i: int) -> Tensor:
+        pads, wgmma_many.PADS = wgmma_many.PADS, (128,)
+        try:
+            return self.in_one(i)
+        finally:
+            wgmma_many.PADS = pads
 
     def product_alone(self, i: int) -> Tensor:
         out = torch.empty(len(self.x), self.spec.n_out, device=CUDA)
@@ -200,7 +206,7 @@ def experts(type: GGMLType, n_row: int = 2048) -> None:
     for most in (512, 1024, 2048):
         moe_cuda.rows_at_once = lambda n_used, n_expert, most=most: most
         launch = moe_cuda.ExpertsLaunch(spec, every)
-        found.append((f"{most} at once {ms(lambda i, run=launch: run(x, ids, weights)):.3f} ms"))
+        found.append(f"{most} at once {ms(lambda i, run=launch: run(x, ids, weights)):.3f} ms")
     print(f"experts {type.name} of a layer of 35B, {n_row} rows: {'; '.join(found)}", flush=True)
 
 
@@ -211,8 +217,8 @@ def _activated(y: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--types", nargs="+", default=["Q8_0", "Q4_K", "Q6_K", "MXFP4"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[256, 300, 512, 1024, 2048])
+    parser.add_argument("--types", nargs="+", default=["Q8_0", "Q4_K"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[150, 300, 400, 640, 2048])
     args = parser.parse_args()
     types = [GGMLType[name] for name in args.types]
     wgmma.PADS = (48, 128)
@@ -228,17 +234,12 @@ def main() -> None:
                 ways: dict[str, Callable[[int], object]] = {
                     "passes": case.in_passes,
                     "many": case.in_one,
-                    "many, spare 1": lambda i, c=case: c.in_one(i, c.spare),
+                    "many, parts of 128": case.by_128,
                     "(many, product)": case.product_alone,
                     "copy": case.by_copy,
                     "(copy, mm)": case.mm_alone,
                     "(unpack)": case.unpack_alone,
-                    "unpack all": lambda i, c=case: c.by_slices(i, c.n_weight),
                     "unpack 8448": lambda i, c=case: c.by_slices(i, 8448),
-                    "unpack 4096": lambda i, c=case: c.by_slices(i, 4096),
-                    "unpack 2048": lambda i, c=case: c.by_slices(i, 2048),
-                    "streams 4096": lambda i, c=case: c.by_slices(i, 4096, streams=True),
-                    "streams 8448": lambda i, c=case: c.by_slices(i, 8448, streams=True),
                 }
                 line = []
                 for name, run in ways.items():

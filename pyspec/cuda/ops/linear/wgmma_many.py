@@ -23,8 +23,13 @@ from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsPrep
 from pyspec.cuda.ops.rows.cuda import program as rows_program
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, of_rows
 
-PADS = (128,)  # rows of a part
+PADS = (96, 112, 128)  # rows of a part
 MOST = 4096  # rows of a launch, whose powers lie in shared memory
+
+
+def part_of(n_row: int) -> int:
+    """Rows of a part: those that leave the fewest over, and as many as possible."""
+    return min(PADS, key=lambda pad: (-(-n_row // pad) * pad, -pad))
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -70,7 +75,7 @@ class ManyLaunch:
     def rows(self, x: Tensor, prep: Prep | None = None) -> Rows:
         """x as `multiply` reads it, in new memory."""
         n_row = len(x)
-        part = min(PADS, key=lambda pad: (-(-n_row // pad) * pad, -pad))
+        part = part_of(n_row)
         pad = -(-n_row // part) * part
         n_in = -(-self.spec.n_in // 256) * 256
         blocks = torch.empty(pad * n_in, dtype=torch.float16, device=x.device)
