@@ -6,9 +6,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
-
-from pyspec.cuda.jit import arch_of, missing
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.linear import unpacked
@@ -76,7 +73,7 @@ def plan_memory(d: Description) -> MemoryPlan:
             s.draft_head,
             d.assumed,
         )
-    arch = _arch(d)
+    arch = unpacked.arch_on(d.device) if d.assumed is None else d.assumed.arch
     n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
     plan = with_copies(
         plan, 0 if s.exact or arch in NO_COPIES else n_wide, d.device, s.weights, d.assumed
@@ -84,15 +81,6 @@ def plan_memory(d: Description) -> MemoryPlan:
     if d.dense is not None or s.exact or plan.wide:
         return plan
     return replace(plan, workspace=plan.workspace + unpacked.scratch_bytes(arch))
-
-
-def _arch(d: Description) -> str:
-    """The target of its kernels; "" without a GPU that has them."""
-    if d.assumed is not None:
-        return d.assumed.arch
-    if not torch.cuda.is_available() or missing(d.device) is not None:
-        return ""
-    return arch_of(torch.cuda.get_device_capability(d.device))
 
 
 def missing_copy(d: Description, plan: MemoryPlan) -> str:

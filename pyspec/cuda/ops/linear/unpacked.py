@@ -96,6 +96,13 @@ def limits(spec: LinearSpec) -> str | None:
     return None
 
 
+def arch_on(device: torch.device) -> str:
+    """The target of kernels on a device; "" if none of ours run there."""
+    if not torch.cuda.is_available() or jit.missing(device) is not None:
+        return ""
+    return arch_of(torch.cuda.get_device_capability(device))
+
+
 def scratch_bytes(arch: str) -> int:
     """Bytes that prompts take on a GPU of this architecture; none where they run otherwise, or without kernels ("")."""
     return SCRATCH_BYTES if arch and arch != arch_of(HOPPER) else 0
