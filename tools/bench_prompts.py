@@ -86,8 +86,7 @@ class Case:
         ]
         for packed, copy in zip(self.packed, self.copies, strict=True):
             self.unpack(packed, 0, self.n_weight, copy)
-        self.scratch = [torch.empty_like(self.copies[0]) for _ in range(2)]
-        self.side = torch.cuda.Stream()
+        self.scratch, self.product = torch.empty_like(self.copies[0]), unpacked.bind(self.spec)
         self.norm = Norm(torch.ones(n_in, device=CUDA), 1e-6)
 
     def rows(self, n_row: int) -> None:
@@ -108,9 +107,9 @@ class Case:
             self.tall.multiply(rows, self.packed[i], out[part], add)
         return out
 
-    def in_one(self, i: int, launch: wgmma_many.ManyLaunch | None = None) -> Tensor:
+    def in_one(self, i: int) -> Tensor:
         out = torch.empty(len(self.x), self.spec.n_out, device=CUDA)
-        (launch or self.many)(self.x, self.packed[i], out, self.residual, self.prep)
+        self.many(self.x, self.packed[i], out, self.residual, self.prep)
         return out
 
     def by_128(self, i: int) -> Tensor:
@@ -134,45 +133,17 @@ class Case:
         return torch.mm(self.half, self.copies[i].T, out_dtype=torch.float32)
 
     def unpack_alone(self, i: int) -> None:
-        self.unpack(self.packed[i], 0, self.n_weight, self.scratch[0])
+        self.unpack(self.packed[i], 0, self.n_weight, self.scratch)
 
-    def by_slices(self, i: int, size: int, streams: bool = False) -> Tensor:
-        half, powers = self.wide(self.both, self.wide_prep)
-        y = torch.empty(len(half), self.n_weight, device=CUDA)
-        main, n = torch.cuda.current_stream(), self.n_weight
-        read: list[torch.cuda.Event | None] = [None, None]
-        self.unpack.overlap = not streams
-        if streams:
-            self.side.wait_stream(main)
-        for k, first in enumerate(range(0, n, size)):
-            end, buffer = min(first + size, n), self.scratch[k % 2]
-            scratch = buffer.view(-1)[: (end - first) * self.spec.n_in].view(end - first, -1)
-            if streams:
-                with torch.cuda.stream(self.side):
-                    if read[k % 2] is not None:
-                        self.side.wait_event(read[k % 2])
-                    self.unpack(self.packed[i], first, end, scratch)
-                main.wait_stream(self.side)
-            else:
-                self.unpack(self.packed[i], first, end, scratch)
-            self._multiply(half, scratch, y, first, end)
-            if streams:
-                read[k % 2] = main.record_event()
-        return self.wide.finish(y, powers, self.residual)
-
-    def _multiply(self, half: Tensor, scratch: Tensor, y: Tensor, first: int, end: int) -> None:
-        n = self.n_weight
-        if not self.gated or (first, end) == (0, n):
-            torch.mm(half, scratch.T, out_dtype=torch.float32, out=y[:, first:end])
-            return
-        for part, at in zip(scratch.chunk(2), (0, n // 2), strict=True):
-            out = y[:, at + first // 2 : at + end // 2]
-            torch.mm(half, part.T, out_dtype=torch.float32, out=out)
+    def by_library(self, i: int) -> Tensor:
+        out = torch.empty(len(self.x), self.spec.n_out, device=CUDA)
+        self.product(self.x, self.packed[i], out, self.residual, self.prep)
+        return out
 
     def compared(self, name: str, run: Callable[[int], Tensor]) -> str:
         """Of what reads other rows, with others that read the same: "" or how far off."""
-        of_copy = name[0] in "us" or name == "copy"
-        like = self.by_copy if of_copy or self.spec.n_in != 17408 else self.in_passes
+        has_gates = self.both is not self.x and name != "copy"
+        like = self.in_passes if has_gates else self.by_copy
         want, got = like(0), run(0)
         if self.gated:
             got = got if len(got.T) != self.n_weight else _activated(got)
@@ -239,7 +210,7 @@ def main() -> None:
                     "copy": case.by_copy,
                     "(copy, mm)": case.mm_alone,
                     "(unpack)": case.unpack_alone,
-                    "unpack 8448": lambda i, c=case: c.by_slices(i, 8448),
+                    "unpacked": case.by_library,
                 }
                 line = []
                 for name, run in ways.items():

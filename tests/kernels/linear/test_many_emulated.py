@@ -82,6 +82,12 @@ def test_any_number_of_clusters_and_parts(n_row: int, n_cta: int, spare: int) ->
     assert product(spec, n_row, n_cta, spare=spare, seed=n_cta) < 1e-3
 
 
+def test_parts_leave_the_fewest_rows_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wgmma_many, "PADS", (96, 112, 128))
+    of = {129: 96, 200: 112, 256: 128, 288: 96, 300: 112, 2048: 128}
+    assert {n: wgmma_many.part_of(n) for n in of} == of
+
+
 @pytest.fixture
 def a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's product with f32 sums, which a CPU has not."""
