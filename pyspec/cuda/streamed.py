@@ -1,7 +1,7 @@
 """A matrix as kernels stream it: rows are prepared and rounded, then multiplied with the packed weights, in one call.
 
-The number of rows decides the launch: few rows go to `linear`, more to `linear_tall` or to the library over a copy in f16. A product
-may take rows that the kernel before it has prepared (fuse.py).
+The number of rows decides the launch: few rows go to `linear`, more to `linear_tall`, a prompt's to `linear_many` or to the library over a
+copy in f16. A product may take rows that the kernel before it has prepared (fuse.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
 from pyspec.cuda.ops.linear.formats import FORMATS
-from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.op import linear, linear_many, linear_tall
 from pyspec.cuda.ops.linear.pack import TILE, Packed
-from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec, Many
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.cuda import (
@@ -51,9 +51,9 @@ COARSE = 4  # step of powers, because each power needs a build
 class Streamed:
     """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
 
-    `linear_tall` takes more than FEW_ROWS if it runs. wide [out, in] f16: a copy for row counts that neither kernel covers in one pass,
-    where the library's product is faster; or None. All round rows to f16 over a power of two, and sum in f32. limit: bound of gated activations, 0: none.
-    With `--exact` one of the two takes all rows: `linear_tall` where it runs.
+    `linear_tall` takes more than FEW_ROWS if it runs, `linear_many` those of a prompt. wide [out, in] f16: a copy for row counts that neither
+    of the first two covers in one pass, where the library's product is faster; or None. All round rows to f16 over a power of two, and sum
+    in f32. limit: bound of gated activations, 0: none. With `--exact` one of the first two takes all rows: `linear_tall` where it runs.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Streamed:
         adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
         self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
         self.tall, self.tall_added = _tall(spec), _tall(adding)
+        self.many, self.many_added = (None, None) if wide is not None else (_many(spec), _many(adding))
         self.few_rows = 0 if current().is_exact and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.wide_turned = None if wide is None else wide.T
@@ -89,6 +90,11 @@ class Streamed:
             y = self._wide(x, prep, residual)
             return self._activated(y) if self.gated else y
         adds = residual is not None and not self.gated
+        if (many := self._of_many(len(x), adds)) is not None:
+            out = torch.empty(len(x), self.n_out, dtype=torch.float32, device=x.device)
+            x, prep = self._fused(x, prep)
+            many(x, self.packed, out, residual if adds else None, prep)
+            return out if residual is None or adds else residual + out
         launch = self._launch(len(x), adds)
         if (held := launch.rows.held(x, prep)) is not None:
             return self._ready(held, residual, late)
@@ -103,6 +109,10 @@ class Streamed:
     def _launch(self, n_row: int, adds: bool) -> LinearLaunch | WgmmaLaunch:
         tall = self.tall_added if adds else self.tall
         return tall if n_row > self.few_rows and tall is not None else self.added if adds else self.plain
+
+    def _of_many(self, n_row: int, adds: bool) -> Many | None:
+        many = self.many_added if adds else self.many
+        return many if many is not None and n_row >= many.least else None
 
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
         if self.gated and not self.limit and self._is_wide(x):
@@ -306,3 +316,12 @@ def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
     """The product of many rows without a copy of the weight, if there is a kernel for it."""
     small = replace(spec, n_out=PROBE_ROWS)  # the check runs on this, because it unpacks the matrix
     return linear_wgmma.bind(spec) if linear_tall.has_own(spec, checked_as=small) else None
+
+
+def _many(spec: LinearSpec) -> Many | None:
+    """The product of a prompt's rows, if there is one; its order of summation depends on their number, so `--exact` has none."""
+    small = replace(spec, n_out=PROBE_ROWS)
+    if current().is_exact or not linear_many.has_own(spec, checked_as=small):
+        return None
+    made: Many = linear_many.chosen(small).bind(spec)
+    return made

@@ -165,6 +165,7 @@ def test_what_is_prepared_has_programs_and_a_child_that_can_find_it() -> None:
     assert {w.candidate.op for w in wanted} >= {
         "linear",
         "linear_tall",
+        "linear_many",
         "moe",
         "moe_route",
         "attend",

@@ -128,7 +128,7 @@ def test_without_it_the_kernel_is_wrong(
     )
     monkeypatch.setattr(linear_pair, "MAX_SLOTS", 4)
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
-    monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
+    monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad, many=0: (2, 2))
     with pytest.raises(AssertionError):  # EmulationError is one
         for seed in range(3):
             run(seed)

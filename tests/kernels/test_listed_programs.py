@@ -13,7 +13,7 @@ from emulated.gpu import _launchers, emulated_gpu
 from pyspec.cuda import jit, survey
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.op import Op
-from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.op import linear, linear_many, linear_tall
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
@@ -73,7 +73,9 @@ def products() -> list[tuple[Op, object]]:
         for epilogue in Epilogue
     ]
     return [
-        (op, LinearSpec(CPU, type, 272, 5120, e)) for op in (linear, linear_tall) for type, e in kinds
+        (op, LinearSpec(CPU, type, 272, 5120, e))
+        for op in (linear, linear_tall, linear_many)
+        for type, e in kinds
     ]
 
 

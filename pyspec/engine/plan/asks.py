@@ -22,7 +22,7 @@ from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, has_eight
 from pyspec.cuda.ops.linear.formats import FORMATS
-from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_tall
+from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_many, linear_tall
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.ring_places.op import ring_places
 from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
@@ -101,7 +101,8 @@ def _products_of(
         yield from ((linear, replace(spec, epilogue=e)) for e in Epilogue)
     for t, spec in zip(matrices, small, strict=True):
         ways = tuple(Epilogue) if t.type in PLAIN else _epilogues(wants.get(t.name))
-        yield from ((linear_tall, replace(spec, epilogue=e)) for e in ways)
+        for op in (linear_tall,) if d.settings.exact else (linear_tall, linear_many):
+            yield from ((op, replace(spec, epilogue=e)) for e in ways)
 
 
 def _is_streamed(t: TensorInfo, file: GGUFFile) -> bool:

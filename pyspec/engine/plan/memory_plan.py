@@ -25,6 +25,9 @@ CUDA_BYTES = 600 << 20  # of a process on a GPU before it allocates anything: co
 PIECE_BYTES = 1 << 20  # mean loss per driver allocation: torch makes those in pieces of 2 MiB and more
 GRAPH_LOSS = 1.5  # factor on a forward's memory in a graph: results lie in its midst
 LIBRARY_BYTES = 860 << 20  # of NCCL's channels, on each rank
+NO_COPIES: tuple[
+    str, ...
+] = ()  # architectures where prompts run from packed weights at the rate of copies
 
 
 def rank_bytes(n: int) -> int:

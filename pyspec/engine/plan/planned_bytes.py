@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.linear import unpacked
 from pyspec.draft.drafter import OWN_HEAD
 from pyspec.engine.plan.describe import Description, arena_pages, rings_of
 from pyspec.engine.plan.memory_plan import (
+    NO_COPIES,
     PIECE_BYTES,
     ForwardSizes,
     MemoryPlan,
@@ -70,8 +73,14 @@ def plan_memory(d: Description) -> MemoryPlan:
             s.draft_head,
             d.assumed,
         )
+    arch = unpacked.arch_on(d.device) if d.assumed is None else d.assumed.arch
     n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
-    return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
+    plan = with_copies(
+        plan, 0 if s.exact or arch in NO_COPIES else n_wide, d.device, s.weights, d.assumed
+    )
+    if d.dense is not None or s.exact or plan.wide:
+        return plan
+    return replace(plan, workspace=plan.workspace + unpacked.scratch_bytes(arch))
 
 
 def missing_copy(d: Description, plan: MemoryPlan) -> str:

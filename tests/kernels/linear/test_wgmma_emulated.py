@@ -26,7 +26,7 @@ TYPES = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only builds for 64 rows, and few stages, so that matrices this small go round the rings."""
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
-    monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
+    monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad, many=0: (2, 2))
 
 
 def matrix(spec: LinearSpec) -> Packed:

@@ -20,6 +20,12 @@
 //
 // Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES, CLUSTER (CTAs of one),
 // PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
+// MANY (most rows, for a prompt; 0 for a round): the rows are parts of PAD, all of them in one launch. x is then [64 columns][parts * PAD][64],
+// and an item is a band times a part. The clusters take items in turn, those that run together have few bands and all parts, so weights come from
+// memory once. What fills no turn of all clusters (items from `first` on) is the line that is cut.
+#ifndef MANY
+#define MANY 0
+#endif
 #include "cut.cuh"
 #include "quants.cuh"
 #include "wgmma.cuh"
@@ -63,8 +69,9 @@ enum State { kNothing = 0, kGo = 1, kGone = 2 };
 
 struct Matrix {
   int n_row, n_out, n_record, n_chunk, n_cluster;
-  int total;  // units: bands times chunks; times the clusters it fits 32 bits
+  int total;  // units of the line: bands times chunks; times the clusters it fits 32 bits
   int rank;   // of this CTA in its cluster
+  int n_part, first;  // parts of the rows; the line's first item, where they are bands times parts
 
   __device__ __forceinline__ int run_start(int cluster) const {
     return static_cast<int>(static_cast<u32>(total) * static_cast<u32>(cluster) / static_cast<u32>(n_cluster));
@@ -74,7 +81,11 @@ struct Matrix {
     return static_cast<int>((static_cast<u32>(unit + 1) * static_cast<u32>(n_cluster) - 1) / static_cast<u32>(total));
   }
 
-  __device__ __forceinline__ int tile(int band) const { return band * CLUSTER + rank; }  // the last may lie behind the matrix
+  __device__ __forceinline__ int tile(int item) const {  // the last may lie behind the matrix
+    return (MANY ? item / n_part : item) * CLUSTER + rank;
+  }
+
+  __device__ __forceinline__ int part(int item) const { return MANY ? item % n_part : 0; }
 };
 
 struct Ring {  // of stages: where it lies, its barriers, and the next stage
@@ -89,56 +100,78 @@ struct Ring {  // of stages: where it lies, its barriers, and the next stage
 };
 
 struct Unit {
-  int band, chunk;
+  int item, chunk;
 
-  __device__ __forceinline__ void step(int n_chunk) {
-    if (++chunk == n_chunk) chunk = 0, ++band;
+  // The first of a cluster whose run of the line begins with `begin`.
+  __device__ __forceinline__ Unit(const Matrix& m, int begin, int cluster) : item(cluster), chunk(0) {
+    if (!MANY || m.first == 0) to_line(m, begin);
+  }
+
+  __device__ __forceinline__ void to_line(const Matrix& m, int begin) {
+    item = m.first + begin / m.n_chunk;
+    chunk = begin % m.n_chunk;
+  }
+
+  __device__ __forceinline__ void step(const Matrix& m, int begin) {
+    if (++chunk == m.n_chunk) next(m, begin);
+  }
+
+  __device__ __forceinline__ void next(const Matrix& m, int begin) {
+    chunk = 0;
+    if (!MANY || item >= m.first) {
+      ++item;
+    } else if ((item += m.n_cluster) >= m.first) {
+      to_line(m, begin);
+    }
   }
 };
 
 // ---- copying
 
 __device__ __forceinline__ void load_weights(Ring& ring, const u8* weights, const Matrix& m, Unit at, u64 policy) {
-  const int tile = m.tile(at.band), n16 = max(0, min(kTile, m.n_record - tile * kTile));
+  const int tile = m.tile(at.item), n16 = max(0, min(kTile, m.n_record - tile * kTile));
   const i64 record = static_cast<i64>(tile) * kTile * m.n_chunk + static_cast<i64>(at.chunk) * n16;
   const u32 barrier = ring.full + ring.stage * 8;
   barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
   barrier_expect(barrier, n16 * RECORD);
-  if (n16 > 0) bulk_copy_once(ring.data + ring.stage * kWeightBytes, weights + record * RECORD, n16 * RECORD, barrier, policy);
+  const u32 to = ring.data + ring.stage * kWeightBytes;
+  if (n16 > 0 && MANY) bulk_copy(to, weights + record * RECORD, n16 * RECORD, barrier);
+  if (n16 > 0 && !MANY) bulk_copy_once(to, weights + record * RECORD, n16 * RECORD, barrier, policy);
   ring.step<WEIGHT_STAGES>();
 }
 
 // This CTA's part, for all of its cluster, each of which waits for all parts.
-__device__ __forceinline__ void load_rows(Ring& ring, const u8* x, int step64, int rank) {
+__device__ __forceinline__ void load_rows(Ring& ring, const u8* x, i64 step, int rank) {
   const u32 barrier = ring.full + ring.stage * 8, own = rank * kOwnRows;
   barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
   barrier_expect(barrier, kRowBytes);
-  bulk_copy_to_all<CLUSTER>(ring.data + ring.stage * kRowBytes + own, x + static_cast<i64>(step64) * kRowBytes + own, kOwnRows, barrier);
+  bulk_copy_to_all<CLUSTER>(ring.data + ring.stage * kRowBytes + own, x + step * kRowBytes + own, kOwnRows, barrier);
   ring.step<ROW_STAGES>();
 }
 
 // By one thread, but that all of its warp wait. Weights do not depend on the predecessor: as many as fit stream in while it ends.
 __device__ __forceinline__ void copy_all(Ring& w, Ring& b, const u8* weights, const u8* x, const Matrix& m, int begin,
-                                         int end) {
+                                         int n_unit, Unit at) {
   const bool copies = threadIdx.x == kThreads;
   const u64 policy = evict_first();
-  Unit ahead{begin / m.n_chunk, begin % m.n_chunk}, at = ahead;
-  int n_ahead = copies ? min(WEIGHT_STAGES, end - begin) : 0;
-  for (int i = 0; i < n_ahead; ++i, ahead.step(m.n_chunk)) {
+  Unit ahead = at;
+  int n_ahead = copies ? min(WEIGHT_STAGES, n_unit) : 0;
+  for (int i = 0; i < n_ahead; ++i, ahead.step(m, begin)) {
     if (i >= WINDOW) barrier_wait(w.full + (i - WINDOW) * 8, 0);
     load_weights(w, weights, m, ahead, policy);
   }
   __syncwarp();
   wait_for_cluster();
   wait_for_predecessor();
-  if (!copies) end = begin;
-  for (int unit = begin; unit < end; ++unit, at.step(m.n_chunk)) {
+  if (!copies) n_unit = 0;
+  for (int unit = 0; unit < n_unit; ++unit, at.step(m, begin)) {
     if (n_ahead > 0) {
       --n_ahead;
     } else {
       load_weights(w, weights, m, at, policy);
     }
-    for (int s = 0; s < kSteps; ++s) load_rows(b, x, at.chunk * kSteps + s, m.rank);
+    const i64 step = static_cast<i64>(at.chunk) * kSteps * m.n_part + m.part(at.item);
+    for (int s = 0; s < kSteps; ++s) load_rows(b, x, step + s * m.n_part, m.rank);
   }
   if (!copies) return;
   for (int s = 0; s < ROW_STAGES; ++s) {  // a CTA may not end before all of its cluster have told it that they read
@@ -332,13 +365,24 @@ struct Finish {  // what the sums of a tile need on their way out
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) BOUNDS
     linear_wgmma(const u8* __restrict__ weights, const u8* __restrict__ x, const float* __restrict__ powers,
                  const float* residual, float* out, float* partial, int* counts, int* states, int n_row, int n_out,
-                 int n_record, int n_chunk) {
+                 int n_record, int n_chunk
+#if MANY
+                 , int n_whole  // items that each cluster has to itself
+#endif
+    ) {
   extern __shared__ __align__(1024) uint4 stages[];
   __shared__ u64 barriers[2 * (WEIGHT_STAGES + ROW_STAGES)];
-  __shared__ __align__(8) float row_powers[PAD];
+  constexpr int kPowers = MANY ? MANY : PAD;
+  __shared__ __align__(8) float row_powers[kPowers];
   constexpr int kBand = kTile * CLUSTER;
   const int n_cluster = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
-  const Matrix m{n_row, n_out, n_record, n_chunk, n_cluster, (n_record + kBand - 1) / kBand * n_chunk, rank};
+#if MANY
+  const int n_part = (n_row + PAD - 1) / PAD, first = n_whole * n_cluster;
+#else
+  constexpr int n_part = 1, first = 0, n_whole = 0;
+#endif
+  const int n_item = (n_record + kBand - 1) / kBand * n_part;
+  const Matrix m{n_row, n_out, n_record, n_chunk, n_cluster, (n_item - first) * n_chunk, rank, n_part, first};
   const u32 data = shared_address(stages), full = shared_address(barriers);
   Ring b{data, full, full + ROW_STAGES * 8, 0, 0};
   Ring w{data + ROW_STAGES * kRowBytes, b.empty + ROW_STAGES * 8, b.empty + (ROW_STAGES + WEIGHT_STAGES) * 8, 0, 0};
@@ -352,17 +396,34 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) BOUNDS
   let_successor_start();  // it finds room as CTAs end, and waits for their results itself
 
   const int begin = m.run_start(cluster), end = m.run_start(cluster + 1);
+  Unit at(m, begin, cluster);
   if (threadIdx.x >= kThreads) {  // four warps, because registers change hands by warpgroups
     registers_down<24>();
-    copy_all(w, b, weights, x, m, begin, end);
+    copy_all(w, b, weights, x, m, begin, n_whole * n_chunk + end - begin, at);
     return;
   }
   registers_up<kOwnRegisters>();
   wait_for_cluster();
   b.empty = in_cluster(b.empty, min(threadIdx.x & 31, CLUSTER - 1u));  // each lane's, see release_rows
   wait_for_predecessor();
-  for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] * (kUnit / kLift) : 0.f;
+  for (int i = threadIdx.x; i < n_part * PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] * (kUnit / kLift) : 0.f;
   sync_computing();
+#if MANY
+  for (int left = n_whole * n_chunk + end - begin; left > 0;) {
+    const int n_unit = min(left, n_chunk - at.chunk), row = m.part(at.item) * PAD;
+    Matrix own = m;
+    own.n_row -= row;
+    const i64 before = static_cast<i64>(row) * n_out;
+    const Finish finish{own, weights, row_powers + row, residual + before, out + before, partial, counts, states};
+    float acc[kSums];
+#pragma unroll
+    for (float& v : acc) v = 0.f;
+    multiply(acc, w, b, n_unit);
+    if (n_unit == n_chunk || settle(acc, finish, at.item - first)) finish.store_all(acc, m.tile(at.item));
+    at.next(m, begin);
+    left -= n_unit;
+  }
+#else
   const Finish finish{m, weights, row_powers, residual, out, partial, counts, states};
   for (int unit = begin; unit < end;) {
     const int band = unit / n_chunk, stop = min(end, (band + 1) * n_chunk);
@@ -373,4 +434,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) BOUNDS
     if (stop - unit == n_chunk || settle(acc, finish, band)) finish.store_all(acc, m.tile(band));
     unit = stop;
   }
+#endif
 }

@@ -1,8 +1,10 @@
-"""`linear`: few rows times a packed quantised matrix; `linear_tall`: more than about thirty; `linear_cpu`: any number, on a CPU."""
+"""`linear`: few rows times a packed quantised matrix; `linear_tall`: more than about thirty; `linear_many`: a prompt's; `linear_cpu`: any
+number, on a CPU."""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,7 +13,9 @@ from pyspec.cuda.ops.linear import cpu as linear_on_cpu
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import triton as linear_triton
+from pyspec.cuda.ops.linear import unpacked as linear_unpacked
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
+from pyspec.cuda.ops.linear import wgmma_many as linear_wgmma_many
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.ref import USUAL_TYPES, Epilogue
 from pyspec.gguf import GGMLType
@@ -55,6 +59,25 @@ linear_tall: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
     more_shapes=every_type,
 )
 
+linear_many: Op[linear_ref.LinearSpec, Any] = Op(
+    "linear_many",
+    Impl("torch", linear_ref.bind),
+    [
+        Impl(
+            "wgmma",
+            linear_wgmma_many.bind,
+            linear_wgmma_many.limits,
+            programs=linear_wgmma_many.programs,
+        ),
+        Impl("cuda", linear_unpacked.bind, linear_unpacked.limits, programs=linear_unpacked.programs),
+    ],
+    partial(linear_cuda.check, n_rows=(129, 300)),
+    home="pyspec.cuda.ops.linear.op:linear_many",
+    named="linear",
+    shapes=shapes,
+    more_shapes=every_type,
+)
+
 
 def cpu_types(device: torch.device) -> list[linear_on_cpu.CpuLinearSpec]:
     """The usual types of files that CPUs run."""
@@ -76,4 +99,4 @@ linear_cpu: Op[linear_on_cpu.CpuLinearSpec, linear_on_cpu.Product] = Op(
     shapes=cpu_types,
 )
 
-OPS = (linear, linear_tall, linear_cpu)
+OPS = (linear, linear_tall, linear_many, linear_cpu)

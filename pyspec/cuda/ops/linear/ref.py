@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pyspec.cuda import exact
 from pyspec.cuda.ops.linear.pack import Packed, unpack
+from pyspec.cuda.ops.rows.ref import Prep
 from pyspec.gguf import GGMLType
 
 PROBE_ROWS = 272  # rows of the matrix in a check, which holds for all matrices with as many columns
@@ -95,6 +96,22 @@ def rounded(x: Tensor) -> Tensor:
 
 Linear = Callable[[Tensor, Any, Tensor, Tensor | None], None]
 """linear(x, packed, out, residual): an implementation may have a layout of its own, which it has `pack` for"""
+
+
+class Many(Protocol):
+    """A product of the many rows of a prompt. least: rows from which on it is worth while."""
+
+    @property
+    def least(self) -> int: ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        packed: Packed,
+        out: Tensor,
+        residual: Tensor | None = None,
+        prep: Prep | None = None,
+    ) -> None: ...
 
 
 def bind(spec: LinearSpec) -> Linear:

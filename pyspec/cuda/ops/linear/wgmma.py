@@ -100,41 +100,53 @@ def n_tiles(spec: LinearSpec) -> tuple[int, int]:
     return -(-n_groups(spec.n_weight_row) // TILE), n_chunks(spec.type, spec.n_in)
 
 
-def stages(type: GGMLType, pad: int) -> tuple[int, int]:
+def stages(type: GGMLType, pad: int, many: int = 0) -> tuple[int, int]:
     """(weight stages of a chunk, row stages of 64 columns): as many columns of each as fit, at most 8 stages."""
     weight, row, steps = TILE * RECORDS[type], pad * 128, CHUNKS[type] // 2
-    n_weight = max(2, min(8, _SHARED // (weight + steps * row)))
-    return n_weight, min(8, (_SHARED - n_weight * weight) // row)
+    shared = _SHARED - 4 * many  # the powers of all rows
+    n_weight = max(2, min(8, shared // (weight + steps * row)))
+    return n_weight, min(8, (shared - n_weight * weight) // row)
 
 
-def shared_bytes(type: GGMLType, pad: int) -> int:
-    n_weight, n_row = stages(type, pad)
+def shared_bytes(type: GGMLType, pad: int, many: int = 0) -> int:
+    n_weight, n_row = stages(type, pad, many)
     return n_weight * TILE * RECORDS[type] + n_row * pad * 128
 
 
 def defines(
-    type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIENCE, limit: float = 0.0
+    type: GGMLType,
+    pad: int,
+    epilogue: Epilogue,
+    patience: int = PATIENCE,
+    limit: float = 0.0,
+    many: int = 0,
 ) -> dict[str, int | str]:
-    """Macros of linear_wgmma.cu."""
-    n_weight, n_row = stages(type, pad)
-    return {
-        "TYPE": FORMATS[type].code,
-        "CHUNK": CHUNKS[type],
-        "RECORD": RECORDS[type],
-        "CLUSTER": CLUSTER,
-        "PAD": pad,
-        "WINDOW": WINDOW,
-        "WEIGHT_STAGES": n_weight,
-        "ROW_STAGES": n_row,
-        "PATIENCE": patience,
-    } | epilogue_macros(epilogue, limit)
+    """Macros of linear_wgmma.cu. many: rows that a launch takes in parts; 0: one part."""
+    n_weight, n_row = stages(type, pad, many)
+    return (
+        {
+            "TYPE": FORMATS[type].code,
+            "CHUNK": CHUNKS[type],
+            "RECORD": RECORDS[type],
+            "CLUSTER": CLUSTER,
+            "PAD": pad,
+            "WINDOW": WINDOW,
+            "WEIGHT_STAGES": n_weight,
+            "ROW_STAGES": n_row,
+            "PATIENCE": patience,
+        }
+        | ({"MANY": many} if many else {})
+        | epilogue_macros(epilogue, limit)
+    )
 
 
 @per_device
-def _kernel(device: torch.device, spec: LinearSpec, pad: int, patience: int) -> Kernel:
+def _kernel(device: torch.device, spec: LinearSpec, pad: int, patience: int, many: int = 0) -> Kernel:
     type, epilogue = spec.type, spec.epilogue
-    code = compile_cubin("linear_wgmma", "sm_90a", defines(type, pad, epilogue, patience, spec.limit))
-    return code.kernel("linear_wgmma", "ppppppppiiii").allow_shared(shared_bytes(type, pad))
+    macros = defines(type, pad, epilogue, patience, spec.limit, many)
+    code = compile_cubin("linear_wgmma", "sm_90a", macros)
+    signature = "ppppppppiiii" + ("i" if many else "")
+    return code.kernel("linear_wgmma", signature).allow_shared(shared_bytes(type, pad, many))
 
 
 @dataclass(frozen=True, slots=True)

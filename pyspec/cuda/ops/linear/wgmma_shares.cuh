@@ -98,14 +98,15 @@ __device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int
   __shared__ int came_last, may_go;
   __shared__ u8 is_mine[kMaxGrid];
   const Sharers who(f.m, anew(band));
-  const int tile = f.m.tile(band), rank = blockIdx.x / CLUSTER - who.first;
+  const int tile = f.m.tile(band + f.m.first), rank = blockIdx.x / CLUSTER - who.first;
+  const int count = band * CLUSTER + f.m.rank;
   const bool stays = rank < who.n_stay, keeps = stays && who.n_stay == 1;
   int* const state = f.states + blockIdx.x;
   if (!keeps) write_share(acc, who.share(f.partial, rank));
   sync_computing();
   if (threadIdx.x == 0) {
-    came_last = arrive(f.counts + tile) == who.n - 1;
-    if (came_last) f.counts[tile] = 0;  // nobody looks at it any more
+    came_last = arrive(f.counts + count) == who.n - 1;
+    if (came_last) f.counts[count] = 0;  // nobody looks at it any more
   }
   sync_computing();
   int from = rank, to = rank + 1;  // parts of this CTA

@@ -124,7 +124,7 @@ def groups_of(n_in: int, dim: int, n_row: int) -> tuple[tuple[int, int], int]:
     return (n_row, n_in // dim), min(dim // 4, THREADS)
 
 
-class _Prepare:
+class RowsPrep:
     """Launches rows.cu for rows of n_in columns in one layout."""
 
     def __init__(self, device: torch.device, n_in: int, layout: int) -> None:
@@ -187,7 +187,7 @@ class RowsLaunch:
         self, device: torch.device, n_in: int, pads: tuple[int, ...], layout: int = BLOCKED
     ) -> None:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
-        self.prepare = _Prepare(device, n_in, layout)
+        self.prepare = RowsPrep(device, n_in, layout)
         self.overlap = self.prepare.overlap
         self._held: tuple[Tensor, Prep, Rows] | None = None
         self.blocks = torch.zeros(
@@ -278,7 +278,7 @@ class WideRows:
     """Row-major rows for a library's product of many rows; `finish` scales the product."""
 
     def __init__(self, device: torch.device, n_in: int) -> None:
-        self.n_in, self.prepare = n_in, _Prepare(device, n_in, ROW_MAJOR)
+        self.n_in, self.prepare = n_in, RowsPrep(device, n_in, ROW_MAJOR)
         self.finisher = _finish_kernel(device)
 
     def __call__(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
