@@ -20,11 +20,12 @@ from typing import TypeVar
 from pyspec import progress
 from pyspec.config import EngineSettings
 from pyspec.engine.policy.affinity import BLOCK, Affinity, chain
+from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.process.metrics_sum import metrics_together
 from pyspec.engine.process.replica_place import ReplicaPlace
-from pyspec.engine.process.supervised_request import Sink
+from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
 from pyspec.engine.process.supervisor import CLOSE_S, Supervisor
-from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.errors import Unavailable
 from pyspec.request import EngineInfo, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
 from pyspec.text.template import ChatTemplate
@@ -59,6 +60,7 @@ class Replicas:
             first_slot=i * settings.np,
             label=f"replica {i}: ",
             reports=i == 0,
+            shares_queue=True,
             on_loss=partial(self._move_from, i),
         )
         return Supervisor(self.path, settings, command=self._command, place=place)
@@ -93,30 +95,46 @@ class Replicas:
 
     @property
     def info(self) -> EngineInfo:
-        infos = [s.info for s in self.supervisors]
+        infos, n = [s.info for s in self.supervisors], self.settings.replicas
         devices = ", ".join(dict.fromkeys(i.device for i in infos))
-        return replace(infos[0], n_slot=self.settings.replicas * infos[0].n_slot, device=devices)
+        first = infos[0]
+        return replace(first, n_slot=n * first.n_slot, n_queue=n * first.n_queue, device=devices)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> str:
-        """See Engine.submit. Raises QueueFull if no replica has room."""
+        """See Engine.submit. The places to wait are shared: a conversation returns to its replica though that one has more than its part.
+
+        Raises QueueFull if no place is left.
+        """
+        keys = chain(request.prompt) if request.cache_prompt and request.slot < 0 else []
+        with self._lock:
+            n = sum(load is not None for load in self._loads())
+            limit = max(1, n) * self.settings.queue_limit
+            waiting = [r for s in self.supervisors for r in s.waiting()]
+            waiting.sort(key=lambda r: r.number)
+            other = evict_for(SupervisedRequest("r0", request, 0, sink), waiting, limit)
+            name = self._submit(request, keys, sink)
+            if other is not None:
+                for supervisor in self.supervisors:
+                    supervisor.oust(other, len(waiting))
+        return name
+
+    def _submit(self, request: Request, keys: list[int], sink: Sink) -> str:
+        """Give a request to its replica. keys: `chain` of its prompt. Called with the lock."""
         if request.slot >= 0:
             i, slot = divmod(request.slot, self.settings.np)
-            with self._lock:
-                return self.supervisors[i].submit(replace(request, slot=slot), sink)
-        keys = chain(request.prompt) if request.cache_prompt else []
-        with self._lock:
-            error: PyspecError = Unavailable("the engine has stopped: none of its replicas runs")
-            for i in self._affinity.order(keys, self._loads()):
-                try:
-                    name = self.supervisors[i].submit(request, sink)
-                except (QueueFull, Unavailable) as e:
-                    error = e
-                else:
-                    self._n_known[i] += self._affinity.chose(i, keys)
-                    return name
-            raise error
+            return self.supervisors[i].submit(replace(request, slot=slot), sink)
+        error = Unavailable("the engine has stopped: none of its replicas runs")
+        for i in self._affinity.order(keys, self._loads()):
+            try:
+                name = self.supervisors[i].submit(request, sink)
+            except Unavailable as e:
+                error = e
+            else:
+                self._n_known[i] += self._affinity.chose(i, keys)
+                return name
+        raise error
 
     def _loads(self, but: int = -1) -> list[int | None]:
         """Open requests by replica; None for one that gets no request. Those that are being replaced get some only if all are."""

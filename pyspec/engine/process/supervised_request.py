@@ -83,6 +83,11 @@ class SupervisedRequest:
         self._lost_ms = 0.0  # milliseconds of generating in those attempts
 
     @property
+    def number(self) -> int:
+        """Grows with each request, over all replicas."""
+        return int(self.name[1:])
+
+    @property
     def client(self) -> str:
         return self.request.client
 

@@ -151,16 +151,26 @@ class Supervisor:
         with self._lock:
             if self._state == "stopped" or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
-            waiting = [r for r in self._records.values() if not r.has_begun and not r.cancelled]
             record = SupervisedRequest(f"r{next(self._ids)}", request, seed, sink)
+            waiting = [] if self._place.shares_queue else self.waiting()
             other = evict_for(record, waiting, self.settings.queue_limit)
             self._records[record.name] = record
             if self._child is not None:
                 self._child.send(record.submit())
         if other is not None:
-            other.ousted = QueueFull(len(waiting))
-            self.cancel(other.name)
+            self.oust(other, len(waiting))
         return record.name
+
+    def waiting(self) -> list[SupervisedRequest]:
+        """Requests that were never seated, in order of arrival."""
+        with self._lock:
+            return [r for r in self._records.values() if not r.has_begun and not r.cancelled]
+
+    def oust(self, record: SupervisedRequest, n_waiting: int) -> None:
+        """Take a request's place in the queue away; it fails with QueueFull. Does nothing if it is not here."""
+        if record.name in self._records:
+            record.ousted = QueueFull(n_waiting)
+            self.cancel(record.name)
 
     def cancel(self, name: str) -> None:
         """See Engine.cancel. Without an engine, the request ends here."""
