@@ -219,8 +219,8 @@ class Service:
 
 
 def most_inside(n_slot: int, n_queue: int) -> int:
-    """Requests that are let in at once: so many that three quarters of them fill all slots and places to wait, those for short prompts, too.
+    """Requests that are let in at once: so many that three quarters of them fill all slots and all places to wait (policy/evict.py).
 
-    n_queue  places to wait (`--queue`)
+    n_queue  places to wait (`--queue`); short prompts and conversations that go on have as many again
     """
-    return max(8 * n_slot + 32, -(-4 * (n_slot + n_queue + n_queue // 2) // 3))
+    return max(8 * n_slot + 32, -(-4 * (n_slot + 2 * n_queue) // 3))

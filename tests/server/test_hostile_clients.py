@@ -268,7 +268,7 @@ def test_one_client_alone_may_fill_every_place_to_wait(engine: FakeEngine, n_que
     service = create_app(engine, ServerSettings()).state.service
     engine.info = replace(engine.info, n_slot=3, n_queue=n_queue)
     with ExitStack() as held:
-        for _ in range(3 + n_queue + n_queue // 2):
+        for _ in range(3 + 2 * n_queue):
             held.enter_context(service.admitted("hungry"))
         with pytest.raises(QueueFull):
             for _ in range(100):

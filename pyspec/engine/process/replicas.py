@@ -107,13 +107,15 @@ class Replicas:
 
         Raises QueueFull if no place is left.
         """
-        keys = chain(request.prompt) if request.cache_prompt and request.slot < 0 else []
+        keys = chain(request.prompt) if request.cache_prompt else []
         with self._lock:
             n = sum(load is not None for load in self._loads())
             limit = max(1, n) * self.settings.queue_limit
             waiting = [r for s in self.supervisors for r in s.waiting()]
             waiting.sort(key=lambda r: r.number)
-            other = evict_for(SupervisedRequest("r0", request, 0, sink), waiting, limit)
+            asking = SupervisedRequest("r0", request, 0, sink)
+            goes_on = lambda: any(s.left.goes_on(keys) for s in self.supervisors)  # noqa: E731
+            other = evict_for(asking, waiting, limit, goes_on)
             name = self._submit(request, keys, sink)
             if other is not None:
                 for supervisor in self.supervisors:
@@ -124,11 +126,11 @@ class Replicas:
         """Give a request to its replica. keys: `chain` of its prompt. Called with the lock."""
         if request.slot >= 0:
             i, slot = divmod(request.slot, self.settings.np)
-            return self.supervisors[i].submit(replace(request, slot=slot), sink)
+            return self.supervisors[i].submit(replace(request, slot=slot), sink, keys)
         error = Unavailable("the engine has stopped: none of its replicas runs")
         for i in self._affinity.order(keys, self._loads()):
             try:
-                name = self.supervisors[i].submit(request, sink)
+                name = self.supervisors[i].submit(request, sink, keys)
             except Unavailable as e:
                 error = e
             else:
