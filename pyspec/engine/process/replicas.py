@@ -28,6 +28,7 @@ from pyspec.engine.process.supervisor import CLOSE_S, Supervisor
 from pyspec.errors import Unavailable
 from pyspec.request import EngineInfo, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
+from pyspec.slots.blocks import BlockChange
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -40,10 +41,19 @@ class Replicas:
     """A Core over several supervisors. Safe to call from any thread.
 
     Slots are numbered through: those of the first engine, then those of the second.
+
+    on_blocks  for each engine, what is called with the changes of its prefix cache; must not block. Empty: nothing
     """
 
-    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
-        self.path, self.settings = path, settings
+    def __init__(
+        self,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        command: Sequence[str] = (),
+        on_blocks: Sequence[Callable[[Sequence[BlockChange]], None]] = (),
+    ) -> None:
+        self.path, self.settings, self._on_blocks = path, settings, on_blocks
         self._command, self._ids, self._pid = command, itertools.count(1), os.getpid()
         self._lock = (
             threading.RLock()
@@ -63,7 +73,8 @@ class Replicas:
             shares_queue=True,
             on_loss=partial(self._move_from, i),
         )
-        return Supervisor(self.path, settings, command=self._command, place=place)
+        on_blocks = self._on_blocks[i] if self._on_blocks else None
+        return Supervisor(self.path, settings, command=self._command, on_blocks=on_blocks, place=place)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
