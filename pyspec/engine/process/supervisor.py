@@ -356,8 +356,9 @@ class Supervisor:
         """Call the listener. It is the caller's code: any exception ends only its request."""
         if isinstance(event, Done | Failed):
             self._records.pop(record.name, None)
-        if isinstance(event, Done) and record.key is not None:
-            self.left.leave(record.key, len(record.request.prompt) + len(record.tokens))
+        if isinstance(event, Done) and record.has_begun and record.key is not None:
+            with self._lock:
+                self.left.leave(record.key, len(record.request.prompt) + len(record.tokens))
         if record.ousted is not None and isinstance(event, Done) and event.finish == "cancelled":
             event = Failed(record.name, record.ousted)
         if isinstance(event, Started | Done) and event.slot >= 0 and self._place.first_slot:
