@@ -252,6 +252,27 @@ def test_one_engine_has_places_for_conversations_that_go_on(plants: Plants) -> N
         assert len(replicas.supervisors[0].waiting()) == 6
 
 
+def test_a_request_may_end_while_places_are_counted(plants: Plants) -> None:
+    """The reader's thread removes it from the supervisor's records at any moment."""
+    with start(plants, 1) as (engine, replicas):
+        records = replicas.supervisors[0]._records
+
+        class Ends(SupervisedRequest):
+            @property
+            def cancelled(self) -> bool:
+                records.pop(self.name, None)
+                return True
+
+            @cancelled.setter
+            def cancelled(self, value: bool) -> None:
+                pass
+
+        for i in range(3):
+            records[f"r{900 + i}"] = Ends(f"r{900 + i}", Request(prompt=(1,)), 5, lambda event: None)
+        Ear(engine, (7,), 5).check()
+        assert not records
+
+
 def test_requests_wait_if_all_replicas_are_gone(plants: Plants) -> None:
     with start(plants, 2) as (engine, replicas):
         ears = [Ear(engine, (i + 1,), 300) for i in range(6)]
