@@ -185,10 +185,7 @@ class EngineSettings:
             raise ConfigError(
                 "--kv-events-replay needs --kv-events, the address of the events themselves"
             )
-        if self.kv_events and self.replicas > 1:
-            raise ConfigError(
-                "--kv-events publishes one cache: start a server for each replica, with ports of their own"
-            )
+        check_event_ports(self.kv_events, self.kv_events_replay, self.replicas)
         if self.replicas > 1 and self.tp == 0:
             raise ConfigError("--tp 0 takes every GPU: with --replicas, give the GPUs of each replica")
         if 0 < self.batch < self.ubatch:
@@ -211,6 +208,20 @@ class EngineSettings:
     @property
     def queue_limit(self) -> int:
         return self.queue or max(16, 4 * self.np)
+
+
+def check_event_ports(events: str, replay: str, n: int) -> None:
+    """Each of `n` replicas has the ports of its number behind the first ones. Raises ConfigError."""
+    ports = [int(e.rpartition(":")[2]) for e in (events, replay) if e.startswith("tcp://")]
+    if any(port and port + n - 1 > 65535 for port in ports):
+        raise ConfigError(
+            f"--replicas {n} needs {n} ports for --kv-events from {max(ports)} on; there are 65535"
+        )
+    if len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < n:
+        raise ConfigError(
+            f"--replicas {n} takes {n} ports from {ports[0]} on for --kv-events and {n} from {ports[1]} on for --kv-events-replay,"
+            f" which overlap: put them {n} apart"
+        )
 
 
 def settings_from(values: dict[str, object]) -> EngineSettings:

@@ -491,6 +491,7 @@ class EngineInfo:
     bos_token: str = ""
     eos_token: str = ""
     eog_ids: tuple[int, ...] = ()
+    n_queue: int = 0  # requests that may wait for a slot; 0: unknown
     n_overhang: int = 0  # KV rows a request needs beyond its tokens
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose

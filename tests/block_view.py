@@ -103,16 +103,18 @@ def wanted(table: SlotTable) -> set[Text]:
 
 
 class BlockReader:
-    """Subscribes to KV events, and asks for replays of missed batches, as routers do."""
+    """Subscribes to KV events of the replica `rank`, and asks for replays of missed batches, as routers do."""
 
-    def __init__(self, endpoint: str, replay: str = "", topic: str = "", **options: int) -> None:
+    def __init__(
+        self, endpoint: str, replay: str = "", topic: str = "", rank: int = 0, **options: int
+    ) -> None:
         self.context = zmq.Context()
         self.sub = self.context.socket(zmq.SUB)
         for name, value in options.items():
             setattr(self.sub, name, value)
         self.sub.subscribe(topic)
         self.sub.connect(endpoint)
-        self.replay, self.view = replay, BlockView()
+        self.replay, self.rank, self.view = replay, rank, BlockView()
         self.seen: list[int] = []
         self.topics: set[str] = set()
 
@@ -159,7 +161,7 @@ class BlockReader:
 
     def _take(self, n: int, body: bytes) -> None:
         at, events, rank = msgpack.unpackb(body)
-        assert isinstance(at, float) and rank == 0
+        assert isinstance(at, float) and rank == self.rank
         self.view.take(events)
         self.seen.append(n)
 

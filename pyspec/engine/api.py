@@ -23,7 +23,7 @@ from pyspec.engine.arguments import (
     slot_path,
 )
 from pyspec.engine.aside import to_loop
-from pyspec.engine.block_events import BlockPublisher, publisher_of
+from pyspec.engine.block_events import BlockPublisher, publishers_of
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
@@ -58,9 +58,9 @@ class Engine(ServedEngine):
         core: Core,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        publisher: BlockPublisher | None = None,
+        publishers: Sequence[BlockPublisher] = (),
     ) -> None:
-        super().__init__(core, tokenizer, template, publisher)
+        super().__init__(core, tokenizer, template, publishers)
         self._says: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # wraps calls that may raise
         )
@@ -118,25 +118,26 @@ class Engine(ServedEngine):
             raise ConfigError(
                 "--replicas wants engines in processes of their own: leave out --in-process (isolated=True in Python)"
             )
-        publisher = publisher_of(settings)
+        publishers = publishers_of(settings)
         try:
-            return cls._loaded(path, settings, isolated, publisher)
+            return cls._loaded(path, settings, isolated, publishers)
         except BaseException:
-            if publisher is not None:
+            for publisher in publishers:
                 publisher.close()
             raise
 
     @classmethod
     def _loaded(
-        cls, path: Path, settings: EngineSettings, isolated: bool, publisher: BlockPublisher | None
+        cls, path: Path, settings: EngineSettings, isolated: bool, publishers: Sequence[BlockPublisher]
     ) -> Engine:
-        on_blocks = None if publisher is None else publisher.publish
+        followers = [publisher.publish for publisher in publishers]
+        on_blocks = followers[0] if followers else None
         if isolated:
             from pyspec.engine.process.replicas import Replicas
             from pyspec.engine.process.supervisor import Supervisor
 
             supervisor = (
-                Replicas(path, settings)
+                Replicas(path, settings, on_blocks=followers)
                 if settings.replicas > 1
                 else Supervisor(path, settings, on_blocks=on_blocks)
             )
@@ -151,11 +152,11 @@ class Engine(ServedEngine):
             except BaseException:
                 supervisor.close()
                 raise
-            return cls(supervisor, tokenizer, template, publisher)
+            return cls(supervisor, tokenizer, template, publishers)
         # imported by name, because torch comes with it
         load = import_module("pyspec.engine.process.core").EngineCore.load
         core = load(path, settings, on_blocks=on_blocks)
-        return cls(core, core.tokenizer, core.template, publisher)
+        return cls(core, core.tokenizer, core.template, publishers)
 
     # -- for programs: they wait for room in the queue -----------------------------------------------------------
 

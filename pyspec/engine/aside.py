@@ -8,7 +8,7 @@ import atexit
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from pyspec.engine.block_events import BlockPublisher
@@ -40,24 +40,24 @@ def _wait() -> None:
 
 
 def end_aside(
-    core: Core, templates: list[ChatTemplate], publisher: BlockPublisher | None = None
+    core: Core, templates: list[ChatTemplate], publishers: Sequence[BlockPublisher] = ()
 ) -> None:
-    """Close an engine, its templates' processes and its publisher after its last reference is gone. This may run on any thread, even the core's own, so
+    """Close an engine, its templates' processes and its publishers after its last reference is gone. This may run on any thread, even the core's own, so
     nothing waits."""
     held = [core]
     with suppress(RuntimeError):  # the program ends, and the core with it
-        AsideThread(lambda: _end(held, templates, publisher), "pyspec-end").start()
+        AsideThread(lambda: _end(held, templates, publishers), "pyspec-end").start()
 
 
 def _end(
-    held: list[Core], templates: list[ChatTemplate], publisher: BlockPublisher | None = None
+    held: list[Core], templates: list[ChatTemplate], publishers: Sequence[BlockPublisher] = ()
 ) -> None:
     """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's memory:
     collect them now."""
     held.pop().close()
     for template in templates:
         template.close()
-    if publisher is not None:
+    for publisher in publishers:
         publisher.close()
     gc.collect()
 

@@ -24,7 +24,6 @@ from pyspec.slots.blocks import BlockChange, BlockMirror, BlocksRemoved, BlocksS
 log = limited(__name__)
 
 MEDIUM = "GPU"  # routers' name of the memory that forwards read, on CPUs, too
-RANK = 0  # this engine is no part of a data-parallel group
 QUEUE = 10_000  # batches that wait for the thread
 READER = 10_000  # batches that wait for a slow reader, each
 REPLAY_BYTES = 256 << 20  # of batches kept for replays, besides their number
@@ -55,6 +54,17 @@ def event_of(change: BlockChange, form: str) -> Any:
     return [tag, *values] if form == "array" else {"type": tag, **dict(zip(names, values, strict=True))}
 
 
+def of_rank(endpoint: str, rank: int) -> str:
+    """The address of a replica, as vLLM numbers those of a data-parallel group: the port plus its rank, or a suffix where there is no port.
+    Port 0 picks one for each. "" stays ""."""
+    base, _, port = endpoint.rpartition(":")
+    if not rank or not endpoint:
+        return endpoint
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}"
+    return f"{base}:{int(port) + rank if int(port) else 0}"
+
+
 def is_here(endpoint: str) -> bool:
     """An address of this machine, at which readers connect; else the publisher connects to a reader."""
     scheme, _, rest = endpoint.partition("://")
@@ -66,28 +76,32 @@ class BlockPublisher:
 
     endpoint   the address in use, with its port
     replay     that of replays; "" without
+    rank       number of the replica whose cache it publishes
     n_batch    batches numbered so far; n_dropped: those of them that found the queue full
     """
 
-    def __init__(self, settings: EngineSettings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, settings: EngineSettings, clock: Callable[[], float] = time.time, *, rank: int = 0
+    ) -> None:
         """Listen at the settings' addresses. Raises ConfigError if a package is missing or an address can not be used."""
         try:
             import msgpack
             import zmq
         except ImportError:
             raise ConfigError("--kv-events needs two packages: pip install pyzmq msgpack") from None
-        self._zmq, self._pack, self._clock = zmq, msgpack.packb, clock
+        self._zmq, self._pack, self._clock, self.rank = zmq, msgpack.packb, clock, rank
+        events, replay = (of_rank(e, rank) for e in (settings.kv_events, settings.kv_events_replay))
         self._form, self._topic = settings.kv_events_format, settings.kv_events_topic.encode()
         self._context = zmq.Context()
         self._context.linger = 0
         self._pub, self._router = self._context.socket(zmq.PUB), None
         self._pub.sndhwm = READER
         try:
-            self.endpoint, self.replay = self._attach(self._pub, settings.kv_events, "--kv-events"), ""
-            if settings.kv_events_replay:
+            self.endpoint, self.replay = self._attach(self._pub, events, "--kv-events"), ""
+            if replay:
                 self._router = self._context.socket(zmq.ROUTER)
                 self._router.sndhwm = settings.kv_events_buffer + 1
-                self.replay = self._attach(self._router, settings.kv_events_replay, "--kv-events-replay")
+                self.replay = self._attach(self._router, replay, "--kv-events-replay")
         except ConfigError:
             self._context.destroy(0)
             raise
@@ -104,7 +118,9 @@ class BlockPublisher:
             os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._run, name="pyspec-kv-events", daemon=True)
         self._thread.start()
-        log.info("KV events at %s%s", self.endpoint, f", replays at {self.replay}" * bool(self.replay))
+        label = f" of replica {rank}" * (settings.replicas > 1)
+        replays = f", replays at {self.replay}" * bool(self.replay)
+        log.info("KV events%s at %s%s", label, self.endpoint, replays)
         if self.endpoint.startswith(("tcp://0.0.0.0", "tcp://[::]")):
             log.warning(
                 "KV events: any machine that reaches %s reads the prompts' tokens", self.endpoint
@@ -197,7 +213,7 @@ class BlockPublisher:
             self._send(number, self._packed(self._clock(), anew(blocks)))
 
     def _packed(self, at: float, changes: Sequence[BlockChange]) -> bytes:
-        return bytes(self._pack([at, [event_of(change, self._form) for change in changes], RANK]))
+        return bytes(self._pack([at, [event_of(change, self._form) for change in changes], self.rank]))
 
     def _send(self, number: int, body: bytes) -> None:
         """Send a batch, and keep it for replays."""
@@ -229,6 +245,14 @@ class BlockPublisher:
         self._router.send_multipart([reader, b"", END, b""])
 
 
-def publisher_of(settings: EngineSettings) -> BlockPublisher | None:
-    """The publisher that the settings ask for, or None. Raises ConfigError."""
-    return BlockPublisher(settings) if settings.kv_events else None
+def publishers_of(settings: EngineSettings) -> tuple[BlockPublisher, ...]:
+    """One publisher for each replica, or none, as the settings ask. Raises ConfigError."""
+    made: list[BlockPublisher] = []
+    try:
+        for rank in range(settings.replicas if settings.kv_events else 0):
+            made.append(BlockPublisher(settings, rank=rank))
+    except BaseException:
+        for publisher in made:
+            publisher.close()
+        raise
+    return tuple(made)

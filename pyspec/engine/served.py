@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import finalize
@@ -32,18 +32,16 @@ class ServedEngine:
         core: Core,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
-        publisher: BlockPublisher | None = None,
+        publishers: Sequence[BlockPublisher] = (),
     ) -> None:
         self.core, self.tokenizer, self.info = core, tokenizer, core.info
-        self.publisher = publisher
-        if publisher is not None:
-            publisher.publish(
-                CLEARED
-            )  # routers may know the blocks of an earlier engine at this address
+        self.publishers = tuple(publishers)  # of KV events, one for each replica
+        for publisher in self.publishers:
+            publisher.publish(CLEARED)  # routers may know the blocks of an earlier engine there
         self.template = self._chatml() if template is None else template
         self._templates = [self.template]  # the current one; its processes end with the engine
         finalize(
-            self, end_aside, core, self._templates, publisher
+            self, end_aside, core, self._templates, self.publishers
         ).atexit = False  # at the program's end, cores close themselves
         self._incoming = Validator(self.info, tokenizer)
 
@@ -106,8 +104,12 @@ class ServedEngine:
     def metrics(self) -> Metrics:
         """Counters since the start, and gauges."""
         counts = self.core.metrics()
-        if (p := self.publisher) is not None:
-            counts = replace(counts, kv_event_batches=p.n_batch, kv_event_batches_dropped=p.n_dropped)
+        if self.publishers:
+            n, n_dropped = (
+                sum(p.n_batch for p in self.publishers),
+                sum(p.n_dropped for p in self.publishers),
+            )
+            counts = replace(counts, kv_event_batches=n, kv_event_batches_dropped=n_dropped)
         return counts
 
     def replicas(self, *, counts: bool = True) -> list[ReplicaInfo]:
@@ -133,6 +135,6 @@ class ServedEngine:
         Returns False if the device's work did not end and was left behind after `limit_s` (default 30 s).
         """
         is_over = self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))
-        if self.publisher is not None:
-            self.publisher.close()
+        for publisher in self.publishers:
+            publisher.close()
         return is_over

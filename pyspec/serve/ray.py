@@ -30,6 +30,7 @@ from pyspec.gguf import open_gguf
 from pyspec.request import Done, EngineInfo, Event, Failed
 from pyspec.serve.remote_core import Call, Packed, RemoteCore, RemoteRun
 from pyspec.server.app import create_app
+from pyspec.server.service import most_inside
 from pyspec.server.settings import ServerSettings
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -89,14 +90,14 @@ class RayArgs(BaseModel):
 def app(args: Mapping[str, Any] | RayArgs) -> Any:
     """The Ray Serve application of a model (see RayArgs). Raises pydantic's ValidationError or ConfigError for unknown or wrong arguments."""
     a = args if isinstance(args, RayArgs) else RayArgs.model_validate(dict(args))
-    settings_from({"np": a.np, "ctx": a.ctx, **a.engine})
+    n_queue = settings_from({"np": a.np, "ctx": a.ctx, **a.engine}).queue_limit
     server_settings(a.server)
     most = max(a.replicas, a.max_replicas)
     engines = serve.deployment(
         EngineReplica,
         name="engine",
         ray_actor_options={"num_cpus": a.cpus, "num_gpus": gpus_of(a.gpus, a.engine)},
-        max_ongoing_requests=a.np + max(16, 4 * a.np),  # the engine's own queue is fair
+        max_ongoing_requests=a.np + n_queue,  # the engine's own queue is fair
         request_router_config=router_config(a.router, a.router_args, a.np),
         health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=DRAIN_S,
@@ -107,7 +108,7 @@ def app(args: Mapping[str, Any] | RayArgs) -> Any:
         name="http",
         num_replicas=a.http_replicas,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=most * (8 * a.np + 32),  # it refuses a flood by itself
+        max_ongoing_requests=most_inside(most * a.np, most * n_queue),  # it refuses a flood by itself
         graceful_shutdown_timeout_s=DRAIN_S,
     )
     return http.bind(engines, most, a.server)
@@ -251,7 +252,8 @@ class HttpServer:
             running: RemoteRun = runs.run.remote(call)
             return running
 
-        info = replace(info, n_slot=self._n_replica * info.n_slot)
+        n = self._n_replica
+        info = replace(info, n_slot=n * info.n_slot, n_queue=n * info.n_queue)
         self._core = RemoteCore(run, info, tokenizer, (BackPressureError,))
         return create_app(ServedEngine(self._core, tokenizer, template), self._settings)
 

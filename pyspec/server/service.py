@@ -120,10 +120,12 @@ class Service:
     def admitted(self, client: str = "") -> Iterator[None]:
         """Count a request after its body has arrived, so that a flood is refused before parsing.
 
-        The engine bounds its own queue; this bounds the requests that wait for tokenising. A client may hold at most three times the
-        free places: three quarters if it is alone, and a new client always finds a place (dynamic thresholds, Choudhury and Hahne 1998).
+        The engine bounds its own queue; this bounds the requests that wait for tokenising, and complete answers. A client may hold at most
+        three times the free places: three quarters if it is alone, and a new client always finds a place (dynamic thresholds, Choudhury and
+        Hahne 1998).
         """
-        n_free = 8 * self.engine.info.n_slot + 32 - self.n_inside
+        info = self.engine.info
+        n_free = most_inside(info.n_slot, info.n_queue) - self.n_inside
         if n_free <= 0 or (client and self._inside[client] >= 3 * n_free):
             raise QueueFull(self.n_inside)
         self.n_inside += 1
@@ -214,3 +216,11 @@ class Service:
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
         self._text = [None] * len(self._text)
+
+
+def most_inside(n_slot: int, n_queue: int) -> int:
+    """Requests that are let in at once: so many that three quarters of them fill all slots and all places to wait (policy/evict.py).
+
+    n_queue  places to wait (`--queue`); short prompts and conversations that go on have as many again
+    """
+    return max(8 * n_slot + 32, -(-4 * (n_slot + 2 * n_queue) // 3))

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyspec.slots.blocks import BlockLog
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.prefix import NO_HIT, Hit
+from pyspec.slots.prefix import NO_HIT, NOT_KNOWN, Hit, Known
 from pyspec.slots.states import Saved, StateStore, bytes_of
 from pyspec.slots.table import Slot, SlotTable
 
@@ -48,6 +48,10 @@ class PrefixCache:
     def find(self, prompt: Sequence[int]) -> Hit:
         """The longest filed prefix of `prompt`; NO_HIT while the cache is off."""
         return self.table.find(prompt) if self.on else NO_HIT
+
+    def known(self, prompt: Sequence[int]) -> Known:
+        """How much of `prompt` is filed; NOT_KNOWN while the cache is off."""
+        return self.table.tree.known(prompt) if self.on else NOT_KNOWN
 
     def seat(
         self, slot: Slot, n_rows: int, prompt: Sequence[int], hit: Hit, paged: Iterable[PartMemory]

@@ -79,6 +79,21 @@ class Hit:
 NO_HIT = Hit()
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the tree has of a prompt, as a waiting request's order depends on it.
+
+    n      tokens whose pages are filed
+    n_own  those of them behind the last page that other texts continue, too: evicting this text's pages would lose them
+    """
+
+    n: int = 0
+    n_own: int = 0
+
+
+NOT_KNOWN = Known()
+
+
 def _behind(last: Node, n: int) -> tuple[int, ...]:
     """The first tokens filed behind the first `n` of this page, or behind the whole page if n is 0; of several texts, the latest."""
     if n:
@@ -177,6 +192,17 @@ class PrefixTree:
         whole, partial = self._match(tokens, len(tokens))
         last, n = max(partial, key=lambda x: x[1], default=(self.root, 0))
         return [*whole, last] if n else whole, len(whole) * self.page_size + n
+
+    def known(self, tokens: Sequence[int]) -> Known:
+        """How much of `tokens` is filed. Takes time in proportion to it: some 3 us a page."""
+        nodes, n = self.path(tokens)
+        n_own = 0
+        for node in reversed(nodes):
+            assert node.parent is not None
+            n_own = n - node.start
+            if sum(map(len, node.parent.children.values())) > 1:
+                break
+        return Known(n, n_own)
 
     # -- holding -------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,9 @@ from engine_rig import DEMO, FIXTURES, Rig, fake_rig, rig
 from pyspec.config import EngineSettings
 from pyspec.engine import block_events
 from pyspec.engine.api import Engine
-from pyspec.engine.block_events import BlockPublisher, event_of
+from pyspec.engine.block_events import BlockPublisher, event_of, of_rank
 from pyspec.engine.loop.block_feed import BlockFeed
+from pyspec.engine.process.replicas import Replicas
 from pyspec.engine.process.supervisor import Supervisor
 from pyspec.errors import ConfigError
 from pyspec.slots.blocks import CLEARED, BlockChange, BlocksRemoved, BlocksStored
@@ -139,7 +140,7 @@ def stored(n: int, parent: int | None = None) -> list[BlockChange]:
 
 def joined(p: BlockPublisher, **options: int) -> BlockReader:
     """A reader that the publisher knows: batches reach it from now on."""
-    reader = BlockReader(p.endpoint, p.replay, **options)
+    reader = BlockReader(p.endpoint, p.replay, rank=p.rank, **options)
     while not reader.sub.poll(20):
         p.publish(CLEARED)
     reader.read()
@@ -309,6 +310,60 @@ def test_an_address_in_use_is_refused(publish: Callable[..., BlockPublisher]) ->
         publish(kv_events=p.endpoint)
 
 
+def test_replicas_have_addresses_by_rank_and_say_it() -> None:
+    settings = EngineSettings(kv_events=HERE, kv_events_replay=HERE, replicas=3)
+    p = BlockPublisher(settings, clock=lambda: 2.5, rank=2)
+    reader = joined(p)
+    p.publish(CLEARED)
+    ((_, body),) = reader.ask(p.n_batch - 1)
+    assert msgpack.unpackb(body)[2] == 2
+    reader.close()
+    p.close()
+    assert [of_rank("tcp://*:5557", i) for i in range(3)] == [f"tcp://*:{5557 + i}" for i in range(3)]
+    assert of_rank("tcp://[::1]:0", 2) == "tcp://[::1]:0" and of_rank("", 1) == ""
+    assert of_rank("ipc:///run/a:5", 1) == "ipc:///run/a:5_dp1"
+
+
+@pytest.mark.parametrize(
+    ("events", "replay", "wanted"),
+    [(5557, 5559, "3 ports from 5557 on .* 3 from 5559 .* put them 3 apart"), (65534, 5000, "65535")],
+)
+def test_ports_of_replicas_do_not_overlap(events: int, replay: int, wanted: str) -> None:
+    values = {"kv_events": f"tcp://*:{events}", "kv_events_replay": f"tcp://*:{replay}"}
+    EngineSettings(**values)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=wanted):
+        EngineSettings(**values, replicas=3)  # type: ignore[arg-type]
+
+
+def test_a_killed_replica_s_blocks_are_cleared_and_no_others(tmp_path: Path) -> None:
+    settings = EngineSettings(kv_events=HERE, kv_events_replay=HERE, replicas=3, np=3)
+    publishers = block_events.publishers_of(settings)
+    readers = [joined(p) for p in publishers]
+    replicas = Replicas(
+        FIXTURES / "qwen35.gguf",
+        settings,
+        command=(sys.executable, str(CHILD), str(tmp_path)),
+        on_blocks=[p.publish for p in publishers],
+    )
+    try:
+        replicas.wait()
+        for p, reader in zip(publishers, readers, strict=True):
+            p.publish(stored(p.rank))  # as its engine does
+            reader.read_to(p.n_batch - 1)
+        before, child = readers[1].view.n_cleared, replicas.supervisors[1]._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGKILL)
+        readers[1].read()
+        assert not readers[1].view.texts and readers[1].view.n_cleared == before + 1
+        for reader in readers:
+            reader.catch_up()
+        assert [len(reader.view.texts) for reader in readers] == [1, 0, 1]
+    finally:
+        replicas.close()
+        for each in (*readers, *publishers):
+            each.close()
+
+
 def test_without_the_packages_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError) as e:
@@ -365,8 +420,7 @@ def test_a_router_and_an_engine_agree_on_what_is_cached(isolated: bool) -> None:
     }
     draw = random.Random(1)
     with Engine.load("demo", isolated=isolated, **values) as engine:  # type: ignore[arg-type]
-        p = engine.publisher
-        assert p is not None
+        (p,) = engine.publishers
         reader = BlockReader(p.endpoint, p.replay)
         texts: list[list[int]] = []
         n_hit = 0
@@ -391,3 +445,52 @@ def test_a_router_and_an_engine_agree_on_what_is_cached(isolated: bool) -> None:
         assert engine.metrics().kv_event_batches == p.n_batch > 24
         assert engine.metrics().kv_event_batches_dropped == 0
         reader.close()
+
+
+@pytest.mark.slow
+def test_each_replica_tells_what_its_own_cache_holds() -> None:
+    """Also after it was killed and replaced, and to a reader that has only the replays."""
+    values = {"np": 3, "ctx": 500, "replicas": 3, "threads": 1, "warm_up": False, "device": "cpu"}
+    values |= {"kv_events": HERE, "kv_events_replay": HERE}
+    draw = random.Random(2)
+    with Engine.load("demo", isolated=True, **values) as engine:  # type: ignore[arg-type]
+        readers = [BlockReader(p.endpoint, p.replay, rank=p.rank) for p in engine.publishers]
+
+        def known(prompt: Sequence[int]) -> list[int]:
+            return [reader.view.n_cached(prompt) for reader in readers]
+
+        def ask(prompt: list[int]) -> tuple[list[int], int]:
+            """A request's text, and the replica that had it."""
+            before, views = [row.requests for row in engine.replicas(counts=False)], known(prompt[:-1])
+            result = engine.generate(prompt, max_tokens=20, temperature=0.0)
+            rows = engine.replicas(counts=False)
+            (i,) = [i for i, row in enumerate(rows) if row.requests > before[i]]
+            assert views[i] <= result.timings.cache_n < views[i] + 32, "within a block"
+            text = [*prompt, *result.tokens]
+            n = (len(text) - 1) // 32 * 32
+            wait_until(readers[i], lambda: readers[i].view.n_cached(text) >= n)
+            for reader in readers:
+                reader.catch_up()
+            return text, i
+
+        texts = [ask(draw.choices(range(300, 900), k=70)) for _ in range(6)]
+        assert {i for _, i in texts} == {0, 1, 2}, "fewest open requests, then fewest so far"
+        text, home = texts[4]
+        for _ in range(3):
+            text, i = ask([*text, *draw.choices(range(300, 900), k=40)])
+            assert i == home, "it knows the text"
+            assert [n > 100 for n in known(text)] == [j == home for j in range(3)]
+        child = engine.core.supervisors[home]._child  # type: ignore[attr-defined]
+        n_cleared = readers[home].view.n_cleared
+        os.kill(child.process.pid, signal.SIGKILL)
+        wait_until(readers[home], lambda: readers[home].view.n_cleared > n_cleared)
+        assert not readers[home].view.texts and all(readers[j].view.texts for j in range(3) if j != home)
+        wait_until(readers[0], lambda: [r.state for r in engine.replicas(counts=False)] == ["ok"] * 3)
+        while ask(draw.choices(range(300, 900), k=70))[1] != home:
+            pass
+        p = engine.publishers[home]
+        late = BlockReader(p.endpoint, p.replay, rank=home)
+        late.catch_up()
+        assert sorted(late.view.texts) == sorted(readers[home].view.texts) != []
+        for each in (*readers, late):
+            each.close()

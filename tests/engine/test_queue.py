@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from pyspec.engine.loop.round import share_rows
 from pyspec.engine.policy.evict import evict_for
-from pyspec.engine.policy.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of, worth_on
+from pyspec.engine.policy.left_texts import LeftTexts
+from pyspec.engine.policy.queue import CUT_GAP, CUT_MIN, CUT_TAIL, LAPS, Queue, cut_of, cuts_of, worth_on
 from pyspec.errors import QueueFull
+from pyspec.slots.prefix import Known
 from pyspec.slots.table import SlotTable
 
 
@@ -198,6 +200,43 @@ def test_long_prompts_are_not_put_off_for_ever_by_short_ones() -> None:
     assert n > 10
 
 
+def test_a_request_with_its_own_text_in_the_cache_goes_first() -> None:
+    queue: Queue[Item] = Queue(200)
+    for _ in range(23):
+        queue.push(Item(cost=109, n_left=60), Known(64))
+    seated(queue, 5)
+    cached, shared = Item(cost=297, n_left=60), Item(cost=109, n_left=60)
+    queue.push(shared, Known(64, 0))
+    queue.push(cached, Known(283, 219))
+    assert seated(queue, 1) == [cached]
+    assert all(item is not shared for item in seated(queue, 18)), (
+        "what all requests have in the cache puts none forward"
+    )
+
+
+@pytest.mark.parametrize("n_wait", [3, 10, 31])
+def test_a_request_without_a_cache_is_passed_for_a_few_laps_only(n_wait: int) -> None:
+    queue: Queue[Item] = Queue(200)
+    new = Item(cost=109, n_left=60)
+    queue.push(new)
+    for _ in range(n_wait - 1):
+        queue.push(Item(cost=6000, n_left=160), Known(5991, 5000))
+    n_passed = 0
+    while (item := seated(queue, 1)[0]) is not new:
+        assert item.cost == 6000
+        n_passed += 1
+        queue.push(Item(cost=6000, n_left=160), Known(5991, 5000))
+    assert n_wait < n_passed < (LAPS + 2) * n_wait
+
+
+def test_a_suspended_request_passes_those_that_are_cached() -> None:
+    queue: Queue[Item] = Queue(20)
+    back = Item(cost=5000)
+    queue.push(Item(cost=900, n_left=100), Known(890, 890))
+    queue.put_back(back)
+    assert seated(queue, 1) == [back]
+
+
 def test_clients_take_turns_however_much_one_asks() -> None:
     queue: Queue[Item] = Queue(400)
     for _ in range(200):
@@ -248,6 +287,45 @@ def test_a_client_alone_has_all_places_and_short_ones_find_room_longer() -> None
         assert fill(waiting, Item(client="a", cost=10), 8) is None
     with pytest.raises(QueueFull):
         evict_for(Item(client="a", cost=10), waiting, 8)
+
+
+def test_conversations_that_go_on_have_places_of_their_own() -> None:
+    waiting: list[Item] = []
+    asked = 0
+
+    def goes_on() -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    for n, (cost, more) in enumerate([(5000, goes_on)] * 8 + [(10, goes_on)] * 4 + [(10, goes_on)] * 4):
+        assert evict_for(Item(client="a", cost=cost), waiting, 8, more) is None
+        waiting.append(Item(client="a", cost=cost))
+        assert asked == max(0, n - 11), "only if it decides"
+    for cost in (10, 5000):
+        with pytest.raises(QueueFull):
+            evict_for(Item(client="a", cost=cost), waiting, 8, goes_on)
+    assert evict_for(Item(client="b"), waiting, 8) is waiting[-1]
+    with pytest.raises(QueueFull):
+        evict_for(Item(client="a", wanted_slot=0), [Item(client="a", wanted_slot=0)] * 8, 8, goes_on)
+
+
+def test_left_texts_are_as_many_as_a_cache_holds() -> None:
+    texts = LeftTexts(100)
+    for key, n in ((1, 50), (2, 40), (1, 60)):
+        texts.leave(key, n)
+    assert (
+        texts.goes_on([5, 1])
+        and texts.goes_on([2, 9])
+        and not texts.goes_on([5])
+        and not texts.goes_on([])
+    )
+    texts.leave(3, 30)
+    assert not texts.goes_on([2]) and texts.goes_on([1])
+    texts.leave(4, 101)
+    assert not any(texts.goes_on([key]) for key in (1, 2, 3, 4)), "it is larger than the cache"
+    texts.leave(5, 100)
+    assert texts.goes_on([5])
 
 
 def test_who_has_most_gives_up_its_newest_to_one_who_has_fewer() -> None:

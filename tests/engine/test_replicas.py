@@ -22,7 +22,15 @@ from pyspec.engine.policy.affinity import BLOCK, MOST, WORTH, Affinity, KnownTex
 from pyspec.engine.process import supervisor as supervising
 from pyspec.engine.process.replicas import Replicas, later_device, shared_settings
 from pyspec.engine.process.supervised_request import SupervisedRequest
-from pyspec.errors import ConfigError, DeviceError, NoDevice, RequestError, SlotError, Unavailable
+from pyspec.errors import (
+    ConfigError,
+    DeviceError,
+    NoDevice,
+    QueueFull,
+    RequestError,
+    SlotError,
+    Unavailable,
+)
 from pyspec.request import Done, Failed, Request, Started
 from pyspec.slot_action import SlotAction
 
@@ -91,6 +99,17 @@ def test_a_long_prefix_does_not_outweigh_any_queue() -> None:
     affinity.chose(0, keys)
     assert affinity.order(keys, [3 * MOST - 1, 0])[0] == 0
     assert affinity.order(keys, [3 * MOST + 1, 0])[0] == 1
+
+
+def test_a_conversation_leaves_for_an_idle_slot_and_not_for_a_queue_that_is_a_little_shorter() -> None:
+    affinity = Affinity(3, 1000, 3)
+    turn = chain(range(8 * BLOCK))  # worth half a request
+    affinity.chose(0, turn)
+    assert affinity.order(turn, [3, 2, 2])[0] == 1, "none waits"
+    assert affinity.order(turn, [24, 24, 23])[0] == 0 and affinity.order(turn, [24, 21, 23])[0] == 0
+    assert affinity.order(turn, [24, 15, 23])[0] == 1
+    assert affinity.order(turn, [24, None, 2])[0] == 2
+    assert affinity.order([], [24, 23, 24])[0] == 1, "a new one goes to the shortest"
 
 
 def test_the_ends_of_old_texts_are_forgotten_first() -> None:
@@ -189,6 +208,69 @@ def test_a_request_that_ends_engines_takes_two_with_it_and_no_other_request(plan
         assert engine.metrics().requests_failed == 1
         assert sum(s.n_restart for s in replicas.supervisors) == 3
         assert max(s.n_restart for s in replicas.supervisors) == 2
+
+
+def test_replicas_share_their_places_to_wait(plants: Plants) -> None:
+    """A conversation returns to its replica beyond that one's part, and what is full is all of them."""
+    talk = tuple(i * i % 300 for i in range(2500))  # known, it is worth as much as four requests
+    with start(plants, 2, np=1, queue=3, hang_timeout=60.0) as (engine, replicas):
+        Ear(engine, talk, 3).check()
+        home = [row.requests for row in engine.replicas()].index(1)
+        busy = [Ear(engine, (i + 1,), 100_000) for i in range(2)]
+        wait_for(lambda: all(len(ear.tokens) > 1 for ear in busy))
+        for n in range(6):
+            Ear(engine, (*talk, n), 5)
+        assert (
+            replicas.supervisors[home].n_open == 1 + 4 and replicas.supervisors[1 - home].n_open == 1 + 2
+        )
+        for n in range(3):
+            Ear(engine, (*talk, 7, n), 5)
+        with pytest.raises(QueueFull, match="9 requests are waiting"):
+            Ear(engine, (*talk, 8), 5)
+        fresh = tuple(i * i % 299 for i in range(1000))
+        with pytest.raises(QueueFull):
+            Ear(engine, fresh, 5)
+        other = Ear(engine, fresh, 5, client="another")
+        assert sum(len(s.waiting()) for s in replicas.supervisors) == 9, "the newest gave its place up"
+        engine.cancel(other.name)
+
+
+def test_one_engine_has_places_for_conversations_that_go_on(plants: Plants) -> None:
+    talk = tuple(i * i % 300 for i in range(700))
+    with start(plants, 1, np=1, queue=4) as (engine, replicas):
+        Ear(engine, talk, 3).check()
+        busy = Ear(engine, (5,), 100_000)
+        wait_for(lambda: len(busy.tokens) > 1)
+        for n in range(4):
+            Ear(engine, (n, *talk), 5)
+        with pytest.raises(QueueFull):
+            Ear(engine, (9, *talk), 5)
+        for n in range(2):
+            Ear(engine, (*talk, 3, n), 5)
+        with pytest.raises(QueueFull):
+            Ear(engine, (*talk, 4), 5)
+        assert len(replicas.supervisors[0].waiting()) == 6
+
+
+def test_a_request_may_end_while_places_are_counted(plants: Plants) -> None:
+    """The reader's thread removes it from the supervisor's records at any moment."""
+    with start(plants, 1) as (engine, replicas):
+        records = replicas.supervisors[0]._records
+
+        class Ends(SupervisedRequest):
+            @property
+            def cancelled(self) -> bool:
+                records.pop(self.name, None)
+                return True
+
+            @cancelled.setter
+            def cancelled(self, value: bool) -> None:
+                pass
+
+        for i in range(3):
+            records[f"r{900 + i}"] = Ends(f"r{900 + i}", Request(prompt=(1,)), 5, lambda event: None)
+        Ear(engine, (7,), 5).check()
+        assert not records
 
 
 def test_requests_wait_if_all_replicas_are_gone(plants: Plants) -> None:

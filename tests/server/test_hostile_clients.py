@@ -262,6 +262,21 @@ def test_one_client_s_requests_never_take_all_places(engine: FakeEngine) -> None
     assert service.n_inside == 0 and not service._inside
 
 
+@pytest.mark.parametrize("n_queue", [0, 16, 500])
+def test_one_client_alone_may_fill_every_place_to_wait(engine: FakeEngine, n_queue: int) -> None:
+    """`--queue 500` means that 500 requests may wait, also those whose answers come in one piece."""
+    service = create_app(engine, ServerSettings()).state.service
+    engine.info = replace(engine.info, n_slot=3, n_queue=n_queue)
+    with ExitStack() as held:
+        for _ in range(3 + 2 * n_queue):
+            held.enter_context(service.admitted("hungry"))
+        with pytest.raises(QueueFull):
+            for _ in range(100):
+                held.enter_context(service.admitted("hungry"))
+        held.enter_context(service.admitted("patient"))
+    assert service.n_inside == 0
+
+
 @pytest.mark.parametrize("n_hostile", [1, 2, 4, 8])
 def test_however_many_clients_take_all_they_get_one_more_is_let_in(
     engine: FakeEngine, n_hostile: int

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pyspec.errors import OutOfBounds, RequestError
-from pyspec.slots.prefix import NO_HIT, State, common_prefix
+from pyspec.slots.prefix import NO_HIT, Known, State, common_prefix
 from pyspec.slots.table import Slot, SlotTable
 
 N_SLOT, N_PAGE, SIZE = 3, 8, 16
@@ -298,6 +298,23 @@ def test_the_deepest_state_is_found_whichever_page_matches_longest() -> None:
     table.needs_state = True
     hit = table.find([1, 2, 3, 4, 9, 9, 5])
     assert (hit.n, hit.n_match) == (4, 6) and hit.tail is node
+
+
+def test_what_is_known_of_a_prompt_and_what_only_its_text_has() -> None:
+    table = SlotTable(3, 20, 16)
+    system = [9] * 35
+    assert table.tree.known([*system, 1]) == Known()
+    filled(table, 0, [*system, *([1] * 40)])
+    assert table.tree.known([*system, *([1] * 50)]) == Known(75, 75), (
+        "no other text goes on from any of its pages"
+    )
+    filled(table, 1, [*system, *([2] * 40)])
+    for token in (1, 2):
+        assert table.tree.known([*system, *([token] * 50)]) == Known(75, 75 - 32), (
+            "the texts part on the third page"
+        )
+    assert table.tree.known([*system, 3, 3]) == Known(35, 3), "a page of two texts is the third's, too"
+    assert table.tree.known([4]) == Known()
 
 
 def test_requests_that_share_pages_fit_where_others_do_not() -> None:

@@ -46,6 +46,7 @@ from pyspec.slots.arena import BUCKETS
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.drafts import Drafts
 from pyspec.slots.memory import Memory
+from pyspec.slots.prefix import NOT_KNOWN
 from pyspec.slots.round import plan_round
 
 log = limited(__name__)
@@ -410,8 +411,9 @@ class Loop:
         return max(len(self.jobs), min(self.limits.prompts, n), 1)
 
     def submit(self, job: Job) -> None:
-        """Queue a job."""
-        self.queue.push(job)
+        """Queue a job. If it has to wait, its place depends on what is cached of its prompt."""
+        waits = len(self.queue) > 0 or all(slot.busy for slot in self.table.slots)
+        self.queue.push(job, self.cache.known(job.prefill) if waits and job.reuses else NOT_KNOWN)
 
     def reject(self, job: Job, error: PyspecError) -> None:
         """Fail a job that is not queued."""

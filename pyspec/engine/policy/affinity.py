@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK = 32  # tokens that are known or unknown together
-WORTH = 512  # tokens to read that weigh as much as one more open request (tools/simulate_routing.py)
+WORTH = 512  # tokens to read that weigh as much as one more open request, while no request waits (tools/simulate_routing.py)
 MOST = 4  # a known prefix weighs no more than this many times the slots
 
 
@@ -47,6 +47,9 @@ class KnownTexts:
 class Affinity:
     """Orders replicas for each request by what they know and how busy they are.
 
+    Where requests wait at all replicas, a token that is read twice delays all that wait there. So it weighs more, by the laps of the
+    shortest queue: conversations leave their replicas for idle slots, and not for a queue that is shorter by one.
+
     n_block  blocks that one replica's cache holds
     n_slot   slots of one
     """
@@ -54,7 +57,7 @@ class Affinity:
     def __init__(self, n_replica: int, n_block: int, n_slot: int) -> None:
         self.known = [KnownTexts(n_block) for _ in range(n_replica)]
         self.n_chosen = [0] * n_replica
-        self._most = MOST * n_slot * WORTH
+        self._n_slot, self._most = n_slot, MOST * n_slot * WORTH
 
     def order(self, keys: Sequence[int], n_open: Sequence[int | None]) -> list[int]:
         """Replicas, the best first.
@@ -63,8 +66,11 @@ class Affinity:
         n_open  requests that each one has; None: it can not be chosen
         """
 
-        def rank(i: int, n: int) -> tuple[int, int, int]:
-            saved = min(self.known[i].n_known(keys), self._most)
+        least = min((n for n in n_open if n is not None), default=0)
+        laps = 1 + max(0, least - self._n_slot) / self._n_slot
+
+        def rank(i: int, n: int) -> tuple[float, int, int]:
+            saved = min(laps * self.known[i].n_known(keys), self._most)
             return n * WORTH - saved, self.n_chosen[i], i
 
         ranks = [rank(i, n) for i, n in enumerate(n_open) if n is not None]

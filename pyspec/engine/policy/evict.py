@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from pyspec.errors import QueueFull
@@ -29,18 +29,24 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
-def evict_for(item: Waiter, waiting: Sequence[W], limit: int) -> W | None:
+def evict_for(
+    item: Waiter, waiting: Sequence[W], limit: int, goes_on: Callable[[], bool] = lambda: False
+) -> W | None:
     """Return the waiting request to evict, or None if there is room. waiting: in order of arrival.
 
-    One client may use all `limit` places while no other asks; short prompts have half as many more. When none is left, the client with the
-    most places gives up its newest one if the asking client would still have fewer (longest queue drop, McKenney 1991). So a newcomer
-    always gets its share. Requests pinned to a slot wait in a second set of places, by the same rule.
+    One client may use all `limit` places while no other asks; short prompts have half as many more. So have, on top, prompts that go on
+    with a text that the cache holds (`goes_on`): their conversations had a place a moment ago, and would be read anew if they came back
+    later. When none is left, the client with the most places gives up its newest one if the asking client would still have fewer (longest
+    queue drop, McKenney 1991). So a newcomer always gets its share. Requests pinned to a slot wait in a second set of places, by the same
+    rule.
 
     Raises QueueFull.
     """
     beside = item.wanted_slot >= 0
     own = [other for other in waiting if (other.wanted_slot >= 0) == beside]
-    if len(own) < limit + (limit // 2 if item.cost <= SHORT and not beside else 0):
+    more = 0 if beside else limit // 2
+    limit += more if item.cost <= SHORT else 0
+    if len(own) < limit or (len(own) < limit + more and goes_on()):
         return None
     count = Counter(other.client for other in own)
     most = max(count.values(), default=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from pyspec.slots.prefix import NOT_KNOWN, Known
 from pyspec.slots.table import SlotTable
 
 
@@ -33,7 +35,7 @@ class Waiting(Protocol):
 
     @property
     def cost(self) -> int:
-        """Tokens to read before its first one."""
+        """Tokens to read before its first one, if none are cached."""
         ...
 
     @property
@@ -45,6 +47,8 @@ class Waiting(Protocol):
 W = TypeVar("W", bound=Waiting)
 
 ANSWER = 512  # most tokens an answer counts: one without a limit rarely fills its context
+KEPT = 2  # tokens by which a cached token of its own puts a request forward: while it waits, others evict it
+LAPS = 3  # most times its size that a request is put forward: as many laps of the queue pass one that has nothing in the cache
 CUT_MIN = 64  # shortest prompt that is cut for a checkpoint
 CUT_TAIL = 4  # least tokens after the cut
 CUT_GAP = 64  # tokens that a checkpoint has to save to be worth its forward
@@ -53,16 +57,18 @@ GPU_WORTH = 512  # uncached tokens of a prompt that is cut on a GPU, where a for
 
 @dataclass(slots=True)
 class _Place(Generic[W]):
-    """A waiting request. tag: orders the requests of its client."""
+    """A waiting request. tag: orders the requests of its client. size: tokens that it asks for."""
 
     item: W
     tag: float
+    size: int
 
 
 class Queue(Generic[W]):
     """Orders waiting requests. Clients take turns by the tokens they were given so far. A client's own requests are ordered by arrival
     and by their tokens to read and to generate: a short one does not wait for many long ones, and a long one does not starve (fair
-    queueing by virtual finish times, Demers, Keshav and Shenker 1989). Requests of one group follow each other.
+    queueing by virtual finish times, Demers, Keshav and Shenker 1989). A request with pages of its own text in the cache goes forward,
+    within a limit, because it costs more once they are evicted (tools/simulate_load.py). Requests of one group follow each other.
 
     A request pinned to a slot waits for it outside this order. limit: places, enforced by the caller (evict.py).
     """
@@ -82,15 +88,17 @@ class Queue(Generic[W]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def push(self, item: W) -> None:
-        """Add a request."""
-        self._add(item, self._tag(item))
+    def push(self, item: W, known: Known = NOT_KNOWN) -> None:
+        """Add a request. known: what the cache has of its prompt now."""
+        size = _size(item, known)
+        self._add(item, self._tag(item, size) - min(KEPT * known.n_own, LAPS * size), size)
 
     def put_back(self, item: W) -> None:
         """Add a suspended request again, before all others of its client."""
-        self._add(item, -1.0)
+        self._add(item, -math.inf, _size(item, NOT_KNOWN))
 
-    def _tag(self, item: W) -> float:
+    def _tag(self, item: W, size: int) -> float:
+        """The request's finish in its client's time."""
         here = {p.item.client for p in self._places}
         if (
             item.client not in here
@@ -104,7 +112,7 @@ class Queue(Generic[W]):
         group = item.client, item.group
         if item.group:
             start = max(start, self._groups.get(group, 0.0))
-        tag = start + _size(item)
+        tag = start + size
         if item.group:
             self._groups[group] = tag
         return tag
@@ -117,9 +125,9 @@ class Queue(Generic[W]):
         for group in [group for group in self._groups if group[0] not in here]:
             del self._groups[group]
 
-    def _add(self, item: W, tag: float) -> None:
+    def _add(self, item: W, tag: float, size: int) -> None:
         self._given.setdefault(item.client, 0.0)
-        self._places.append(_Place(item, tag))
+        self._places.append(_Place(item, tag, size))
         self._is_sorted = False
 
     def waiting(self) -> list[W]:
@@ -159,8 +167,9 @@ class Queue(Generic[W]):
         """Remove and return the next request that can be seated now."""
         item = self.first(table)
         if item is not None:
-            n = sum(p.item.client == item.client for p in self._places)
-            self._clock[item.client] = self._clock.get(item.client, 0.0) + _size(item) / n
+            sizes = [(p.item is item, p.size) for p in self._places if p.item.client == item.client]
+            size = next(size for is_it, size in sizes if is_it)
+            self._clock[item.client] = self._clock.get(item.client, 0.0) + size / len(sizes)
             self._given[item.client] += max(item.cost, 1)
             self._is_sorted = False
             self.remove(item)
@@ -173,9 +182,9 @@ class Queue(Generic[W]):
         return items
 
 
-def _size(item: Waiting) -> int:
+def _size(item: Waiting, known: Known) -> int:
     """Tokens that a request asks for."""
-    return max(item.cost, 1) + min(item.n_left, ANSWER)
+    return max(item.cost - known.n, 1) + min(item.n_left, ANSWER)
 
 
 def worth_on(device: str) -> int:

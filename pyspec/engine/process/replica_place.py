@@ -16,17 +16,19 @@ from pyspec.request import Done, Event, SlotInfo, Started
 class ReplicaPlace:
     """Where a supervisor stands; alone, it has all defaults.
 
-    ids         numbers of requests, which all of them share
-    first_slot  number of its first slot
-    label       begins lines of its log
-    reports     it reports the progress of its load
-    on_loss     called without a lock when its engine has ended, or can not be loaded: its requests may go to others
+    ids           numbers of requests, which all of them share
+    first_slot    number of its first slot
+    label         begins lines of its log
+    reports       it reports the progress of its load
+    shares_queue  places to wait are counted for all together (replicas.py), not here
+    on_loss       called without a lock when its engine has ended, or can not be loaded: its requests may go to others
     """
 
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     first_slot: int = 0
     label: str = ""
     reports: bool = True
+    shares_queue: bool = False
     on_loss: Callable[[], None] = lambda: None
 
     def report(self, stage: LoadStage) -> None:

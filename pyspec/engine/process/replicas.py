@@ -20,13 +20,15 @@ from typing import TypeVar
 from pyspec import progress
 from pyspec.config import EngineSettings
 from pyspec.engine.policy.affinity import BLOCK, Affinity, chain
+from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.process.metrics_sum import metrics_together
 from pyspec.engine.process.replica_place import ReplicaPlace
-from pyspec.engine.process.supervised_request import Sink
+from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
 from pyspec.engine.process.supervisor import CLOSE_S, Supervisor
-from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.errors import Unavailable
 from pyspec.request import EngineInfo, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
+from pyspec.slots.blocks import BlockChange
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -39,10 +41,19 @@ class Replicas:
     """A Core over several supervisors. Safe to call from any thread.
 
     Slots are numbered through: those of the first engine, then those of the second.
+
+    on_blocks  for each engine, what is called with the changes of its prefix cache; must not block. Empty: nothing
     """
 
-    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
-        self.path, self.settings = path, settings
+    def __init__(
+        self,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        command: Sequence[str] = (),
+        on_blocks: Sequence[Callable[[Sequence[BlockChange]], None]] = (),
+    ) -> None:
+        self.path, self.settings, self._on_blocks = path, settings, on_blocks
         self._command, self._ids, self._pid = command, itertools.count(1), os.getpid()
         self._lock = (
             threading.RLock()
@@ -59,9 +70,11 @@ class Replicas:
             first_slot=i * settings.np,
             label=f"replica {i}: ",
             reports=i == 0,
+            shares_queue=True,
             on_loss=partial(self._move_from, i),
         )
-        return Supervisor(self.path, settings, command=self._command, place=place)
+        on_blocks = self._on_blocks[i] if self._on_blocks else None
+        return Supervisor(self.path, settings, command=self._command, on_blocks=on_blocks, place=place)
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -93,30 +106,48 @@ class Replicas:
 
     @property
     def info(self) -> EngineInfo:
-        infos = [s.info for s in self.supervisors]
+        infos, n = [s.info for s in self.supervisors], self.settings.replicas
         devices = ", ".join(dict.fromkeys(i.device for i in infos))
-        return replace(infos[0], n_slot=self.settings.replicas * infos[0].n_slot, device=devices)
+        first = infos[0]
+        return replace(first, n_slot=n * first.n_slot, n_queue=n * first.n_queue, device=devices)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink) -> str:
-        """See Engine.submit. Raises QueueFull if no replica has room."""
-        if request.slot >= 0:
-            i, slot = divmod(request.slot, self.settings.np)
-            with self._lock:
-                return self.supervisors[i].submit(replace(request, slot=slot), sink)
+        """See Engine.submit. The places to wait are shared: a conversation returns to its replica though that one has more than its part.
+
+        Raises QueueFull if no place is left.
+        """
         keys = chain(request.prompt) if request.cache_prompt else []
         with self._lock:
-            error: PyspecError = Unavailable("the engine has stopped: none of its replicas runs")
-            for i in self._affinity.order(keys, self._loads()):
-                try:
-                    name = self.supervisors[i].submit(request, sink)
-                except (QueueFull, Unavailable) as e:
-                    error = e
-                else:
-                    self._n_known[i] += self._affinity.chose(i, keys)
-                    return name
-            raise error
+            n = sum(load is not None for load in self._loads())
+            limit = max(1, n) * self.settings.queue_limit
+            waiting = [r for s in self.supervisors for r in s.waiting()]
+            waiting.sort(key=lambda r: r.number)
+            asking = SupervisedRequest("r0", request, 0, sink)
+            goes_on = lambda: any(s.left.goes_on(keys) for s in self.supervisors)  # noqa: E731
+            other = evict_for(asking, waiting, limit, goes_on)
+            name = self._submit(request, keys, sink)
+            if other is not None:
+                for supervisor in self.supervisors:
+                    supervisor.oust(other, len(waiting))
+        return name
+
+    def _submit(self, request: Request, keys: list[int], sink: Sink) -> str:
+        """Give a request to its replica. keys: `chain` of its prompt. Called with the lock."""
+        if request.slot >= 0:
+            i, slot = divmod(request.slot, self.settings.np)
+            return self.supervisors[i].submit(replace(request, slot=slot), sink, keys)
+        error = Unavailable("the engine has stopped: none of its replicas runs")
+        for i in self._affinity.order(keys, self._loads()):
+            try:
+                name = self.supervisors[i].submit(request, sink, keys)
+            except Unavailable as e:
+                error = e
+            else:
+                self._n_known[i] += self._affinity.chose(i, keys)
+                return name
+        raise error
 
     def _loads(self, but: int = -1) -> list[int | None]:
         """Open requests by replica; None for one that gets no request. Those that are being replaced get some only if all are."""

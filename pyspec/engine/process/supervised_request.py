@@ -69,6 +69,7 @@ class SupervisedRequest:
     def __init__(self, name: str, request: Request, seed: int, sink: Sink) -> None:
         self.name, self.request, self.seed, self.sink = name, request, seed, sink
         self.cancelled = self.in_slot = self.has_begun = False
+        self.key: int | None = None  # of its prompt's last whole block (affinity.chain)
         self.ousted: QueueFull | None = None  # it lost its place to another client's request
         self.tokens: list[int] = []
         self.n_text = 0  # characters delivered
@@ -81,6 +82,11 @@ class SupervisedRequest:
         self._life = Attempt()
         self._n_before = 0  # tokens of those attempts
         self._lost_ms = 0.0  # milliseconds of generating in those attempts
+
+    @property
+    def number(self) -> int:
+        """Grows with each request, over all replicas."""
+        return int(self.name[1:])
 
     @property
     def client(self) -> str:

@@ -30,7 +30,9 @@ from pyspec.engine.messages import (
     SlotActed,
     unpack,
 )
+from pyspec.engine.policy.affinity import chain
 from pyspec.engine.policy.evict import evict_for
+from pyspec.engine.policy.left_texts import LeftTexts
 from pyspec.engine.process.ahead import COMMAND
 from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
 from pyspec.engine.process.launcher import Launcher
@@ -96,6 +98,7 @@ class Supervisor:
         self._ids = self._place.ids
         self._lock = threading.Condition()
         self._child: EngineProcess | None = None  # takes requests
+        self.left = LeftTexts(0)  # in the engine's cache, probably
         self._suspects, self._watchdog = CrashBlame(), Watchdog(settings.hang_timeout)
         self._looked: dict[int, Looked | None] = {}
         self._acts: dict[
@@ -139,26 +142,45 @@ class Supervisor:
             if self._info is None and self._error is not None:
                 raise self._error
 
-    def submit(self, request: Request, sink: Sink) -> str:
-        """See Engine.submit. Requests that come while the engine is replaced wait."""
+    def submit(self, request: Request, sink: Sink, keys: Sequence[int] | None = None) -> str:
+        """See Engine.submit. Requests that come while the engine is replaced wait.
+
+        keys  `chain` of the prompt, if it is known
+        """
         if os.getpid() != self._pid:
             raise Unavailable(
                 f"this engine belongs to process {self._pid}; load one in process {os.getpid()}"
             )
         seed = resolve_seed(request.params.seed)
+        if keys is None:
+            keys = chain(request.prompt) if request.cache_prompt else []
         with self._lock:
             if self._state == "stopped" or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
-            waiting = [r for r in self._records.values() if not r.has_begun and not r.cancelled]
             record = SupervisedRequest(f"r{next(self._ids)}", request, seed, sink)
-            other = evict_for(record, waiting, self.settings.queue_limit)
+            record.key = keys[-1] if keys else None
+            waiting = [] if self._place.shares_queue else self.waiting()
+            other = evict_for(
+                record, waiting, self.settings.queue_limit, lambda: self.left.goes_on(keys)
+            )
             self._records[record.name] = record
             if self._child is not None:
                 self._child.send(record.submit())
         if other is not None:
-            other.ousted = QueueFull(len(waiting))
-            self.cancel(other.name)
+            self.oust(other, len(waiting))
         return record.name
+
+    def waiting(self) -> list[SupervisedRequest]:
+        """Requests that were never seated, in order of arrival."""
+        with self._lock:
+            # a list first, because the reader's thread removes those that end without the lock
+            return [r for r in list(self._records.values()) if not r.has_begun and not r.cancelled]
+
+    def oust(self, record: SupervisedRequest, n_waiting: int) -> None:
+        """Take a request's place in the queue away; it fails with QueueFull. Does nothing if it is not here."""
+        if record.name in self._records:
+            record.ousted = QueueFull(n_waiting)
+            self.cancel(record.name)
 
     def cancel(self, name: str) -> None:
         """See Engine.cancel. Without an engine, the request ends here."""
@@ -239,7 +261,7 @@ class Supervisor:
         looked = self._look()
         now = self._now if looked is None else looked.metrics
         with self._lock:
-            waiting = sum(not record.in_slot for record in self._records.values())
+            waiting = sum(not record.in_slot for record in list(self._records.values()))
             own = {"requests_failed": self._own_failed, "requests_cancelled": self._own_cancelled}
         total = metrics_sum(self._past, now)
         beat = self._child.beat if self._child is not None else None
@@ -330,6 +352,9 @@ class Supervisor:
         """Call the listener. It is the caller's code: any exception ends only its request."""
         if isinstance(event, Done | Failed):
             self._records.pop(record.name, None)
+        if isinstance(event, Done) and record.has_begun and record.key is not None:
+            with self._lock:
+                self.left.leave(record.key, len(record.request.prompt) + len(record.tokens))
         if record.ousted is not None and isinstance(event, Done) and event.finish == "cancelled":
             event = Failed(record.name, record.ousted)
         try:
@@ -343,7 +368,9 @@ class Supervisor:
         with self._lock:
             held = self._suspects.held
             gone = [
-                r for r in self._records.values() if r.cancelled and (self._child is None or r in held)
+                r
+                for r in list(self._records.values())
+                if r.cancelled and (self._child is None or r in held)
             ]
             self._suspects.held = [r for r in held if r not in gone]
             self._own_cancelled += len(gone)
@@ -408,6 +435,7 @@ class Supervisor:
         with self._lock:
             assert isinstance(child.answer, Ready)
             self._info, self._error = self._info or child.answer.info, None
+            self.left = LeftTexts(self._info.n_row or self._info.n_slot * self._info.n_ctx)
             records = list(self._records.values())
             for record in self._suspects.begin(records):
                 child.send(record.submit())
