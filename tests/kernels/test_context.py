@@ -42,7 +42,7 @@ KEPT = {
     "_kept",
     "steps_of",
     "_members",
-    "_about",
+    "_cpu_digest",
     "_passed",
 }
 
