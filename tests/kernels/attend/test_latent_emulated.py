@@ -124,6 +124,7 @@ def test_many_rows_are_one_part_each_unless_the_engine_is_exact(monkeypatch: pyt
     made, spec = make(case, CPU), spec_of(case, CPU)
     n = made.plain.n_row
     want = attend_ref.bind(spec)(made.q[:n].double(), made.pool, made.plain)
+    monkeypatch.setattr(latent, "SPLIT", 2 * 128)
     with emulated_gpu():
         launch = latent.bind(spec)
         out = launch(made.q, made.pool, made.batch)
