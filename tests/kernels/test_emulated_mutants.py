@@ -9,11 +9,15 @@ import test_attend_emulated as attend
 import test_best_emulated as best
 import test_gdn_emulated as gdn
 import test_index_rows_emulated as index_rows
+import test_latent_emulated as latent
 import test_linear_emulated as linear
 import test_mamba2_chunk_emulated as mamba2_chunk
 import test_norms_emulated as norms
+import test_rope_latent_emulated as rope_latent
 import test_rows_emulated as rows
+import test_short_conv_emulated as short_conv
 import test_wgmma_emulated as wgmma
+from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import jit
@@ -38,6 +42,15 @@ def prompted(seed: int) -> None:
     mamba2_chunk.test_chunked_prompts_follow_the_reference("narrow", seed)
 
 
+def latently(name: str, seed: int) -> None:
+    latent.test_every_row_is_the_references_and_padding_comes_out_as_zeros(name, seed)
+
+
+def convolved(seed: int) -> None:
+    with emulated_gpu(seed=seed):
+        short_conv.test_outputs_and_windows_have_the_same_bits_however_tokens_came()
+
+
 def indexed(_: int) -> None:
     index_rows.test_warpgroups_score_tiles_of_every_size([(900, 40)], 3)  # more rows than the ring has
 
@@ -59,6 +72,11 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
         ("attend", "__syncwarp();", i, lambda seed, name=name: attended(name, seed))
         for i, name in ((3, "q8_0"), (5, "f8"), (7, "q4_0"), (9, "q4_0"))
     ),
+    ("attend_latent", "copies_wait<0>();", 0, lambda seed: latently("ragged", seed)),
+    *(("attend_latent", "__syncthreads();", i, lambda seed: latently("ragged", seed)) for i in (0, 1, 2, 3, 5, 6, 7)),
+    ("attend_latent", "if (BUFFERS == 1) __syncthreads();", 0, lambda seed: latently("q8_0", seed)),
+    ("rope_latent", "__syncwarp();", 0, lambda seed: rope_latent.test_it_passes_the_ops_check("f16", (3, 128, 40, 24), seed > 0)),
+    ("short_conv", "__syncthreads();", 0, convolved),
     ("best", "__syncthreads();", 0, best.test_tokens_and_values_are_the_references),
     ("best", "__syncthreads();", 1, best.test_tokens_and_values_are_the_references),
     ("best", "if (is_last) tickets[row] = 0;", 0, best.test_tokens_and_values_are_the_references),

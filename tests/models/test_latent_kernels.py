@@ -119,6 +119,18 @@ def test_graphs_hold_both_where_kernels_run() -> None:
         assert all(p.capturable for p in convolved)
 
 
+def test_products_of_heads_in_passes_are_the_same() -> None:
+    """As exact engines on a GPU run them: always 64 rows."""
+    bench = Bench(FIXTURES / "deepseek2.gguf")
+    parts = [p for block in bench.target.blocks for p in block.parts if isinstance(p, BoundMla)]
+    seq = bench.seq(0, [(5 * i + 7) % 251 for i in range(70)], keep=False)
+    want = bench.forward(seq).logits
+    for part in parts:
+        part.in_passes = True
+    got = bench.forward(seq).logits
+    assert parts and torch.allclose(got, want, atol=1e-5 if DEVICE.type == "cpu" else 2e-2)
+
+
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_kernels_give_the_references_logits_on_a_gpu(tmp_path: Path) -> None:
     """Of deepseek2 with keys of 64 dims, and of lfm2moe; in graphs' form a layer looks at no list of the host."""

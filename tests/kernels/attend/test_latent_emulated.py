@@ -33,6 +33,16 @@ CASES = {
     "drafter block": Case(
         4, 1, 64, torch.float16, [(1100, 8), (100, 8)], 16, 0, True, (8, 1), n_value=48
     ),
+    "many sequences": Case(
+        7,
+        1,
+        64,
+        torch.float16,
+        [(i * 37 % 61, 1 + i % 3) for i in range(71)],
+        16,
+        pad=(3, 4),
+        n_value=48,
+    ),
     "q8_0": Case(6, 1, 128, torch.int8, [(0, 3), (127, 9), (260, 1)], 32, pad=(5, 2), n_value=96),
     "f8": Case(6, 1, 64, F8, [(17, 3), (300, 1)], 64, n_value=48),
     "q4_0": Case(6, 1, 64, Q4_0, [(17, 3), (300, 1)], 16, pad=(1, 1), n_value=32),
@@ -124,6 +134,7 @@ def test_many_rows_are_one_part_each_unless_the_engine_is_exact(monkeypatch: pyt
     made, spec = make(case, CPU), spec_of(case, CPU)
     n = made.plain.n_row
     want = attend_ref.bind(spec)(made.q[:n].double(), made.pool, made.plain)
+    monkeypatch.setattr(latent, "SPLIT", 2 * 128)
     with emulated_gpu():
         launch = latent.bind(spec)
         out = launch(made.q, made.pool, made.batch)

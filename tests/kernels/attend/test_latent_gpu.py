@@ -34,6 +34,7 @@ CASES = {
     "small window": Case(16, 1, 576, torch.float16, [(600, 5), (127, 2)], 16, 70, n_value=512),
     "odd size": Case(5, 1, 24, torch.float16, [(40, 3), (0, 2)], 16, pad=(1, 1), n_value=16),
     "a prompt": Case(16, 1, 576, torch.float16, [(900, 300), (77, 3)], 64, n_value=512),
+    "rows of one part": Case(16, 1, 576, torch.float16, [(900, 600), (77, 3)], 64, n_value=512),
 }
 
 

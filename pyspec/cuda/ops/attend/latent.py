@@ -2,7 +2,7 @@
 
 Queries, keys of few bits and weights are rounded to f16 (bf16 where keys are), as in cuda.py. Tiles are columns (a row and a head) of one
 sequence; their keys come to shared memory once, for scores and values. A row's keys are cut into parts by its own length alone, so its
-bits do not depend on the neighbours, up to SPLIT rows: more rows fill a GPU without parts, and each is one. Partial sums of all tiles
+bits do not depend on the neighbours, up to SPLIT columns: more fill a GPU without parts, and each row is one. Partial sums of all tiles
 may exceed the reserved memory; then some tiles run at a time, to the same bits.
 """
 
@@ -29,7 +29,7 @@ COLUMNS = (16, 32, 64)  # of a tile
 KEYS = 64  # in shared memory at once, for each buffer
 LEAST = 128  # keys of a part
 PARTS = 64  # of a row of one tile, at most; rows of more tiles have fewer
-SPLIT = 128  # rows of a launch that are cut into parts
+SPLIT = 128 * COLUMNS[-1]  # columns of a launch whose rows are cut into parts
 ONE = 1 << 30  # keys of a part that has all of them
 FEWEST_FLOATS, MOST_FLOATS = 1 << 22, 1 << 26  # of partial sums, unless one tile has more
 PER_SM = 2  # CTAs of a multiprocessor that a launch has about
@@ -175,7 +175,7 @@ class LatentLaunch:
         build = build_for(self.builds, max(1, widest) * spec.n_head)
         parts, merge = self.kernels[build]
         n_key = n_col * batch.page_size
-        least = LEAST if self.exact or n_row <= SPLIT else ONE
+        least = LEAST if self.exact or n_row * spec.n_head <= SPLIT else ONE
         max_part = min(self.most_part, -(-n_key // least))
         if batch.bucket is None:
             n_tile = sum(-(-seq.width * spec.n_head // build.columns) for seq in batch.seqs)

@@ -42,6 +42,8 @@ def limits(spec: AttendSpec) -> str | None:
         return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
+    if spec.n_value:
+        return "keys are the values; the kernel takes values that stand apart"
     if spec.kv.k.is_packed or spec.kv.v.is_packed:
         return f"keys and values are {spec.kv.name}"
     if spec.head_dim % 16 or spec.head_dim > 512:

@@ -69,22 +69,25 @@ class ShortConvLaunch:
         check_kept("short_conv", (w,), 0, layer, UNIT)
         out = m.new_empty(len(m), self.spec.shape.n_channel)
         if len(m):
-            self._run(m, w, layer, meta_of(batch), out)
+            self._run(m, w, layer, meta_of(batch), out, overlap=self.overlap)
         return out
 
     def folder(self) -> Fold:
         def run(layer: StateLayer, meta: Meta) -> None:
             none = layer.conv[:0]
-            self._run(none, layer.conv, layer, meta, none)  # weights are loaded, and not used
+            # Weights are loaded, and not used; what the forward before it still writes is read at once, so it does not overlap
+            self._run(none, layer.conv, layer, meta, none, overlap=False)
 
         return folding(run)
 
-    def _run(self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor) -> None:
+    def _run(
+        self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor, *, overlap: bool
+    ) -> None:
         n_row, n_seq = len(m), len(meta[0])
         args: list[jit.Arg] = [m, np.int64(m.stride(0)), w, layer.conv, out]
         args += [*counts_of(meta, layer, n_row), self.fault]
         grid = -(-self.spec.shape.n_channel // CHANNELS), stretches(n_row, n_seq, layer.width), n_seq
-        self.kernel.launch(grid, THREADS, args, overlap=self.overlap)
+        self.kernel.launch(grid, THREADS, args, overlap=overlap)
 
 
 def programs(spec: ShortConvSpec, target: jit.GpuKind) -> list[jit.Program]:
