@@ -102,12 +102,12 @@ def main() -> int:
     parser.add_argument("-np", type=int, default=1)
     parser.add_argument("-c", type=int, default=4096)
     parser.add_argument("--fill", type=int, default=0, help="tokens of a prompt for each slot")
-    parser.add_argument("rest", nargs="*", help="the server's other options, behind --")
-    args = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, others = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    sized = [str(args.model), "-np", str(args.np), "-c", str(args.c), *args.rest]
+    sized = [str(args.model), "-np", str(args.np), "-c", str(args.c), *others]
     program = [sys.executable, "-m", "pyspec"]
     needed = needed_mib([*program, "fit", *sized])
     server = subprocess.Popen([*program, "server", *sized, "--port", str(port), "-lv", "0"])

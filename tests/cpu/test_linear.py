@@ -144,6 +144,17 @@ def test_the_plain_build_agrees(kind: G) -> None:
         assert torch.equal(product(kind, 21, x[:n], isa="plain", n_thread=2), y[:n])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", [isa for isa in build.isas()[1:] if isa != "plain"] or ["plain"])
+@pytest.mark.parametrize("kind", (G.Q8_0, G.Q4_K, G.Q6_K, G.Q2_K), ids=lambda k: k.name)
+def test_builds_with_other_vectors_give_the_same_bits(kind: G, isa: str) -> None:
+    x = torch.randn(14, 768, generator=torch.Generator().manual_seed(5))
+    for n_out in (37, 40, 56):  # panels by the odd, and a last one that reaches back
+        for n in (1, 2, 4, 5, 7, 12, 14):
+            y, best = product(kind, n_out, x[:n], isa=isa), product(kind, n_out, x[:n])
+            assert torch.equal(y, best) or isa == "plain", (n_out, n)
+
+
 @pytest.mark.parametrize("isa", few(sorted({"plain", build.isas()[0]}), build.isas()[0]))
 @pytest.mark.parametrize("kind", (*SHORT, *LONG), ids=lambda k: k.name)
 def test_unpacked_weights_are_those_of_the_reference(kind: G, isa: str) -> None:

@@ -6,19 +6,21 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_rig import DEMO
+from llguidance import LLTokenizer
 
 from pyspec import Engine, synth
+from pyspec.constrain.trie import TokenTable
 from pyspec.cuda import verdicts
 from pyspec.cuda.kernel_context import KernelContext, within
 from pyspec.cuda.op import Impl, Op
 from pyspec.engine.load import load as loading
-from pyspec.engine.loop.grammars import Grammars
 from pyspec.engine.process import core
 from pyspec.gguf import open_gguf
 from pyspec.models.weights import EMBEDDING, Weights
@@ -64,23 +66,24 @@ def test_rounds_are_tried_before_the_first_request_for_small_models_only(
     assert len(tried) == 1
 
 
-def test_grammars_are_prepared_at_the_first_rest_and_by_another_thread(
+def test_a_cpu_prepares_for_grammars_with_the_first_one_on_another_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A vocabulary's tree takes 80 MiB, of which a server without grammars needs none."""
     monkeypatch.setattr(core, "REST_S", 0.01)
-    prepared, warm = threading.Event(), Grammars.warm
-    by: list[threading.Thread] = []
+    built: list[str] = []
+    build = TokenTable.build
 
-    def noted(grammars: Grammars) -> None:
-        by.append(threading.current_thread())
-        warm(grammars)
-        prepared.set()
+    def noted(table: TokenTable, encode: Callable[[str], list[int]]) -> LLTokenizer:
+        built.append(threading.current_thread().name)
+        return build(table, encode)
 
-    monkeypatch.setattr(Grammars, "warm", noted)
+    monkeypatch.setattr(TokenTable, "build", noted)
     with Engine.load("demo", None, np=1, ctx=256, device="cpu") as engine:
-        assert prepared.wait(60) and len(by) == 1
-        assert by[0] is not threading.current_thread() and by[0].name == "pyspec-warm"
-        assert len(engine.generate("Once", max_tokens=4).tokens) == 4
+        assert len(engine.generate("Once", max_tokens=4).tokens) == 4 and not built
+        for _ in range(3):
+            assert engine.generate("Once", max_tokens=9, regex="[xyz]{3}").text
+        assert len(built) == 1 and built[0].startswith("pyspec-grammar")
 
 
 def test_a_tied_head_and_the_embedding_are_read_once(tmp_path: Path) -> None:
