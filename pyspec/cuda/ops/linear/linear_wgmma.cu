@@ -18,7 +18,7 @@
 // shares in the order of its columns, whoever arrives first, so bits depend on matrix and device only. Clusters have not to wait
 // for each other: who waits too long leaves its part to the last to arrive (wgmma_shares.cuh).
 //
-// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES, CLUSTER (CTAs of one),
+// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128; 256: two groups, tiles of 128 weight rows), EPILOGUE, WEIGHT_STAGES, ROW_STAGES, CLUSTER (CTAs of one),
 // PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
 // MANY (most rows, for a prompt; 0 for a round): the rows are parts of PAD, all of them in one launch. x is then [64 columns][parts * PAD][64],
 // and an item is a band times a part. The clusters take items in turn, those that run together have few bands and all parts, so weights come from
