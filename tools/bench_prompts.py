@@ -112,8 +112,8 @@ class Case:
         self.many(self.x, self.packed[i], out, self.residual, self.prep)
         return out
 
-    def by_128(self, i: int) -> Tensor:
-        pads, wgmma_many.PADS = wgmma_many.PADS, (128,)
+    def by_parts(self, i: int, size: int) -> Tensor:
+        pads, wgmma_many.PADS = wgmma_many.PADS, (size,)
         try:
             return self.in_one(i)
         finally:
@@ -188,11 +188,12 @@ def _activated(y: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--types", nargs="+", default=["Q8_0", "Q4_K"])
-    parser.add_argument("--rows", nargs="+", type=int, default=[150, 300, 400, 640, 2048])
+    parser.add_argument("--types", nargs="+", default=["Q8_0", "Q4_K", "Q6_K"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[150, 300, 512, 2048])
     args = parser.parse_args()
     types = [GGMLType[name] for name in args.types]
     wgmma.PADS = (48, 128)
+    wgmma_many.PADS = (*wgmma_many.PADS, 256)
     compile_all(types)
     print(torch.cuda.get_device_name(0), torch.__version__, flush=True)
     totals: dict[tuple[str, int, str], float] = {}
@@ -205,7 +206,8 @@ def main() -> None:
                 ways: dict[str, Callable[[int], object]] = {
                     "passes": case.in_passes,
                     "many": case.in_one,
-                    "many, parts of 128": case.by_128,
+                    "many, parts of 128": lambda i, c=case: c.by_parts(i, 128),
+                    "many, parts of 256": lambda i, c=case: c.by_parts(i, 256),
                     "(many, product)": case.product_alone,
                     "copy": case.by_copy,
                     "(copy, mm)": case.mm_alone,

@@ -21,7 +21,7 @@ from pyspec.cuda.ops.linear.cuda import LinearLaunch
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_many, linear_tall
 from pyspec.cuda.ops.linear.pack import TILE, Packed
-from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec, Many
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec, PromptProduct
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.cuda import (
@@ -110,7 +110,7 @@ class Streamed:
         tall = self.tall_added if adds else self.tall
         return tall if n_row > self.few_rows and tall is not None else self.added if adds else self.plain
 
-    def _of_many(self, n_row: int, adds: bool) -> Many | None:
+    def _of_many(self, n_row: int, adds: bool) -> PromptProduct | None:
         many = self.many_added if adds else self.many
         return many if many is not None and n_row >= many.least else None
 
@@ -318,10 +318,10 @@ def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
     return linear_wgmma.bind(spec) if linear_tall.has_own(spec, checked_as=small) else None
 
 
-def _many(spec: LinearSpec) -> Many | None:
+def _many(spec: LinearSpec) -> PromptProduct | None:
     """The product of a prompt's rows, if there is one; its order of summation depends on their number, so `--exact` has none."""
     small = replace(spec, n_out=PROBE_ROWS)
     if current().is_exact or not linear_many.has_own(spec, checked_as=small):
         return None
-    made: Many = linear_many.chosen(small).bind(spec)
+    made: PromptProduct = linear_many.chosen(small).bind(spec)
     return made

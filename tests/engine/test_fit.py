@@ -10,6 +10,7 @@ from click.testing import CliRunner, Result
 
 from pyspec.cli import main
 from pyspec.config import EngineSettings
+from pyspec.cuda.ops.linear import unpacked
 from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan.fit import STEP, fit
 from pyspec.engine.plan.memory_plan import AssumedGpu
@@ -43,6 +44,32 @@ def test_the_plan_is_that_of_a_load(model: Path):
         and report.draft_per_slot == two.draft_kv - one.draft_kv > 0
     )
     assert report.state_per_slot > report.checkpoint > 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "given", "counts"),
+    [
+        ("sm_80", {"weights": "packed"}, True),
+        ("sm_90a", {"weights": "packed"}, False),  # prompts need no memory there
+        ("sm_80", {"weights": "packed", "exact": True}, False),
+        ("sm_80", {}, False),  # copies have room
+    ],
+)
+def test_unpacked_rows_of_prompts_are_planned(
+    model: Path, arch: str, given: dict[str, object], counts: bool, monkeypatch: pytest.MonkeyPatch
+):
+    settings = EngineSettings(np=3, ctx=512, device="auto", **given)
+    d = describe.describe(model, settings, AssumedGpu(100 * GIB, arch))
+    first = planned_bytes.plan_memory(d)
+    monkeypatch.setattr(unpacked, "SCRATCH_BYTES", unpacked.SCRATCH_BYTES + 5 * MIB)
+    assert planned_bytes.plan_memory(d).total - first.total == (5 * MIB if counts else 0)
+
+
+def test_no_copies_where_prompts_need_none(model: Path, monkeypatch: pytest.MonkeyPatch):
+    d = describe.describe(model, EngineSettings(np=3, ctx=512, device="auto"), AssumedGpu(100 * GIB))
+    assert planned_bytes.plan_memory(d).wide > 0
+    monkeypatch.setattr(planned_bytes, "NO_COPIES", ("sm_90a",))
+    assert planned_bytes.plan_memory(d).wide == 0
 
 
 def test_contexts_are_the_largest_that_fit(model: Path):

@@ -47,6 +47,7 @@ __device__ __forceinline__ void registers_down() {
 #define NAMES_48 NAMES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_56 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define NAMES_64 NAMES_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_128 NAMES_64 ",%64,%65,%66,%67,%68,%69,%70,%71" ",%72,%73,%74,%75,%76,%77,%78,%79" ",%80,%81,%82,%83,%84,%85,%86,%87" ",%88,%89,%90,%91,%92,%93,%94,%95" ",%96,%97,%98,%99,%100,%101,%102,%103" ",%104,%105,%106,%107,%108,%109,%110,%111" ",%112,%113,%114,%115,%116,%117,%118,%119" ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define SUMS_8(i)                                                                                            \
   "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), "+f"(acc[i + 5]),    \
       "+f"(acc[i + 6]), "+f"(acc[i + 7])
@@ -58,6 +59,7 @@ __device__ __forceinline__ void registers_down() {
 #define SUMS_48 SUMS_40, SUMS_8(40)
 #define SUMS_56 SUMS_48, SUMS_8(48)
 #define SUMS_64 SUMS_56, SUMS_8(56)
+#define SUMS_128 SUMS_64, SUMS_8(64), SUMS_8(72), SUMS_8(80), SUMS_8(88), SUMS_8(96), SUMS_8(104), SUMS_8(112), SUMS_8(120)
 
 #if PAD == 8
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 " NAMES_4 "}, {%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
@@ -86,6 +88,9 @@ __device__ __forceinline__ void registers_down() {
 #elif PAD == 128
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " NAMES_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
 #define WGMMA_SUMS SUMS_64
+#elif PAD == 256
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 " NAMES_128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_128
 #endif
 
 // acc += a b over 16 columns; under way until a wait says otherwise.

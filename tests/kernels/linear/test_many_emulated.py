@@ -67,6 +67,19 @@ def test_products_equal_float64(type: GGMLType, n_out: int, n_in: int, n_row: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epilogue", Epilogue)
+@pytest.mark.parametrize("n_out", [264, 392])
+@pytest.mark.parametrize("n_cta", [2, 6, 10])
+def test_wide_parts_with_half_a_tile_of_weights(
+    n_out: int, n_cta: int, epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 rows by 128 weight rows; the last tile is half of one that is lower."""
+    monkeypatch.setattr(wgmma_many, "PADS", (256,))
+    spec = LinearSpec(CPU, Q8_0, n_out, 192, epilogue)
+    assert product(spec, 300, n_cta, seed=n_cta) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize("type", [Q8_0, Q4_K, NVFP4])
 def test_types_and_epilogues(type: GGMLType, epilogue: Epilogue) -> None:
     spec = LinearSpec(CPU, type, 264, 512, epilogue)

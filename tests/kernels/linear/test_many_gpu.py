@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear import wgmma_many
 from pyspec.cuda.ops.linear.cuda import random_matrix
 from pyspec.cuda.ops.linear.formats import CHUNKS
 from pyspec.cuda.ops.linear.pack import unpack
@@ -68,6 +69,17 @@ def test_rows_and_epilogues(type: GGMLType, epilogue: Epilogue, n_row: int) -> N
         spec = LinearSpec(CUDA, type, n_out, n_in, epilogue)
         assert error(spec, n_row) < 1e-3
         assert error(spec, n_row, spare=1) < 1e-3
+
+
+@hopper
+@pytest.mark.parametrize("epilogue", Epilogue)
+def test_wide_parts_with_half_a_tile_of_weights(
+    epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wgmma_many, "PADS", (256,))
+    for n_out, n_in in ((5120, 6144), (1096, 1024), (96, 5120)):
+        for n_row in (257, 2048):
+            assert error(LinearSpec(CUDA, GGMLType.Q8_0, n_out, n_in, epilogue), n_row) < 1e-3
 
 
 @hopper

@@ -18,7 +18,7 @@
 // shares in the order of its columns, whoever arrives first, so bits depend on matrix and device only. Clusters have not to wait
 // for each other: who waits too long leaves its part to the last to arrive (wgmma_shares.cuh).
 //
-// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES, CLUSTER (CTAs of one),
+// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128; 256: two groups, tiles of 128 weight rows), EPILOGUE, WEIGHT_STAGES, ROW_STAGES, CLUSTER (CTAs of one),
 // PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
 // MANY (most rows, for a prompt; 0 for a round): the rows are parts of PAD, all of them in one launch. x is then [64 columns][parts * PAD][64],
 // and an item is a band times a part. The clusters take items in turn, those that run together have few bands and all parts, so weights come from
@@ -37,8 +37,9 @@
 #define RESIDUAL 1
 #define GATED 2  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features: writes silu(gate) * up
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps, kBlock = kThreads + 128;
-constexpr int kTile = 16;           // 16-row records of a tile
+constexpr int kWarps = PAD > 128 ? 8 : 16, kThreads = 32 * kWarps, kBlock = kThreads + 128;
+constexpr int kTile = kWarps;       // 16-row records of a tile: all of a tile of linear_pack.py, or half of one
+constexpr int kPacked = 16;         // of one of those
 constexpr int kSteps = CHUNK / 2;   // of 64 columns, in a chunk
 constexpr int kWeightBytes = kTile * RECORD, kRowBytes = PAD * 128;
 constexpr int kOwnRows = kRowBytes / CLUSTER;  // bytes of a stage that this CTA fetches, for all of its cluster
@@ -58,6 +59,9 @@ constexpr int kAtOnce = AT_ONCE, kLoads = LOADS;  // parts, and shares of each, 
 #if PAD <= 16
 constexpr int kOwnRegisters = 64;
 #define BOUNDS __maxnreg__(56)
+#elif PAD > 128
+constexpr int kOwnRegisters = 208;
+#define BOUNDS __launch_bounds__(kBlock, 1)
 #elif PAD <= 64
 constexpr int kOwnRegisters = 72;
 #define BOUNDS __maxnreg__(64)
@@ -129,8 +133,9 @@ struct Unit {
 // ---- copying
 
 __device__ __forceinline__ void load_weights(Ring& ring, const u8* weights, const Matrix& m, Unit at, u64 policy) {
-  const int tile = m.tile(at.item), n16 = max(0, min(kTile, m.n_record - tile * kTile));
-  const i64 record = static_cast<i64>(tile) * kTile * m.n_chunk + static_cast<i64>(at.chunk) * n16;
+  const int first = m.tile(at.item) * kTile, tile = first / kPacked, within = first % kPacked;
+  const int n_packed = min(kPacked, m.n_record - tile * kPacked), n16 = max(0, min(kTile, n_packed - within));
+  const i64 record = static_cast<i64>(tile) * kPacked * m.n_chunk + static_cast<i64>(at.chunk) * n_packed + within;
   const u32 barrier = ring.full + ring.stage * 8;
   barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
   barrier_expect(barrier, n16 * RECORD);

@@ -98,7 +98,7 @@ Linear = Callable[[Tensor, Any, Tensor, Tensor | None], None]
 """linear(x, packed, out, residual): an implementation may have a layout of its own, which it has `pack` for"""
 
 
-class Many(Protocol):
+class PromptProduct(Protocol):
     """A product of the many rows of a prompt. least: rows from which on it is worth while."""
 
     @property

@@ -100,9 +100,14 @@ def n_tiles(spec: LinearSpec) -> tuple[int, int]:
     return -(-n_groups(spec.n_weight_row) // TILE), n_chunks(spec.type, spec.n_in)
 
 
+def records_of(pad: int) -> int:
+    """16-row records of a tile: sums of more than 128 rows leave room for half."""
+    return TILE if pad <= MAX_ROWS else TILE // 2
+
+
 def stages(type: GGMLType, pad: int, many: int = 0) -> tuple[int, int]:
     """(weight stages of a chunk, row stages of 64 columns): as many columns of each as fit, at most 8 stages."""
-    weight, row, steps = TILE * RECORDS[type], pad * 128, CHUNKS[type] // 2
+    weight, row, steps = records_of(pad) * RECORDS[type], pad * 128, CHUNKS[type] // 2
     shared = _SHARED - 4 * many  # the powers of all rows
     n_weight = max(2, min(8, shared // (weight + steps * row)))
     return n_weight, min(8, (shared - n_weight * weight) // row)
@@ -110,7 +115,7 @@ def stages(type: GGMLType, pad: int, many: int = 0) -> tuple[int, int]:
 
 def shared_bytes(type: GGMLType, pad: int, many: int = 0) -> int:
     n_weight, n_row = stages(type, pad, many)
-    return n_weight * TILE * RECORDS[type] + n_row * pad * 128
+    return n_weight * records_of(pad) * RECORDS[type] + n_row * pad * 128
 
 
 def defines(

@@ -23,7 +23,7 @@ from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsPrep
 from pyspec.cuda.ops.rows.cuda import program as rows_program
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, of_rows
 
-PADS = (96, 112, 128)  # rows of a part
+PADS = (96, 112, 128)  # rows of a part; 256 take tiles of half as many weights, and have not been timed
 MOST = 4096  # rows of a launch, whose powers lie in shared memory
 
 
@@ -89,7 +89,8 @@ class ManyLaunch:
         assert out.is_contiguous() and out.shape == (rows.n_row, spec.n_out)
         assert (packed.n_out, packed.n_in, packed.type) == (spec.n_weight_row, spec.n_in, spec.type)
         assert (residual is not None) == (spec.epilogue is Epilogue.RESIDUAL)
-        n_item = -(-self.n_tile // CLUSTER) * -(-rows.n_row // rows.pad)
+        n_band = -(-self.n_group // (wgmma.records_of(rows.pad) * CLUSTER))
+        n_item = n_band * -(-rows.n_row // rows.pad)
         n_cluster = min(self.n_cluster, n_item * self.n_chunk)
         n_whole = max(0, n_item // n_cluster - self.spare)
         if 0 < (n_item - n_whole * n_cluster) * self.n_chunk < n_cluster:
@@ -99,7 +100,8 @@ class ManyLaunch:
         args: tuple[Arg, ...] = (*tensors, work.partial, work.counts, work.states, *map(np.int32, sizes))
         shared = wgmma.shared_bytes(spec.type, rows.pad, MOST)
         grid = (CLUSTER * n_cluster,)
-        self.kernels[rows.pad].launch(grid, wgmma._THREADS, args, shared, overlap=True)
+        n_thread = 32 * wgmma.records_of(rows.pad) + 128
+        self.kernels[rows.pad].launch(grid, n_thread, args, shared, overlap=True)
 
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
