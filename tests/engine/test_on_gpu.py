@@ -289,7 +289,7 @@ def test_windows_that_keep_only_their_window_leave_the_text(
     windowed: Callable[[str, int], Path],
 ) -> None:
     """In graphs, prompts from shorter than a window to many of them: as with whole pages. Random weights leave margins of hundredths, and
-    values of 4 bits fall on another side for a last bit of their row, so a slot beside others may leave the text at a near tie."""
+    routers and values of 4 bits fall on another side for a last bit of their row: beside others, log probabilities differ by tenths."""
     rng = random.Random(5)
     prompts = [rng.choices(range(300, 3000), k=n) * 2 for n in (4, 60, 101, 290, 531, 1201)]
     given = {
