@@ -58,7 +58,7 @@ def rounds(path: Path, kv: torch.dtype = torch.float16) -> torch.Tensor:
     for width, kept in ((1, 1), (7, 3), (17, 17), (2, 1), (9, 9)):
         drafts = [*tokens[at : at + kept], *([11] * (width - kept))]
         seqs = bench.seq(0, drafts, keep=False), bench.seq(1, tokens[at : at + 1])
-        y = bench.forward(*seqs).logits
+        y = bench.forward(*seqs).logits.cpu()
         out.append(torch.cat([y[:kept], y[width:]]))
         bench.commit(seqs[0], kept)
         bench.commit(seqs[1], 1)
