@@ -25,7 +25,6 @@ Window = Annotated[int, Whole(-1, INT32)]
 BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
 """A token id, and the bias of its logit; -inf bans it."""
 
-
 DEFAULT_SAMPLERS = (
     "penalties",
     "dry",

@@ -11,6 +11,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.ops.attend import shared as attend_shared
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
@@ -147,7 +148,7 @@ def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
     assert all(
         n_seq == 3 and n_key > 256 and n_row > d.draft.n_draft for _, n_seq, n_key, n_row in asked
     )
-    space = attend_cuda.Workspace(torch.device("cpu"))
+    space = attend_shared.Workspace(torch.device("cpu"))
     monkeypatch.setattr(attend_cuda, "workspace", lambda device: space)
     attend_plan.reserve(torch.device("cuda"), 4000)
     first = space.buffers[-1]

@@ -108,6 +108,7 @@ def test_a_stream_outlives_its_engine_and_health_tells(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_stream_outlives_its_replica_and_the_port_tells_of_all(tmp_path: Path) -> None:
     with serving(tmp_path, "--replicas", "3", "-np", "5") as served:

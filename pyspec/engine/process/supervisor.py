@@ -15,16 +15,13 @@ from functools import cached_property
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.engine.loop.slot_task import careful
 from pyspec.engine.messages import (
-    ActOnSlot,
     Blocks,
     Cancel,
     Events,
     Heartbeat,
     LoadStage,
     LogLine,
-    Look,
     Looked,
     Ready,
     SlotActed,
@@ -38,22 +35,14 @@ from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
 from pyspec.engine.process.launcher import Launcher
 from pyspec.engine.process.metrics_sum import metrics_sum
 from pyspec.engine.process.process import EngineProcess
+from pyspec.engine.process.questions import Questions
 from pyspec.engine.process.replica_place import ReplicaPlace
 from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
 from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.repeats import limited
-from pyspec.request import (
-    Done,
-    EngineInfo,
-    Event,
-    Failed,
-    Metrics,
-    ReplicaInfo,
-    Request,
-    SlotInfo,
-)
+from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.sample.noise import resolve_seed
 from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.slots.blocks import CLEARED, BlockChange
@@ -67,7 +56,6 @@ N_LOAD = 3  # failed first loads after which the supervisor gives up
 N_LOAD_AGAIN = 5  # failed later loads after which requests fail; a dead engine may free its memory late
 EXAMINED_S = 120.0  # seconds of an examined engine, which is slow
 SPARE_AFTER_S = 5.0  # an engine has other work first
-LOOK_S = 1.0
 CLOSE_S = 5.0
 
 
@@ -100,10 +88,7 @@ class Supervisor:
         self._child: EngineProcess | None = None  # takes requests
         self.left = LeftTexts(0)  # in the engine's cache, probably
         self._suspects, self._watchdog = CrashBlame(), Watchdog(settings.hang_timeout)
-        self._looked: dict[int, Looked | None] = {}
-        self._acts: dict[
-            int, Callable[[SlotAnswer], None]
-        ] = {}  # listeners of slot actions, by message number
+        self._questions = Questions(self._lock)
         self._lost_at = 0.0  # when the last engine ended
         self._past = Metrics()  # counters of earlier engines
         self._now = Metrics()  # counters in the current engine's last message
@@ -233,9 +218,7 @@ class Supervisor:
         with self._lock:
             child, number = self._child, next(self._ids)
             if child is not None and os.getpid() == self._pid:
-                self._acts[number] = careful(on_answer)
-                child.send(ActOnSlot(number, action))
-                return
+                return self._questions.act(number, child, action, on_answer)
         on_answer(Unavailable("the engine is not there, or is being replaced: try again"))
 
     def in_listener(self) -> bool:
@@ -293,15 +276,9 @@ class Supervisor:
             self._lock.notify_all()
 
     def _look(self) -> Looked | None:
-        """Ask the engine for its state. None if it does not answer, or if called by a listener, which would block the answer."""
         with self._lock:
-            child, number = self._child, next(self._ids)
-            if child is None or child.is_reader or time.monotonic() - child.received > LOOK_S:
-                return None
-            self._looked[number] = None
-            child.send(Look(number))
-            self._lock.wait_for(lambda: self._looked[number] or self._child is not child, LOOK_S)
-            return self._looked.pop(number)
+            child = self._child
+            return self._questions.look(next(self._ids), child, lambda: self._child is not child)
 
     # -- messages, on the reader thread -----------------------------------------------------------------------------
 
@@ -320,12 +297,9 @@ class Supervisor:
         elif isinstance(message, Looked):
             with self._lock:
                 self._now = message.metrics
-                if message.number in self._looked:  # else the caller has stopped waiting
-                    self._looked[message.number] = message
-                self._lock.notify_all()
+                self._questions.looked(message)
         elif isinstance(message, SlotActed):
-            if (on_answer := self._acts.pop(message.number, None)) is not None:
-                on_answer(message.answer)
+            self._questions.acted(message)
         else:
             self._gone()
 
@@ -481,9 +455,7 @@ class Supervisor:
             self._lock.notify_all()
         how = child.end()
         self._on_blocks(CLEARED)
-        acts, self._acts = self._acts, {}
-        for on_answer in acts.values():
-            on_answer(Unavailable("the engine was replaced, and its slots' content is lost"))
+        self._questions.lost()
         self._past, self._now = metrics_sum(self._past, self._now), Metrics()
         if end is None:
             return

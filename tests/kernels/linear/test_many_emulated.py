@@ -134,6 +134,7 @@ def test_slices_of_unpacked_rows(
     assert off(out, want) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_library")
 @pytest.mark.parametrize("bind", [ManyLaunch, UnpackedProduct], ids=["wgmma", "unpacked"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
