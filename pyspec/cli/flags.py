@@ -24,7 +24,7 @@ ATTACHED = re.compile(r"-[a-zA-Z]-?[0-9][0-9.]*")  # -t4
 OFF = ("", "0", "false", "off", "no")
 EMPTY = (None, "", (), False)  # defaults that help does not show
 # read elsewhere, or in deploy/
-OURS = ("PYSPEC_CACHE", "PYSPEC_SHARE_GPU", "PYSPEC_NAME", "PYSPEC_CHECK_KEY")
+OURS = ("PYSPEC_CACHE", "PYSPEC_SHARE_GPU", "PYSPEC_NAME")
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 

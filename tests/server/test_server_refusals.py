@@ -303,7 +303,8 @@ def test_a_dead_engine_is_503_everywhere_it_matters(app: App, engine: FakeEngine
 
 def test_keys_guard_all_but_health_and_models(engine: FakeEngine) -> None:
     app = App(create_app(engine, ServerSettings(api_keys=("sesame", "zweiter-schlüssel"))))
-    for path in ("/health", "/v1/health", "/models", "/v1/models"):
+    # probes of an orchestrator have no key
+    for path in ("/health", "/v1/health", "/ping", "/ready", "/models", "/v1/models"):
         assert app.get(path).status_code == 200
     for headers in (
         {},

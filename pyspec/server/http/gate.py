@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pyspec.server.http.envelope import Refused, on_error
 from pyspec.server.settings import ServerSettings, is_loopback
 
-PUBLIC = frozenset({"/", "/health", "/v1/health", "/ping", "/models", "/v1/models"})
+PUBLIC = frozenset({"/", "/health", "/v1/health", "/ping", "/ready", "/models", "/v1/models"})
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
