@@ -99,5 +99,5 @@ def test_what_deploy_and_its_page_set_in_the_environment_is_read():
         for name in re.findall(r"PYSPEC_[A-Z_]+[A-Z]", path.read_text(encoding="utf-8"))
     }
     assert {"PYSPEC_HOST", "PYSPEC_MODEL"} <= named
-    ours = {"PYSPEC_NAME", "PYSPEC_CACHE", "PYSPEC_CHECK_KEY"}  # an example, the cache's own, HAProxy's
+    ours = {"PYSPEC_NAME", "PYSPEC_CACHE"}  # an example, the cache's own
     assert sorted(named - known - ours) == []
