@@ -211,8 +211,16 @@ class EngineSettings:
 
 
 def check_event_ports(events: str, replay: str, n: int) -> None:
-    """Each of `n` replicas has the ports of its number behind the first ones. Raises ConfigError."""
-    ports = [int(e.rpartition(":")[2]) for e in (events, replay) if e.startswith("tcp://")]
+    """Each of `n` replicas has the ports, or the paths, of its number behind the first ones. Raises ConfigError."""
+    paths = [
+        e + f"_dp{i}" * (i > 0) for e in (events, replay) if e.startswith("ipc://") for i in range(n)
+    ]
+    if len(set(paths)) < len(paths):
+        raise ConfigError(
+            f"--kv-events {events} and --kv-events-replay {replay} meet in one path: use others"
+        )
+    ends = [e.rpartition(":")[2] for e in (events, replay) if e.startswith("tcp://")]
+    ports = [int(end) if end.isdigit() else 0 for end in ends]  # 0 or *: the system chooses
     if any(port and port + n - 1 > 65535 for port in ports):
         raise ConfigError(
             f"--replicas {n} needs {n} ports for --kv-events from {max(ports)} on; there are 65535"

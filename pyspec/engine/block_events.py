@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pyspec.config import EngineSettings
@@ -56,13 +58,25 @@ def event_of(change: BlockChange, form: str) -> Any:
 
 def of_rank(endpoint: str, rank: int) -> str:
     """The address of a replica, as vLLM numbers those of a data-parallel group: the port plus its rank, or a suffix where there is no port.
-    Port 0 picks one for each. "" stays ""."""
+    Port 0 or * picks one for each. "" stays ""."""
     base, _, port = endpoint.rpartition(":")
     if not rank or not endpoint:
         return endpoint
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}_dp{rank}"
-    return f"{base}:{int(port) + rank if int(port) else 0}"
+    return f"{base}:{int(port) + rank if port.isdigit() and int(port) else port}"
+
+
+def _taken(path: Path) -> str:
+    """Why a socket can not be made at this path, although ZeroMQ would put one in its place; "" if it can. "@name" is no path."""
+    if str(path).startswith("@") or not path.exists():
+        return ""
+    if not path.is_socket():
+        return "is a file, and no socket"
+    with socket.socket(socket.AF_UNIX) as other, suppress(OSError):
+        other.connect(str(path))
+        return "another program listens there"
+    return ""  # of a program that has ended
 
 
 def is_here(endpoint: str) -> bool:
@@ -132,6 +146,8 @@ class BlockPublisher:
             if not is_here(endpoint) and sock is self._pub:
                 sock.connect(endpoint)
                 return endpoint
+            if endpoint.startswith("ipc://") and (why := _taken(Path(endpoint.removeprefix("ipc://")))):
+                raise ConfigError(f"{flag} {endpoint}: {why}; use another path")
             sock.bind(endpoint)
         except self._zmq.ZMQError as e:
             raise ConfigError(

@@ -322,6 +322,7 @@ def test_replicas_have_addresses_by_rank_and_say_it() -> None:
     assert [of_rank("tcp://*:5557", i) for i in range(3)] == [f"tcp://*:{5557 + i}" for i in range(3)]
     assert of_rank("tcp://[::1]:0", 2) == "tcp://[::1]:0" and of_rank("", 1) == ""
     assert of_rank("ipc:///run/a:5", 1) == "ipc:///run/a:5_dp1"
+    assert of_rank("tcp://*:*", 2) == "tcp://*:*"
 
 
 @pytest.mark.parametrize(
@@ -333,6 +334,26 @@ def test_ports_of_replicas_do_not_overlap(events: int, replay: int, wanted: str)
     EngineSettings(**values)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=wanted):
         EngineSettings(**values, replicas=3)  # type: ignore[arg-type]
+
+
+def test_paths_that_meet_and_paths_that_are_taken_are_refused(
+    tmp_path: Path, publish: Callable[..., BlockPublisher]
+) -> None:
+    events = f"ipc://{tmp_path}/kv"
+    for replay, n in ((events, 1), (f"{events}_dp2", 3)):
+        with pytest.raises(ConfigError, match="meet in one path"):
+            EngineSettings(kv_events=events, kv_events_replay=replay, replicas=n)
+    EngineSettings(kv_events=events, kv_events_replay=f"{events}_dp2", replicas=2)
+    kept = tmp_path / "file.txt"
+    kept.write_text("precious")
+    with pytest.raises(ConfigError, match="is a file, and no socket"):
+        publish(kv_events=f"ipc://{kept}")
+    assert kept.read_text() == "precious"
+    first = publish(kv_events=events)
+    with pytest.raises(ConfigError, match="another program listens there"):
+        publish(kv_events=events)
+    first.close()
+    publish(kv_events=events)  # what a program left that has ended is no hindrance
 
 
 def test_a_killed_replica_s_blocks_are_cleared_and_no_others(tmp_path: Path) -> None:

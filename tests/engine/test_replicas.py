@@ -25,6 +25,7 @@ from pyspec.engine.process.supervised_request import SupervisedRequest
 from pyspec.errors import (
     ConfigError,
     DeviceError,
+    ModelError,
     NoDevice,
     QueueFull,
     RequestError,
@@ -160,6 +161,24 @@ def test_replicas_share_a_cpus_memory() -> None:
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_read_once_for_all_and_its_loss_ends_requests_not_the_replica(
+    plants: Plants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(path: Path) -> None:
+        raise ModelError(f"cannot open {path}")
+
+    with start(plants, 2) as (engine, replicas):
+        first, second = replicas.supervisors
+        assert second.texts is first.texts
+        ears = [Ear(engine, range(1, i + 2), 400) for i in range(2)]
+        wait_for(lambda: all(len(ear.tokens) > 9 for ear in ears))
+        monkeypatch.setattr(supervising, "open_gguf", gone)
+        del first.__dict__["texts"]
+        kill(replicas, 0)
+        wait_for(lambda: first.n_restart == 1 and first.state() == "ok")
+        assert sorted(type(ear.wait()).__name__ for ear in ears) == ["Done", "Failed"]
 
 
 def test_a_killed_replicas_requests_continue_on_the_others_at_once(plants: Plants) -> None:

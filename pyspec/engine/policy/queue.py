@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -48,7 +50,7 @@ W = TypeVar("W", bound=Waiting)
 
 ANSWER = 512  # most tokens an answer counts: one without a limit rarely fills its context
 KEPT = 2  # tokens by which a cached token of its own puts a request forward: while it waits, others evict it
-LAPS = 3  # most times its size that a request is put forward: as many laps of the queue pass one that has nothing in the cache
+LAPS = 3  # most times its size that a request is put forward, and laps of its client's requests after which one is passed no more
 CUT_MIN = 64  # shortest prompt that is cut for a checkpoint
 CUT_TAIL = 4  # least tokens after the cut
 CUT_GAP = 64  # tokens that a checkpoint has to save to be worth its forward
@@ -57,11 +59,15 @@ GPU_WORTH = 512  # uncached tokens of a prompt that is cut on a GPU, where a for
 
 @dataclass(slots=True)
 class _Place(Generic[W]):
-    """A waiting request. tag: orders the requests of its client. size: tokens that it asks for."""
+    """A waiting request. tag: orders the requests of its client. size: tokens that it asks for. number: of its arrival. forward: put forward
+    by what is cached; n_passed: so many of those came later and were seated before it."""
 
     item: W
     tag: float
     size: int
+    number: int
+    forward: bool = False
+    n_passed: int = 0
 
 
 class Queue(Generic[W]):
@@ -81,6 +87,7 @@ class Queue(Generic[W]):
         self._clock: dict[str, float] = {}  # by client: tokens it was given, per waiting request
         self._groups: dict[tuple[str, str], float] = {}  # tag of the group's last request
         self._is_sorted = True
+        self._numbers = itertools.count()
         self._refused: tuple[
             object, ...
         ] = ()  # state of the table in which the first request found no pages
@@ -91,7 +98,8 @@ class Queue(Generic[W]):
     def push(self, item: W, known: Known = NOT_KNOWN) -> None:
         """Add a request. known: what the cache has of its prompt now."""
         size = _size(item, known)
-        self._add(item, self._tag(item, size) - min(KEPT * known.n_own, LAPS * size), size)
+        forward = min(KEPT * known.n_own, LAPS * size)
+        self._add(item, self._tag(item, size) - forward, size, forward > 0)
 
     def put_back(self, item: W) -> None:
         """Add a suspended request again, before all others of its client."""
@@ -125,15 +133,21 @@ class Queue(Generic[W]):
         for group in [group for group in self._groups if group[0] not in here]:
             del self._groups[group]
 
-    def _add(self, item: W, tag: float, size: int) -> None:
+    def _add(self, item: W, tag: float, size: int, forward: bool = False) -> None:
         self._given.setdefault(item.client, 0.0)
-        self._places.append(_Place(item, tag, size))
+        self._places.append(_Place(item, tag, size, next(self._numbers), forward))
         self._is_sorted = False
 
     def waiting(self) -> list[W]:
         """Waiting requests in order."""
-        if not self._is_sorted:  # equal tags stay in order of arrival
-            self._places.sort(key=lambda p: (self._given[p.item.client], p.tag))
+        if not self._is_sorted:
+            most = Counter(p.item.client for p in self._places)
+
+            def place(p: _Place[W]) -> tuple[float, float, int]:
+                tag = p.tag if p.n_passed < LAPS * most[p.item.client] else -math.inf
+                return self._given[p.item.client], tag, p.number
+
+            self._places.sort(key=place)
             self._is_sorted = True
         return [p.item for p in self._places]
 
@@ -167,9 +181,11 @@ class Queue(Generic[W]):
         """Remove and return the next request that can be seated now."""
         item = self.first(table)
         if item is not None:
-            sizes = [(p.item is item, p.size) for p in self._places if p.item.client == item.client]
-            size = next(size for is_it, size in sizes if is_it)
-            self._clock[item.client] = self._clock.get(item.client, 0.0) + size / len(sizes)
+            own = [p for p in self._places if p.item.client == item.client]
+            seated = next(p for p in own if p.item is item)
+            for p in own if seated.forward else ():
+                p.n_passed += p.number < seated.number
+            self._clock[item.client] = self._clock.get(item.client, 0.0) + seated.size / len(own)
             self._given[item.client] += max(item.cost, 1)
             self._is_sorted = False
             self.remove(item)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pyspec import progress
 from pyspec.engine.messages import LoadStage, LogLine
 from pyspec.request import Done, Event, SlotInfo, Started
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class ReplicaPlace:
     label         begins lines of its log
     reports       it reports the progress of its load
     shares_queue  places to wait are counted for all together (replicas.py), not here
+    texts         gives the file's tokenizer and template, which all of them share; None: it reads them itself
     on_loss       called without a lock when its engine has ended, or can not be loaded: its requests may go to others
     """
 
@@ -29,6 +32,7 @@ class ReplicaPlace:
     label: str = ""
     reports: bool = True
     shares_queue: bool = False
+    texts: Callable[[], tuple[Tokenizer, ChatTemplate | None]] | None = None
     on_loss: Callable[[], None] = lambda: None
 
     def report(self, stage: LoadStage) -> None:

@@ -71,6 +71,7 @@ class Replicas:
             label=f"replica {i}: ",
             reports=i == 0,
             shares_queue=True,
+            texts=(lambda: self.supervisors[0].texts) if i else None,
             on_loss=partial(self._move_from, i),
         )
         on_blocks = self._on_blocks[i] if self._on_blocks else None

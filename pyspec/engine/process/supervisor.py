@@ -106,18 +106,20 @@ class Supervisor:
         return self._info
 
     @cached_property
-    def _texts(self) -> tuple[Tokenizer, ChatTemplate | None]:
+    def texts(self) -> tuple[Tokenizer, ChatTemplate | None]:
         """From one read of the file."""
+        if self._place.texts is not None:
+            return self._place.texts()
         with open_gguf(self.path) as file:
             return Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._texts[0]
+        return self.texts[0]
 
     @property
     def template(self) -> ChatTemplate | None:
-        return self._texts[1]
+        return self.texts[1]
 
     def wait(self) -> None:
         """Wait until the engine is loaded. Raises the reason if it can not be."""
@@ -340,12 +342,8 @@ class Supervisor:
     def _drop_cancelled(self) -> None:
         """End cancelled requests that no engine has."""
         with self._lock:
-            held = self._suspects.held
-            gone = [
-                r
-                for r in list(self._records.values())
-                if r.cancelled and (self._child is None or r in held)
-            ]
+            held, records = self._suspects.held, list(self._records.values())
+            gone = [r for r in records if r.cancelled and (self._child is None or r in held)]
             self._suspects.held = [r for r in held if r not in gone]
             self._own_cancelled += len(gone)
         for record in gone:
@@ -362,7 +360,7 @@ class Supervisor:
         try:
             self._replace_engines()
         except BaseException as e:  # no caller above would see it
-            log.exception("the supervisor stops")
+            log.exception("%sthe supervisor stops", self._place.label)
             self._error = PyspecError(f"the supervisor failed: {type(e).__name__}: {e}")
         self._stop()
 
@@ -370,11 +368,10 @@ class Supervisor:
         """Run one engine after another, until closed or until the first one can not be loaded."""
         n_failed = 0
         while not self._closing:
-            self._pause(BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
-            n_demoted, child = (
-                len(self._launcher.demoted),
-                self._launcher.launch(self._lock, lambda: self._closing),
-            )
+            with self._lock:
+                self._lock.wait_for(lambda: self._closing, BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
+            n_demoted = len(self._launcher.demoted)
+            child = self._launcher.launch(self._lock, lambda: self._closing)
             if isinstance(child, EngineProcess):
                 n_failed = 0
                 self._take_over(child)
@@ -384,17 +381,13 @@ class Supervisor:
                 if not self._survives(child, n_failed):
                     return
 
-    def _pause(self, seconds: float) -> None:
-        with self._lock:
-            self._lock.wait_for(lambda: self._closing, seconds)
-
     def _survives(self, error: PyspecError, n_failed: int) -> bool:
         """A load failed. Returns True to try again; the first load's lasting errors are for the caller."""
         is_lasting = not isinstance(error, DeviceError) or isinstance(error, NoDevice)
         if self._info is None and (is_lasting or n_failed >= N_LOAD):
             self._error = error
             return False
-        log.error("the engine could not be loaded (%s); trying again", error)
+        log.error("%sthe engine could not be loaded (%s); trying again", self._place.label, error)
         self._place.on_loss()
         if n_failed >= N_LOAD_AGAIN and self._info is not None:
             with self._lock:
@@ -442,7 +435,7 @@ class Supervisor:
             with self._lock:
                 if (
                     child.fatal is None and not self._closing and not child.is_gone
-                ):  # else it ended before this wait
+                ):  # it may have ended before
                     self._lock.wait(TICK_S)
         return None
 
@@ -480,8 +473,16 @@ class Supervisor:
         records = list(self._records.values())
         running = [r for r in records if r.in_slot and not is_mended]
         guilty = self._suspects.accuse(running, from_outside=end.from_outside)
+        unread: list[SupervisedRequest] = []  # the file may be gone, and with it the lengths of texts
         for record in records:
-            record.lose_engine(self.tokenizer)
+            try:
+                record.lose_engine(self.tokenizer)
+            except PyspecError as e:
+                log.error("%srequest %s can not continue: %s", self._place.label, record.name, e)
+                unread.append(record)
+        self._fail(
+            unread, Unavailable("the engine ended, and the model's file can not be read any more")
+        )
         why = f"the engine ended {N_CRASH} times while this request ran, the last time because of this: {end.why}"
         self._fail(guilty, SlotError(why))
         self._drop_cancelled()
