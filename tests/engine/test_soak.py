@@ -46,7 +46,7 @@ def test_the_soak_sees_memory_that_is_never_given_back(monkeypatch: pytest.Monke
     kept, honest = [], soak.random_request
 
     def leaks(rng: random.Random, known: soak.Known) -> Request:
-        kept.append(b"x" * (24 << 20))
+        kept.append(b"x" * (80 << 20))
         return honest(rng, known)
 
     monkeypatch.setattr(soak, "random_request", leaks)

@@ -389,18 +389,15 @@ LEAVES = (
     | st.text(max_size=8)
     | st.sampled_from(["text", "none", "auto", "user", "</s>", "\x00", "97", "-1", "prompt_string"])
 )
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "n_max", "97", "x"]) | st.text(),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=8,
-)
+
+
+def within(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """These values, lists of them, and objects of them."""
+    keys = st.sampled_from(["role", "content", "type", "n_max", "97", "x"]) | st.text()
+    return values | st.lists(values, max_size=4) | st.dictionaries(keys, values, max_size=4)
+
+
+VALUES = within(within(LEAVES))
 
 
 BODIES = given(
