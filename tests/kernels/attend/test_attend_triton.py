@@ -9,10 +9,10 @@ import torch
 import triton_interpreter  # noqa: F401
 
 from pyspec.cuda import faults
-from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.cases import CASES, MIXED, Case, Made, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.shared import Workspace
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -85,7 +85,7 @@ def test_some_tiles_at_a_time_are_all_of_them_to_the_bit(
     made = make(case, CPU)
     batch = replace(made.batch, bucket=bucket and len(made.q))
     whole = run(case, made, None, batch)
-    monkeypatch.setattr(attend_triton, "workspace", lambda device: attend_cuda.Workspace(device))
+    monkeypatch.setattr(attend_triton, "workspace", Workspace)
     n_split = attend_triton.n_splits(
         batch.page_table.shape[1] * batch.page_size if bucket else max(batch.max_hi)
     )
