@@ -153,7 +153,9 @@ def test_messages_are_those_of_vllm(publish: Callable[..., BlockPublisher], form
     reader = joined(p)
     p.publish([*stored(1), BlocksRemoved(array("Q", [5, 2**63])), *CLEARED])
     last = p.n_batch - 1
-    ((number, body),) = reader.ask(last)
+    while not (kept := reader.ask(last)):  # until the publisher's thread has packed it
+        time.sleep(0.01)
+    ((number, body),) = kept
     top = 2**64 - 2
     events = {
         "map": [
