@@ -6,6 +6,7 @@ the first one of several. Its value is the logit itself, NaN included.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,12 +50,12 @@ def argmax(logits: Tensor) -> Tensor:
     return best * _BLOCK + block.argmax(-1)
 
 
-class IntoMemory:
+class IntoMemory(ABC):
     """Implements `Best` by a kernel that writes into memory."""
 
+    @abstractmethod
     def _run(self, logits: Tensor, tokens: Tensor | None, pairs: Tensor | None) -> None:
         """Write the tokens [row], the pairs [2, row], or both."""
-        raise NotImplementedError
 
     def _empty(self, logits: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
