@@ -78,10 +78,6 @@ from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-WARM_BYTES = 64 << 20
-"""Weights of a model whose rounds a CPU tries before the first request, some 30 of them. A larger one would read gigabytes for that: its
-rounds are timed as they serve, and nothing waits to be compiled."""
-
 
 @dataclass
 class Loaded:
@@ -198,15 +194,12 @@ def build(
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
             with torch.inference_mode():
                 attend_plan.warm(d.device, d.n_ctx)
-            if d.is_cuda or plan.weights <= WARM_BYTES:
-                warm_up(
-                    loop,
-                    d.tokenizer,
-                    d.n_overhang,
-                    plan.activations + device_checkpoints(d) + start_bytes(d),
-                )
+            if d.is_cuda:
+                warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
+                warm_up(loop, d.tokenizer, d.n_overhang, warmed)
             if d.settings.check_tap_shift:
-                check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+                round_ms = loop.controller.verify_ms(1)
+                check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
     info = info_of(d, plan)
     disk = open_disk(loop, d.settings, info)
     loop.use_disk(disk)
