@@ -129,9 +129,9 @@ def main() -> None:
     sys.path.insert(0, str(root))
     import pyspec
 
-    load, rounds = Trace(root), Trace(root)
+    load, rounds, loads = Trace(root), Trace(root), pyspec.Engine.load  # type: ignore[attr-defined]
     options = {"np": 1, "ctx": 512, "device": "cpu"}
-    with traced(load.on_load, lambda: pyspec.Engine.load("demo", **options), threads=False):  # type: ignore[attr-defined,arg-type]
+    with traced(load.on_load, lambda: loads("demo", **options), threads=False):  # type: ignore[arg-type]
         pass
     engine = traced(rounds.on_round, lambda: pyspec.Engine.load("demo", None, **options), threads=True)  # type: ignore[arg-type]
     with engine:  # type: ignore[attr-defined]

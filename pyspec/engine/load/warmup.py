@@ -22,6 +22,7 @@ from pyspec.sample.choose import top
 from pyspec.slots.arena import BUCKETS, WIDE
 from pyspec.slots.batch import Seq, SeqMode
 from pyspec.slots.round import LogitsNeed, plan_round
+from pyspec.slots.table import Slot
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -109,12 +110,16 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
 
 
-def greedy_text(worker: Worker, prompt: Sequence[int], n_tokens: int, eog: frozenset[int]) -> list[int]:
-    """Prompt and up to `n_tokens` tokens of the target's own greedy text, without drafts; fewer if time runs out. Slot 0 is seated, and
-    emptied by the caller."""
-    slot, text, rows = worker.table.slots[0], list(prompt), list(prompt)
+def greedy_text(
+    worker: Worker, slot: Slot, n_rows: int, prompt: Sequence[int], eog: frozenset[int]
+) -> list[int]:
+    """Prompt and up to PROBE_TOKENS tokens of the target's own greedy text, without drafts; fewer if time runs out. An idle slot is seated for
+    `n_rows`, and stays seated."""
+    worker.table.acquire(slot, n_rows)
+    worker.memory.reset(slot.index)
+    text, rows = list(prompt), list(prompt)
     deadline = time.perf_counter() + BUDGET_S
-    while len(text) < len(prompt) + n_tokens and time.perf_counter() < deadline:
+    while len(text) < len(prompt) + PROBE_TOKENS and time.perf_counter() < deadline:
         seq = Seq(slot.index, len(text) - len(rows), rows, SeqMode.KEEP, n_out=1)
         launched = worker.launch(plan_round(worker.table, [seq], reads=LogitsNeed(False)))
         launched.wait()
@@ -148,10 +153,8 @@ def check_drafter(
             prompt = template.render([{"role": "user", "content": PROBE_PROMPT}])
         except RequestError as e:  # costs the chats that it refuses, not the load
             log.debug("the drafter is checked without the chat template: %s", e)
-    slot = table.slots[0]
-    table.acquire(slot, n_rows)
-    worker.memory.reset(slot.index)
-    tokens = greedy_text(worker, tokenizer.encode(prompt)[:64], PROBE_TOKENS, tokenizer.eog)
+    slot, given = table.slots[0], tokenizer.encode(prompt)[:64]
+    tokens = greedy_text(worker, slot, n_rows, given, tokenizer.eog)
     worker.memory.reset(slot.index)
     warning = drafter.check(worker.target, slot, tokens)
     table.release(slot)
