@@ -20,8 +20,7 @@ from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks, surplus
-from pyspec.models.rope import trained_length
-from pyspec.models.rope_flags import RopeFlags
+from pyspec.models.rope import RopeFlags, trained_length
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import cuts_of
