@@ -46,55 +46,6 @@ class Gemma4Dims(Dims):
         return (self.n_near_kv, self.near_dim) if near else (self.n_head_kv, self.head_dim)
 
 
-def _gemma4(name: str, n_layer: int, n_embd: int, n_ff: int, heads: tuple[int, int, int]) -> Gemma4Dims:
-    """heads: of queries, of keys in blocks without a window, in those with one."""
-    return Gemma4Dims(
-        name=name,
-        n_layer=n_layer,
-        n_embd=n_embd,
-        n_ff=n_ff,
-        n_head=heads[0],
-        n_head_kv=heads[1],
-        n_near_kv=heads[2],
-        head_dim=512,
-        near_dim=256,
-        window=1024,
-        n_vocab=262_144,
-        vocab="qwen2",
-        n_ctx=262_144,
-        rope_base=1e6,
-    )
-
-
-_MOE = _gemma4("Gemma-4-26B-A4B", 30, 2816, 2112, (16, 2, 8))
-_E = _gemma4("Gemma-4-E4B", 42, 2560, 10_240, (8, 2, 2))
-REAL: tuple[Dims, ...] = (
-    _gemma4("Gemma-4-31B", 60, 5376, 21_504, (32, 4, 16)),
-    Gemma4Dims(**(vars(_MOE) | {"n_expert": 128, "n_used": 8, "n_ff_expert": 704})),
-    Gemma4Dims(
-        **(vars(_E) | {"n_shared": 18, "n_input": 256, "window": 512, "n_ctx": 131_072})
-        | {"shares_keys": False}
-    ),
-)
-TINY = Gemma4Dims(
-    name="tiny-gemma4",
-    n_layer=4,
-    n_embd=64,
-    n_ff=128,
-    n_head=4,
-    n_head_kv=2,
-    head_dim=32,
-    n_near_kv=2,
-    near_dim=16,
-    window=12,
-    interval=2,
-    n_vocab=320,
-    vocab="qwen2",
-    n_ctx=1024,
-    rope_base=1e5,
-)
-
-
 def metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     assert isinstance(dims, Gemma4Dims)
     a, blocks = dims.arch, range(dims.n_layer)

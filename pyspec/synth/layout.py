@@ -190,4 +190,4 @@ ARCHITECTURES: dict[str, tuple[Keys, Specs]] = {
     "eagle3": (_eagle3_metadata, _eagle3_tensors),
 }
 """Metadata and tensors by architecture."""
-ARCHITECTURES |= {dims.arch: (decoders.metadata, decoders.tensors) for dims in decoders.REAL}
+ARCHITECTURES |= dict.fromkeys(decoders.KINDS, (decoders.metadata, decoders.tensors))
