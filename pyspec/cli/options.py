@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ from pyspec.config import (
     PAGE_SIZES,
     ROPE_SCALINGS,
     WEIGHTS,
+    EngineSettings,
 )
 from pyspec.registry import (
     DRAFTERS,
@@ -303,53 +305,30 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
 ]  # fmt: skip
 
-SETTINGS = (
-    "rope_scale",
-    "rope_freq_base",
-    "rope_freq_scale",
-    "yarn_orig_ctx",
-    "yarn_ext_factor",
-    "yarn_attn_factor",
-    "yarn_beta_slow",
-    "yarn_beta_fast",
-    "kv_pool",
-    "page_size",
-    "batch",
-    "ubatch",
-    "tpot",
-    "ttft",
-    "prompt_weight",
-    "prefix_cache",
-    "cache_device",
-    "cache_ram",
-    "cache_disk_size",
-    "checkpoint_every",
-    "swa_full",
-    "threads",
-    "device",
-    "tp",
-    "weights",
-    "cpu_activations",
-    "spec_type",
-    "n_draft_max",
-    "draft_p_min",
-    "draft_sampling",
-    "draft_head",
-    "draft_kv_type",
-    "draft_kv_type_v",
-    "n_draft_fixed",
-    "ngram_match",
-    "suffix_n_max",
-    "suffix_min_prob",
-    "suffix_cache",
-    "suffix_share",
-    "synth_len",
-    "synth_rates",
-    "warm_up",
-    "plain_loop",
-    "exact",
-    "kernels",
+OTHERS = frozenset(
+    [
+        "np",
+        "ctx",
+        "rope_scaling",
+        "cache_disk",
+        "kv_type",
+        "kv_type_v",
+        "draft_path",
+        "replicas",
+        "queue",
+        "hang_timeout",
+        "seed",
+        "check_tap_shift",
+        "demoted",
+        "kv_events",
+        "kv_events_replay",
+        "kv_events_topic",
+        "kv_events_format",
+        "kv_events_buffer",
+    ]
 )
+"""Settings that `_engine_choice` makes of several options, that a command has options of its own for, and those without any."""
+SETTINGS = tuple(f.name for f in fields(EngineSettings) if f.name not in OTHERS)
 
 
 def folding(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
