@@ -5,6 +5,7 @@ writes a line at each test's end, so that an interrupted run shows the passed te
 """
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if os.environ.get("PYSPEC_TEST_TIMES") and (report.when == "call" or report.outcome != "passed"):
         line = f"{report.outcome} {report.nodeid.rpartition('::')[2]}: {report.duration:.1f} s\n"
         os.write(2, f"\n{line}".encode())  # past pytest's capture
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_logs_end_with_a_test() -> Iterator[None]:
+    """A test that runs a command sets levels and handlers of the process; the next test reads its own log as if it ran first."""
+    loggers = [logging.getLogger(name) for name in (None, "pyspec", "huggingface_hub")]
+    before = [(log.level, log.handlers[:], log.propagate) for log in loggers]
+    yield
+    for log, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        log.setLevel(level)
+        log.handlers[:], log.propagate = handlers, propagate
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,8 +125,6 @@ def asked(
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda load, *rest: load())
     monkeypatch.setattr("pyspec.engine.process.ahead.start_ahead", lambda: None)
     yield found
-    logging.getLogger("pyspec").handlers.clear()
-    logging.getLogger("pyspec").setLevel(logging.NOTSET)
 
 
 class Lays:
