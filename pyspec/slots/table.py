@@ -49,6 +49,11 @@ class Slot:
         return len(self.tokens)
 
 
+def alloc_rows(n_page: int, page_size: int) -> int:
+    """Rows a KV pool needs: every page's, and a null page."""
+    return (n_page + 1) * page_size
+
+
 class SlotTable:
     """Owns every slot and every KV page: a page is free, filed in the tree, or one slot's own."""
 
@@ -76,8 +81,8 @@ class SlotTable:
 
     @property
     def n_alloc_row(self) -> int:
-        """Rows a KV pool needs: every page's, and a null page."""
-        return self.n_row + self.page_size
+        """Rows of a KV pool."""
+        return alloc_rows(self.n_page, self.page_size)
 
     @property
     def n_page_used(self) -> int:

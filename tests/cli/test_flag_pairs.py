@@ -153,7 +153,7 @@ def start(d: Description) -> None:
         needs=d.draft.needs,
         n_draft=d.draft.n_draft,
         device=torch.device("cpu"),
-        arena=Arena(d.settings.np, describe.arena_pages(d, table), torch.device("cpu"), d.width),
+        arena=Arena(d.settings.np, describe.arena_pages(d), torch.device("cpu"), d.width),
         forward=Lays(),
         drafter=None,
         target=SimpleNamespace(captures_prompts=False),

@@ -256,7 +256,7 @@ def _loop(
     d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
 ) -> Loop:
     s, needs, costs = d.settings, d.draft.needs, ForwardCosts()
-    make_arena = partial(_arena, target, table, arena_pages(d, table))
+    make_arena = partial(_arena, target, table, arena_pages(d))
     arena = None if s.plain_loop else make_arena(d.width)
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)

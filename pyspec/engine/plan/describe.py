@@ -33,7 +33,7 @@ from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes, RingPages
 from pyspec.slots.recurrent import late_rows
-from pyspec.slots.table import SlotTable
+from pyspec.slots.table import SlotTable, alloc_rows
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 from pyspec.text.vocab import vocabulary_flaws
@@ -119,7 +119,7 @@ class Description:
     def sizes(self) -> CacheSizes:
         """Sizes of the memory of the target's layers."""
         s = self.settings
-        n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
+        n_row, n_late = alloc_rows(self.n_page, s.page_size), late_rows(self.device)
         sizes = CacheSizes(s.np, n_row, s.page_size, width=self.width, kv=self.kv, n_late=n_late)
         return replace(sizes, n_chunk=0 if s.swa_full else self.batch)
 
@@ -297,9 +297,9 @@ def check_cards(first: torch.device, settings: EngineSettings) -> None:
         raise NoDevice(f"{flags} wants {n} GPUs from {first} on; {there} are here")
 
 
-def arena_pages(d: Description, table: SlotTable) -> int:
+def arena_pages(d: Description) -> int:
     """Pages of one sequence in a graph, at most."""
-    return min(table.pages_for(d.n_ctx + d.n_overhang), table.n_page)
+    return min(-(-(d.n_ctx + d.n_overhang) // d.settings.page_size), d.n_page)
 
 
 def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
