@@ -27,6 +27,7 @@ from pyspec.cuda.op import tiers_of  # noqa: E402
 from pyspec.errors import BadTemplate  # noqa: E402
 from pyspec.text.template import ChatTemplate  # noqa: E402
 
+gc.disable()  # until all tests are collected: thousands of objects come to stay, and each collection passes over them
 KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
 
 
@@ -40,6 +41,7 @@ def pytest_collection_finish() -> None:
     """Leave the thousands of tests and their modules out of each collection of garbage, of which every engine's end makes one."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
