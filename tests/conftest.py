@@ -50,6 +50,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         os.write(2, f"\n{line}".encode())  # past pytest's capture
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _caches_of_a_module_end_with_it(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The million nodes of a parsed package make each later collection of garbage take seconds, and every engine's end makes one."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _levels_of_logs_end_with_a_test() -> Iterator[None]:
     """A test that runs a command sets levels and handlers of the process; the next test reads its own log as if it ran first."""
