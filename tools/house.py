@@ -221,7 +221,6 @@ def trace_rows(root: Path) -> dict[str, str]:
     found = json.loads(out.stdout.splitlines()[-1])
     return {
         "files and climbs of load(path)": "{}, {}".format(*found["load"]),
-        "the same before its first round": "{}, {}".format(*found["before"]),
         "hops of a step to attention; most": f"{found['attend']}; {found['deepest']}",
     }
 

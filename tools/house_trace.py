@@ -1,11 +1,12 @@
 """The path of a load and of a round through a checkout's files, traced while the demo model runs on a CPU.
 
-    python tools/house_trace.py ROOT      one line of JSON: [files, climbs] of a load and before its rounds, hops; house.py calls it for each checkout
+    python tools/house_trace.py ROOT          one line of JSON: [files, climbs] of a load, and hops; house.py calls it for each checkout
+    python tools/house_trace.py ROOT --walk   the walk of a load, a function a line: climbs are numbered, files that are new have a star
 
 Definitions. A reader follows the calls of `Engine.load` in the thread that loads. Each function is read once, at its first call, if it
 has LEAST lines or more (a shorter one is read where it is called) and a file above the kernels' layer calls it. `files` are the
 distinct files of that walk. `climbs` count the steps of the walk from a file to one of a higher layer, by the layers of the checkout's
-pyproject.toml. A load ends with rounds that warm up, which pass through the whole engine; both are also counted up to the first of them. `hops` are the frames of the package between a round's step function and the first frame of the op `attend`, and the
+pyproject.toml. (A load on a GPU ends with rounds that warm up, and those on a CPU did until 2026-11-27.) `hops` are the frames of the package between a round's step function and the first frame of the op `attend`, and the
 most frames that any call of a round has.
 """
 
@@ -17,10 +18,9 @@ import os
 import sys
 import threading
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -79,8 +79,8 @@ def layers(root: Path) -> dict[str, int]:
     return {part.strip(): rank for rank, layer in enumerate(names) for part in layer.split("|")}
 
 
-def walk(trace: Trace, *, rounds: bool) -> tuple[int, int]:
-    """(files, climbs) of the load. rounds: those that warm up included."""
+def walk(trace: Trace) -> Iterator[tuple[str, str, int, bool]]:
+    """(file, function, its lines, whether it is a climb to it) in the order in which a reader meets them."""
     ranks = layers(trace.root)
     floor = min(ranks[name] for name in KERNELS if name in ranks)
 
@@ -97,18 +97,16 @@ def walk(trace: Trace, *, rounds: bool) -> tuple[int, int]:
         return found
 
     seen: set[tuple[str, str, int]] = set()
-    files: list[str] = []
+    last = ""
     for file, name, line, caller in trace.calls:
-        if not rounds and name in STEPS:
-            break
         if caller and rank(caller) >= floor:
             continue
-        if (file, name, line) in seen or lengths(file).get((name, line), 0) < LEAST:
+        n_line = lengths(file).get((name, line), 0)
+        if (file, name, line) in seen or n_line < LEAST:
             continue
         seen.add((file, name, line))
-        if files[-1:] != [file]:
-            files.append(file)
-    return len(set(files)), sum(rank(b) < rank(a) for a, b in pairwise(files))
+        yield file, name, n_line, bool(last) and rank(file) < rank(last)
+        last = file
 
 
 def traced(
@@ -131,14 +129,23 @@ def main() -> None:
     sys.path.insert(0, str(root))
     import pyspec
 
-    load, rounds = Trace(root), Trace(root)
+    load, rounds, loads = Trace(root), Trace(root), pyspec.Engine.load  # type: ignore[attr-defined]
     options = {"np": 1, "ctx": 512, "device": "cpu"}
-    with traced(load.on_load, lambda: pyspec.Engine.load("demo", **options), threads=False):  # type: ignore[attr-defined,arg-type]
+    with traced(load.on_load, lambda: loads("demo", **options), threads=False):  # type: ignore[arg-type]
         pass
     engine = traced(rounds.on_round, lambda: pyspec.Engine.load("demo", None, **options), threads=True)  # type: ignore[arg-type]
     with engine:  # type: ignore[attr-defined]
         engine.generate("Once upon", max_tokens=3, temperature=0.0)  # type: ignore[attr-defined]
-    found = {"load": walk(load, rounds=True), "before": walk(load, rounds=False)}
+    path = list(walk(load))
+    if "--walk" in sys.argv:
+        files, n_climb = set[str](), 0
+        for file, name, n_line, climbs in path:
+            n_climb += climbs
+            print(
+                f"{n_climb if climbs else '':4} {' ' if file in files else '*'} {file}: {name} ({n_line})"
+            )
+            files.add(file)
+    found = {"load": (len({file for file, *_ in path}), sum(climbs for *_, climbs in path))}
     attend = min(rounds.attend, default=0)
     print(json.dumps(found | {"attend": attend, "deepest": rounds.deepest}))
 

@@ -28,12 +28,11 @@ from pyspec.models.arch.gemma4 import SCALE, read_kind
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
-from pyspec.models.decoder import Decoder
+from pyspec.models.decoder import Decoder, ModelSpec
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.read import block_count, vocab_size
 from pyspec.models.rope import Ropes
-from pyspec.models.spec import ModelSpec
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import Want, check_read, check_tensors
 from pyspec.models.weights import EMBEDDING, Weights

@@ -28,8 +28,7 @@ from pyspec.models import read_config
 from pyspec.models.decoder import Decoder
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.rope import trained_length
-from pyspec.models.rope_flags import RopeFlags
+from pyspec.models.rope import RopeFlags, trained_length
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import EMBEDDING, Weights

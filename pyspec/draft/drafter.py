@@ -22,7 +22,7 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.matrices import Matrix
 from pyspec.models.part import AttentionShape, LoadTypes, Request
-from pyspec.models.rope_flags import RopeFlags
+from pyspec.models.rope import RopeFlags
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import Want
 from pyspec.registry import SUFFIX

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from pyspec.errors import UnknownArchitecture
 from pyspec.gguf import GGUFFile
-from pyspec.models.spec import ModelSpec
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.target import ModelConfig
 from pyspec.registry import ARCHITECTURES, architecture_module, not_run
 

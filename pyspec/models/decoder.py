@@ -1,25 +1,154 @@
-"""A model bound to its memory: runs embedding, blocks and head of a `ModelSpec`."""
+"""A model as data: embedding, blocks, head, and the numbers of its file, over which plans are folds; and the same bound to its memory."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pyspec.cpu import tensors
 from pyspec.cuda.kernel_context import current
-from pyspec.models.block import link_sums
-from pyspec.models.part import Binding, Pass
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec, link_sums
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.mtp_block import MtpOfBlock
+from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
+from pyspec.models.per_layer import PerLayer
+from pyspec.models.residual import Residual
 from pyspec.models.ringed import Ringed
 from pyspec.models.rope import Angles, Ropes
-from pyspec.models.spec import ModelSpec
 from pyspec.models.tables import Tables
-from pyspec.models.target import Bend, Lead, Out, out_of
-from pyspec.models.weights import EMBEDDING, Weights
+from pyspec.models.target import Bend, Lead, MtpSpec, Out, Target, out_of
+from pyspec.models.wants import Want
+from pyspec.models.weights import EMBEDDING, HEAD, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
+from pyspec.slots.parts import LayerParts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder read from a file and checked. Implements `ModelConfig`.
+
+    n_nextn      MTP blocks that the metadata announces
+    n_ff         inner values of a row; with experts, those of all that it uses
+    blocks       of the trunk
+    mtp_block    the block behind the trunk, where the architecture has one
+    residual     one stream or several
+    per_layer    inputs of each block besides the stream
+    last_norm    the name of the norm before the head
+    ties_head    a file without a head has the embedding for it
+    embed_factor  the embedding's rows are multiplied with it
+    logit_factor  logits are multiplied with it
+    final_cap    c: logits are c tanh(logits / c); 0: as they are
+    """
+
+    arch: str
+    n_vocab: int
+    n_embd: int
+    n_nextn: int = 0
+    n_ff: int
+    n_ctx_train: int
+    eps: float
+    blocks: tuple[BlockSpec, ...]
+    mtp_block: BlockSpec | None = None
+    residual: Residual = Residual()  # noqa: RUF009 - frozen
+    per_layer: PerLayer | None = None
+    last_norm: str = "output_norm.weight"
+    ties_head: bool = True
+    embed_factor: float = 1.0
+    logit_factor: float = 1.0
+    final_cap: float = 0.0
+
+    @property
+    def n_layer(self) -> int:
+        """Blocks of the trunk."""
+        return len(self.blocks)
+
+    @property
+    def n_hidden(self) -> int:
+        """Width of the hidden states that an MTP block reads."""
+        return self.residual.n * self.n_embd
+
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """The distinct shapes of attention."""
+        return tuple(dict.fromkeys(shape for block in self.blocks for shape in block.attention))
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting."""
+        return all(block.captures_prompts for block in self.blocks)
+
+    @property
+    def mtp(self) -> MtpSpec | None:
+        """The MTP block with its projections and norms; None: the architecture has none."""
+        if self.mtp_block is None:
+            return None
+        return MtpOfBlock(
+            self.mtp_block, self.residual, self.n_layer, self.n_vocab, self.n_embd, self.eps
+        )
+
+    def place(self, file: GGUFFile, i: int) -> Place:
+        """Of block `i`."""
+        return Place(file, f"blk.{i}", self.n_embd, self.eps)
+
+    def tensors(self, file: GGUFFile) -> dict[str, Want]:
+        """The tensors that the trunk needs."""
+        wants = {
+            EMBEDDING: Want((self.n_vocab, self.n_embd)),
+            self.last_norm: Want((self.n_embd,)),
+            HEAD: Want(
+                (self.n_vocab, self.n_embd),
+                self.ties_head,
+                cut=Cut(0, (Units(self.n_vocab, "tokens", uneven=True),)),
+            ),
+            **self.residual.tensors(self.n_embd),
+            **({} if self.per_layer is None else self.per_layer.tensors()),
+        }
+        for i, block in enumerate(self.blocks):
+            wants |= block.tensors(self.place(file, i))
+        return wants
+
+    def parts(self) -> list[LayerParts]:
+        """Memory of each trunk layer for its slots."""
+        return [block.memory() for block in self.blocks]
+
+    def share(self, n: int) -> ModelSpec:
+        """The model of each of `n` ranks: a share of the heads, states and inner widths of every block. The stream keeps its width."""
+        if n == 1:
+            return self
+        blocks = tuple(block.share(n) for block in self.blocks)
+        return replace(self, n_ff=-(-self.n_ff // n), blocks=blocks)
+
+    def of_file(self, file: GGUFFile) -> ModelSpec:
+        """The model with the sizes of blocks of this file's types, where shares of its parts depend on them."""
+        blocks = tuple(block.of_file(self.place(file, i)) for i, block in enumerate(self.blocks))
+        return replace(self, blocks=blocks)
+
+    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+        """The ops that a load asks for, products and the embedding apart."""
+        for i, block in enumerate(self.blocks):
+            yield from block.requests(self.place(file, i), on)
+        if self.per_layer is not None:
+            yield from self.per_layer.requests(file, on)
+        yield norms, NormsSpec(on.device, self.n_embd, self.eps)
+
+    def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
+        """Those of the largest block and of the streams, beyond those that every model takes."""
+        size = ForwardSize(device, kv, n_row, n_token, self.n_embd, self.eps)
+        of_blocks = max((block.scratch_bytes(size) for block in self.blocks), default=0)
+        of_inputs = 0 if self.per_layer is None else self.per_layer.row_bytes
+        return of_blocks + n_row * (self.residual.row_bytes(self.n_embd) + of_inputs)
+
+    def build(self, weights: Weights, memory: Memory) -> Target:
+        """The model, bound to its memory."""
+        return Decoder(self, weights, memory)
 
 
 class Decoder:

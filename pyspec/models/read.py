@@ -10,9 +10,9 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import AttentionShape, PartSpec
 from pyspec.models.rope import RopeSpec, read_scaling
-from pyspec.models.spec import ModelSpec
 from pyspec.models.weights import EMBEDDING
 from pyspec.ranges import Whole
 

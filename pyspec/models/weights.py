@@ -42,7 +42,7 @@ from pyspec.models.matrices import (
     Summed,
     Unpacked,
 )
-from pyspec.models.rope_flags import NO_FLAGS, RopeFlags
+from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.upload import Upload
 from pyspec.models.wants import Want, scale_of
 from pyspec.slots.mapped import of_pages

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pyspec.config import EngineSettings
 from pyspec.errors import ConfigError
 from pyspec.sample.noise import COIN, uniform
 
@@ -65,6 +66,16 @@ class SynthAcceptance:
             coins = uniform(self.seed ^ request, np.arange(run * _RUN, (run + 1) * _RUN), COIN)
             found = self._coins[request, run] = coins.tolist()
         return found
+
+
+def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
+    """Synthetic acceptance, if settings ask for it and there is a drafter."""
+    seed = max(settings.seed, 0)
+    if not n_draft or not (settings.synth_len or settings.synth_rates):
+        return None
+    if settings.synth_rates:
+        return SynthAcceptance.of_rates(settings.synth_rates, n_draft, seed)
+    return SynthAcceptance.of_length(settings.synth_len, n_draft, seed)
 
 
 def read_rates(text: str) -> list[float]:

@@ -23,6 +23,7 @@ from pyspec.engine.plan.describe import Description
 from pyspec.engine.plan.longest import widened
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import PyspecError
+from pyspec.sample.synth import synth_of
 from pyspec.slots.arena import Arena
 
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo"
@@ -146,7 +147,7 @@ def start(d: Description) -> None:
     table = d.table()
     assert table.n_row >= d.n_overhang + 2
     rehearsed(d.settings.np, d.draft.n_draft)
-    describe.synth_of(d.settings, d.draft.n_draft)
+    synth_of(d.settings, d.draft.n_draft)
     info_of(d, plan)
     worker = SimpleNamespace(
         table=table,

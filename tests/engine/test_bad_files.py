@@ -39,7 +39,8 @@ def test_a_template_that_refuses_a_message_costs_its_chats_and_not_the_load(
     assert template is not None and template.render([{"role": "user", "content": "x"}] * 2) == "two"
     with pytest.raises(RequestError, match="refuses the messages: two at least"):
         template.render([{"role": "user", "content": "x"}])
-    warmup.check_drafter(loaded.loop, loaded.tokenizer, template, loaded.info.n_overhang)
+    worker, n_overhang = loaded.loop.worker, loaded.info.n_overhang
+    warmup.check_drafter(worker, 1.0, loaded.tokenizer, template, n_overhang)
 
 
 def test_a_file_without_a_template_writes_chats_as_chatml_and_says_so(

@@ -18,13 +18,23 @@ from pyspec.draft.chain import Chain, most_waiting
 from pyspec.draft.dflash import DFlash, held_rows
 from pyspec.draft.drafter import Needs
 from pyspec.engine.load import warmup
-from pyspec.engine.load.warmup import EVEN, rehearsed, warm_up
+from pyspec.engine.load.warmup import (
+    EVEN,
+    PROBE_PROMPT,
+    PROBE_TOKENS,
+    check_drafter,
+    rehearsed,
+    warm_up,
+)
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan.longest import widened
+from pyspec.gguf import open_gguf
+from pyspec.request import SamplingParams
 from pyspec.slots.arena import BUCKETS, WIDE, Arena, bucket_of, most_rows
 from pyspec.slots.batch import Batch
 from pyspec.slots.table import SlotTable
+from pyspec.text.template import ChatTemplate
 
 CPU = torch.device("cpu")
 SLOTS = range(1, 34)
@@ -202,6 +212,30 @@ def test_a_warm_up_runs_all_its_rounds(monkeypatch: pytest.MonkeyPatch, np: int,
     assert {one for _, drafts in rehearsed(np, n_draft) for one in drafts} <= seen
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_drafter_is_checked_on_the_text_that_requests_get(
+    monkeypatch: pytest.MonkeyPatch, is_chat: bool
+) -> None:
+    r, given = rig(DEMO, np=3, ctx=301, draft_path=DEMO_DRAFT), []
+    monkeypatch.setattr(warmup, "BUDGET_S", 1e3)
+    monkeypatch.setattr(
+        DFlash, "check", lambda self, target, slot, tokens: given.append((slot.n_past, tokens))
+    )
+    with open_gguf(DEMO) as file:
+        template = ChatTemplate.from_metadata(file.metadata) if is_chat else None
+    asked = r.generate([5, 6, 7], 9).tokens
+    worker, said = r.loop.worker, [{"role": "user", "content": PROBE_PROMPT}]
+    check_drafter(worker, 1.0, r.tokenizer, template, r.info.n_overhang)
+    worker.table.check()
+    assert not any(slot.pages or slot.busy for slot in worker.table.slots)
+    prompt = r.tokenizer.encode(PROBE_PROMPT if template is None else template.render(said))
+    answer = r.generate(prompt, PROBE_TOKENS, SamplingParams(temperature=0.0)).tokens
+    assert given == [(0, [*prompt, *(t for t in answer if t not in r.tokenizer.eog)])]
+    assert r.generate([5, 6, 7], 9).tokens == asked
+    check_drafter(worker, 1e5, r.tokenizer, template, r.info.n_overhang)
+    assert len(given) == 1, "forwards of 100 s are too slow for a check"
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(most=9)
 @pytest.mark.parametrize("n_ctx", [0, 71, 501])
@@ -212,6 +246,7 @@ def test_a_load_starts_and_answers(at_once: None, np: int, kind: str, n_ctx: int
     r = rig(
         DEMO, np=np, ctx=n_ctx, spec_type=kind, draft_path=draft, warm_up=True, check_tap_shift=False
     )
+    warmed(r, r.info.n_overhang)
     assert len(r.generate([1, 2, 3], 9).tokens) == 9
 
 

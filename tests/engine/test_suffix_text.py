@@ -169,7 +169,8 @@ def test_a_warm_up_teaches_nothing_and_times_the_longest_drafts(monkeypatch: pyt
     monkeypatch.setattr(
         Controller, "timed", lambda self, n_row, *rest: (rows.append(n_row), timed(self, n_row, *rest))
     )
-    made = rig(FIXTURES / "qwen35.gguf", spec_type="mtp,suffix", suffix_n_max=12, warm_up=True, ctx=512)
+    made = rig(FIXTURES / "qwen35.gguf", spec_type="mtp,suffix", suffix_n_max=12, ctx=512)
+    warmup.warm_up(made.loop, made.tokenizer, made.info.n_overhang, 0)
     suffixes = made.loop.speculator.suffixes.drafts
     assert suffixes is not None and not suffixes.texts and suffixes.n_bytes == 0
     assert not any(map(any, suffixes.of_text.seen))

@@ -12,7 +12,7 @@ from pyspec.config import EngineSettings
 from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.rope_flags import NO_FLAGS, RopeFlags
+from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.target import Out
 from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights

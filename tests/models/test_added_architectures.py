@@ -19,7 +19,7 @@ from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
-from pyspec.models.spec import ModelSpec
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.wants import check_tensors
 from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer

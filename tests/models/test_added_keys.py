@@ -21,8 +21,8 @@ from pyspec.models.blocks.mla import Mla
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.short_conv import ShortConv
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.rope import NO_ROPE, QueryTemperature
-from pyspec.models.spec import ModelSpec
 from pyspec.models.wants import check_tensors
 
 CPU = torch.device("cpu")

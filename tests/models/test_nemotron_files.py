@@ -20,8 +20,8 @@ from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mamba2 import Mamba2
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.spec import ModelSpec
 from pyspec.models.wants import check_tensors
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes, Recurrent

@@ -16,7 +16,7 @@ from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFWriter, ValueType, open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.spec import ModelSpec
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.wants import check_tensors
 from pyspec.slots.batch import Batch, Seq, lay_out
 

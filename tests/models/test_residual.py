@@ -12,9 +12,8 @@ from harness import DEVICE, FIXTURES, Bench
 from pyspec.cuda.ops.streams.ref import StreamMix
 from pyspec.models import residual
 from pyspec.models.block import BlockSpec, Mix, Step
-from pyspec.models.decoder import Decoder
+from pyspec.models.decoder import Decoder, ModelSpec
 from pyspec.models.residual import Residual
-from pyspec.models.spec import ModelSpec
 from pyspec.models.weights import Weights
 
 

@@ -18,15 +18,14 @@ log = logging.getLogger(__name__)
 
 
 def open_disk(loop: Loop, s: EngineSettings, info: EngineInfo) -> DiskTier | None:
-    """The tier that the settings ask for. Call it behind the warm-up, whose texts are not worth keeping."""
-    if not s.cache_disk:
-        return None
+    """The tier of `--cache-disk`. Call it behind the warm-up, whose texts are not worth keeping."""
     if not s.prefix_cache or not loop.memory.is_whole:
         why = (
             "the prefix cache is off" if not s.prefix_cache else "it does not work over ranks yet (--tp)"
         )
         log.warning("--cache-disk is ignored: %s", why)
         return None
+    assert s.cache_disk is not None
     path, limit = Path(s.cache_disk).absolute(), s.cache_disk_size << 20
     device, layout = loop.worker.device.type, loop.imager().layout()
 

@@ -25,6 +25,7 @@ from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
+from pyspec.draft.head_copy import make_head
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.disk import open_disk
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
@@ -33,8 +34,7 @@ from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan.asks import asks_of
-from pyspec.engine.plan.describe import Description, arena_pages, describe, synth_of
-from pyspec.engine.plan.draft_head import make_head
+from pyspec.engine.plan.describe import Description, arena_pages, describe
 from pyspec.engine.plan.longest import here, widened
 from pyspec.engine.plan.memory_plan import (
     MemoryPlan,
@@ -67,7 +67,7 @@ from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.registry import SUFFIX
 from pyspec.request import EngineInfo
-from pyspec.sample.synth import read_rates
+from pyspec.sample.synth import read_rates, synth_of
 from pyspec.slots.arena import Arena, HostArena, bucket_of, most_rows
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory, allocate
@@ -77,10 +77,6 @@ from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-WARM_BYTES = 64 << 20
-"""Weights of a model whose rounds a CPU tries before the first request, some 30 of them. A larger one would read gigabytes for that: its
-rounds are timed as they serve, and nothing waits to be compiled."""
 
 
 @dataclass
@@ -121,8 +117,14 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
     if d.template is not None and not is_isolated:
         d.template.warm()
     log.info("description: %.1f s", time.perf_counter() - began)
-    if words := stretch_words(d.file, d.rope):
-        log.info("rope: %s", words)
+    plan = plan_memory(d)
+    if note := ring_note(d):
+        log.info("%s", note)
+    if no_copy := missing_copy(d, plan):
+        log.info("%s", no_copy)
+    check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
+    if rope := stretch_words(d.file, d.rope):
+        log.info("rope: %s", rope)
     if not d.is_cuda:
         why = (
             "C++ kernels"
@@ -132,12 +134,6 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
         log.info("on a CPU ops run as %s", why)
     context = context_of(d.device)  # kept alive until kernels hold it
     with context.current():
-        plan = plan_memory(d)
-        if note := ring_note(d):
-            log.info("%s", note)
-        if missing := missing_copy(d, plan):
-            log.info("%s", missing)
-        check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
         before = memory_snapshot(d.device) if d.is_cuda else None  # before child processes allocate any
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)
@@ -174,10 +170,9 @@ def build(
 ) -> Loaded:
     """Allocate the planned memory, bind target and drafter, and warm up. preparation: runs beside the load until its results are needed.
     before: the `memory_snapshot` from which the load's use is logged."""
-    table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
-    memory = allocate(d.own.parts(), d.sizes, d.device)
     with _timed("weights", d.device, release=True), _few_threads(d):
+        table, memory = d.table(), allocate(d.own.parts(), d.sizes, d.device)
         cuts = cuts_of(d.config.tensors(d.file))
         weights = Weights(
             d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts, rope=d.rope
@@ -190,7 +185,6 @@ def build(
         if ranks is not None:
             ranks.wait()
     loop = _loop(d, target, memory, table, drafter)
-    log.info("%s", d.draft.note)
     attend_plan.reserve(d.device, attention_bytes(d))
     late = attend_plan.late(d.device)
     prepare.settle(late)
@@ -198,17 +192,14 @@ def build(
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
             with torch.inference_mode():
                 attend_plan.warm(d.device, d.n_ctx)
-            if d.is_cuda or plan.weights <= WARM_BYTES:
-                warm_up(
-                    loop,
-                    d.tokenizer,
-                    d.n_overhang,
-                    plan.activations + device_checkpoints(d) + start_bytes(d),
-                )
+            if d.is_cuda:
+                warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
+                warm_up(loop, d.tokenizer, d.n_overhang, warmed)
             if d.settings.check_tap_shift:
-                check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+                round_ms = loop.controller.verify_ms(1)
+                check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
     info = info_of(d, plan)
-    disk = open_disk(loop, d.settings, info)
+    disk = open_disk(loop, d.settings, info) if d.settings.cache_disk else None
     loop.use_disk(disk)
     if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
@@ -233,6 +224,7 @@ def _log_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
+    log.info("%s", d.draft.note)
     if d.draft.kind in ("none", SUFFIX):
         return None
     output = target.output if d.settings.tp == 1 and d.head is not None else None
@@ -332,6 +324,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     fields, c, tokenizer = d.file.fields, d.config, d.tokenizer
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
+        sampling=recommended(fields),
         model_name=fields.label("general.name", "") or d.path.stem,
         model_path=str(d.path),
         arch=c.arch,
@@ -358,7 +351,6 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         eog_ids=tuple(sorted(tokenizer.eog)),
         n_overhang=d.n_overhang,
         memory=plan.by_purpose,
-        sampling=recommended(fields),
         rope=stretch_words(d.file, d.rope),
     )
 

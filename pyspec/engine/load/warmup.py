@@ -1,20 +1,28 @@
-"""Before the first request: run rounds of every kind once, so that nothing is compiled or measured on a user's time.
+"""Before the first request: a GPU runs rounds of every kind once, so that nothing is compiled or measured on a user's time.
 
-It fills the controller's cost tables, touches all memory paths, and leaves no trace in slots, statistics or estimates.
+They fill the controller's cost tables, touch all memory paths, and leave no trace in slots, statistics or estimates. A CPU compiles
+nothing and times its rounds as they serve. A drafter checks its file on both.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
+from pyspec.device.worker import Worker
+from pyspec.draft.drafter import CheckedDrafter
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.rehearsal import Rehearsal
 from pyspec.errors import RequestError
-from pyspec.request import Delta, Event, SamplingParams
+from pyspec.request import SamplingParams
+from pyspec.sample.choose import top
 from pyspec.slots.arena import BUCKETS, WIDE
+from pyspec.slots.batch import Seq, SeqMode
+from pyspec.slots.round import LogitsNeed, plan_round
+from pyspec.slots.table import Slot
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -102,32 +110,42 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
 
 
-def greedy_text(rehearsal: Rehearsal, prompt: tuple[int, ...], n_tokens: int) -> list[int]:
-    """Prompt and up to `n_tokens` tokens of the target's own greedy text, undrafted; fewer if time runs out."""
-    text = list(prompt)
-
-    def take(event: Event) -> None:
-        if isinstance(event, Delta):
-            text.extend(event.tokens)
-
-    params, eog = SamplingParams(temperature=0.0), rehearsal.tokenizer.eog
-    rehearsal.submit("probe", prompt, n_tokens, params, eog=eog, n_draft_max=0, sink=take)
+def greedy_text(
+    worker: Worker, slot: Slot, n_rows: int, prompt: Sequence[int], eog: frozenset[int]
+) -> list[int]:
+    """Prompt and up to PROBE_TOKENS tokens of the target's own greedy text, without drafts; fewer if time runs out. An idle slot is seated for
+    `n_rows`, and stays seated."""
+    worker.table.acquire(slot, n_rows)
+    worker.memory.reset(slot.index)
+    text, rows = list(prompt), list(prompt)
     deadline = time.perf_counter() + BUDGET_S
-    while not rehearsal.is_idle and time.perf_counter() < deadline:
-        rehearsal.step()
-    rehearsal.clear()
+    while len(text) < len(prompt) + PROBE_TOKENS and time.perf_counter() < deadline:
+        seq = Seq(slot.index, len(text) - len(rows), rows, SeqMode.KEEP, n_out=1)
+        launched = worker.launch(plan_round(worker.table, [seq], reads=LogitsNeed(False)))
+        launched.wait()
+        has_fault = worker.faults.take() is not None
+        worker.forget_round()
+        found = top(launched.out.logits) if launched.found is None else launched.found
+        rows = [int(found[0, 0])]
+        if has_fault or rows[0] in eog:
+            break
+        text += rows
     return text
 
 
 def check_drafter(
-    loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int
+    worker: Worker,
+    round_ms: float,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    n_overhang: int,
 ) -> None:
-    """Have a drafter check its own file, if it can. Skipped if forwards are too slow for the budget."""
-    rehearsal, n_rows = Rehearsal(loop, tokenizer, n_overhang), PROBE_TOKENS + 64 + n_overhang
-    takes_s = PROBE_TOKENS * rehearsal.round_ms / 1e3
-    if not rehearsal.can_check_drafter or takes_s > BUDGET_S or rehearsal.n_row < n_rows:
+    """Have a drafter check its own file, if it can. Skipped if forwards are too slow for the budget: round_ms, of one row."""
+    drafter, table, n_rows = worker.drafter, worker.table, PROBE_TOKENS + 64 + n_overhang
+    is_slow = PROBE_TOKENS * round_ms / 1e3 > BUDGET_S
+    if not isinstance(drafter, CheckedDrafter) or is_slow or table.n_row < n_rows:
         return
-    if 0 < rehearsal.most_rows < n_rows:  # rings have no room for the text in one forward
+    if 0 < table.n_chunk < n_rows:  # rings have no room for the text in one forward
         return
     prompt = PROBE_PROMPT
     if template is not None:
@@ -135,8 +153,11 @@ def check_drafter(
             prompt = template.render([{"role": "user", "content": PROBE_PROMPT}])
         except RequestError as e:  # costs the chats that it refuses, not the load
             log.debug("the drafter is checked without the chat template: %s", e)
-    ids = tuple(tokenizer.encode(prompt))[:64]
-    with rehearsal.running():
-        tokens = greedy_text(rehearsal, ids, PROBE_TOKENS)
-    if (warning := rehearsal.check_drafter(tokens, n_rows)) is not None:
+    slot, given = table.slots[0], tokenizer.encode(prompt)[:64]
+    tokens = greedy_text(worker, slot, n_rows, given, tokenizer.eog)
+    worker.memory.reset(slot.index)
+    warning = drafter.check(worker.target, slot, tokens)
+    table.release(slot)
+    worker.memory.reset(slot.index)
+    if warning is not None:
         log.warning("%s", warning)

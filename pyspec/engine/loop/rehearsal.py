@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pyspec.device.capture import capture
-from pyspec.draft.drafter import CheckedDrafter
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
 from pyspec.request import Event, Request, SamplingParams
 from pyspec.sample.sampler import SlotSampler
 from pyspec.text.stream import TextStream
 from pyspec.text.tokenizer import Tokenizer
+
+
+def _nowhere(event: Event) -> None:
+    """Ignores a request's events."""
 
 
 class Rehearsal:
@@ -53,29 +56,14 @@ class Rehearsal:
         limits = self.loop.limits
         capture(self.loop.worker, limits.prompts, n_bytes, limits.decoding)
 
-    def submit(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        n_tokens: int,
-        params: SamplingParams,
-        *,
-        eog: frozenset[int] = frozenset(),
-        n_draft_max: int | None = None,
-        sink: Callable[[Event], None] = lambda event: None,
-    ) -> None:
-        """Queue a request of up to `n_tokens` tokens; the cache is not used."""
-        request = Request(
-            prompt=tuple(prompt),
-            params=params,
-            max_tokens=n_tokens,
-            cache_prompt=False,
-            n_draft_max=n_draft_max,
-        )
+    def submit(self, name: str, prompt: Sequence[int], n_tokens: int, params: SamplingParams) -> None:
+        """Queue a request of up to `n_tokens` tokens; the cache is not used, and its events go nowhere."""
+        request = Request(prompt=tuple(prompt), params=params, max_tokens=n_tokens, cache_prompt=False)
+        eog: frozenset[int] = frozenset()
         sampler = SlotSampler(params, self.n_vocab, eog, request.prompt)
         n_rows = len(request.prompt) + n_tokens + self.n_overhang
         self.loop.submit(
-            Job(name, request, sink, TextStream(self.tokenizer, ()), sampler, eog, n_rows, n_rows)
+            Job(name, request, _nowhere, TextStream(self.tokenizer, ()), sampler, eog, n_rows, n_rows)
         )
 
     def force(self, drafts: tuple[int, int]) -> None:
@@ -88,18 +76,9 @@ class Rehearsal:
             self.loop.step()
 
     @property
-    def is_idle(self) -> bool:
-        return self.loop.is_idle
-
-    @property
     def is_reading(self) -> bool:
         """A prompt is not read to its end."""
         return not all(job.is_decoding for job in self.loop.jobs.values())
-
-    @property
-    def round_ms(self) -> float:
-        """Milliseconds of a round of one row."""
-        return self.loop.controller.verify_ms(1)
 
     def clear(self) -> None:
         """Cancel every request, and leave nothing in the slots."""
@@ -108,23 +87,3 @@ class Rehearsal:
         self.loop.step()
         for slot in self.loop.table.slots:
             self.loop.table.drop(slot)
-
-    @property
-    def can_check_drafter(self) -> bool:
-        return isinstance(self.loop.drafter, CheckedDrafter)
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of a slot in one forward at most; 0: any number."""
-        return self.loop.table.n_chunk
-
-    def check_drafter(self, tokens: Sequence[int], n_rows: int) -> str | None:
-        """The drafter's own check on a text of the target, in slot 0. Returns its warning."""
-        loop, slot, drafter = self.loop, self.loop.table.slots[0], self.loop.drafter
-        assert isinstance(drafter, CheckedDrafter)
-        loop.table.acquire(slot, n_rows)
-        warning = drafter.check(loop.target, slot, tokens)
-        loop.table.release(slot)
-        loop.table.drop(slot)
-        loop.memory.reset(slot.index)
-        return warning

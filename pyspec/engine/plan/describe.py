@@ -14,22 +14,18 @@ from pyspec.cuda.collective import may_share_gpu
 from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
 from pyspec.draft.choice import checked_draft, plan_draft
 from pyspec.draft.drafter import DraftPlan, TargetFile, draft_format
-from pyspec.engine.plan.draft_head import HeadCopy, plan_head
-from pyspec.engine.plan.memory_plan import (
-    AssumedGpu,
-    pick_dense,
-)
+from pyspec.draft.head_copy import HeadCopy, plan_head
+from pyspec.engine.plan.memory_plan import AssumedGpu, pick_dense
 from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks, surplus
-from pyspec.models.rope import trained_length
-from pyspec.models.rope_flags import RopeFlags
+from pyspec.models.rope import RopeFlags, trained_length
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import check_read, check_tensors
 from pyspec.models.weights import cuts_of
 from pyspec.registry import architecture_module
-from pyspec.sample.synth import SynthAcceptance
+from pyspec.sample.synth import synth_of
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes, RingPages
 from pyspec.slots.recurrent import late_rows
@@ -168,14 +164,13 @@ def describe(
             settings.tp,
         )
     n_ctx_train = trained_length(file, config.n_ctx_train, RopeFlags.of(settings))
-    plan = checked_draft(draft_file, TargetFile(file, config, device), settings)
-    synth_of(
-        settings, plan.n_draft
-    )  # rates that do not go with the drafter are refused before weights are read
     n_ctx = max_context(settings, n_ctx_train)
     dense = pick_dense(file, device, settings.weights)
     is_streamed = device.type == "cuda" and dense is None
+    plan = checked_draft(draft_file, TargetFile(file, config, device), settings)
     head = plan_head(file, plan, settings.draft_head, is_streamed=is_streamed)
+    # rates that do not go with the drafter are refused before weights are read
+    synth_of(settings, plan.n_draft)
     tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
     template = ChatTemplate.from_metadata(file.metadata)
     words = tokenizer.model, tokenizer.pre, tokenizer.n_vocab
@@ -300,16 +295,6 @@ def check_cards(first: torch.device, settings: EngineSettings) -> None:
 def arena_pages(d: Description) -> int:
     """Pages of one sequence in a graph, at most."""
     return min(-(-(d.n_ctx + d.n_overhang) // d.settings.page_size), d.n_page)
-
-
-def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
-    """Synthetic acceptance, if settings ask for it and there is a drafter."""
-    seed = max(settings.seed, 0)
-    if not n_draft or not (settings.synth_len or settings.synth_rates):
-        return None
-    if settings.synth_rates:
-        return SynthAcceptance.of_rates(settings.synth_rates, n_draft, seed)
-    return SynthAcceptance.of_length(settings.synth_len, n_draft, seed)
 
 
 def max_context(s: EngineSettings, n_ctx_train: int) -> int:

@@ -49,7 +49,10 @@ def plan_memory(d: Description) -> MemoryPlan:
     read = [t for name, t in shares.items() if name not in unread]
     read += draft_shares.values()
     activations, workspace = _workspace(d)
-    workspace += rank_bytes(s.tp) if d.is_cuda and s.tp > 1 else 0
+    workspace += attention_bytes(d)
+    if d.is_cuda:
+        workspace += rank_bytes(s.tp) if s.tp > 1 else 0
+        workspace += d.draft.graph_bytes + PIECE_BYTES * n_large(read)
     plan = MemoryPlan(
         weights=weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d),
         kv=kv,
@@ -60,9 +63,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
         activations=activations + _scratch(d) + _ring_tables(d),
-        workspace=workspace
-        + attention_bytes(d)
-        + (d.draft.graph_bytes + PIECE_BYTES * n_large(read) if d.is_cuda else 0),
+        workspace=workspace,
         divides_draft=d.draft.n_rank > 1,
     )
     if d.head is not None:

@@ -38,7 +38,7 @@ from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.rope_flags import RopeFlags
+from pyspec.models.rope import RopeFlags
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import Arena

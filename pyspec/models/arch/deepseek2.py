@@ -13,6 +13,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.mla import Mla
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import (
     read_decoder,
@@ -22,7 +23,6 @@ from pyspec.models.read import (
     vocab_size,
 )
 from pyspec.models.rope import RopeSpec, read_scaling
-from pyspec.models.spec import ModelSpec
 
 GLM_FLASH = (
     154_880,

@@ -20,11 +20,11 @@ from pyspec.models.blocks.layer_input import LayerInput
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.together import Together
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import AttentionShape
 from pyspec.models.per_layer import PerLayer
 from pyspec.models.read import block_count, check_heads, check_rope, read_decoder
 from pyspec.models.rope import DIVISORS, NOT_STRETCHED, RopeSpec, read_scaling
-from pyspec.models.spec import ModelSpec
 
 SCALE = "layer_output_scale.weight"
 NEAR_BASE = 10_000.0  # of the rope of windows, where a file does not say

@@ -13,9 +13,9 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import read_attention, read_decoder, read_rope, read_router, trunk_layers
-from pyspec.models.spec import ModelSpec
 
 
 def read(file: GGUFFile) -> ModelSpec:

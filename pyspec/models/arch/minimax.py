@@ -11,6 +11,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.read import (
     block_count,
     read_attention,
@@ -18,7 +19,6 @@ from pyspec.models.read import (
     read_rope,
     read_router,
 )
-from pyspec.models.spec import ModelSpec
 
 
 def read(file: GGUFFile) -> ModelSpec:

@@ -15,10 +15,10 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import check_rope, read_attention, trunk_layers, vocab_size
 from pyspec.models.rope import RopeSpec, read_scaling
-from pyspec.models.spec import ModelSpec
 
 NORM = "post_attention_norm"  # before the feed-forward
 

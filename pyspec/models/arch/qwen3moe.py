@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.decoder import ModelSpec
 from pyspec.models.read import read_gqa
-from pyspec.models.spec import ModelSpec
 
 
 def read(file: GGUFFile) -> ModelSpec:

@@ -30,8 +30,7 @@ from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.compressor import BoundCompressor, Compressor
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
-from pyspec.models.rope import turning_dimension
-from pyspec.models.rope_flags import RopeFlags
+from pyspec.models.rope import RopeFlags, turning_dimension
 from pyspec.models.wants import Want
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
