@@ -5,6 +5,7 @@ writes a line at each test's end, so that an interrupted run shows the passed te
 """
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from pyspec.cuda.op import tiers_of  # noqa: E402
 from pyspec.errors import BadTemplate  # noqa: E402
 from pyspec.text.template import ChatTemplate  # noqa: E402
 
+gc.disable()  # until all tests are collected: thousands of objects come to stay, and each collection passes over them
 KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
 
 
@@ -36,15 +38,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the thousands of tests and their modules out of each collection of garbage, of which every engine's end makes one."""
+    """Leave the thousands of tests and their modules out of each collection of garbage, and make collections rarer: they were a fifth of
+    the tests' time. Tests that look at memory collect by themselves."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
+    gc.enable()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if os.environ.get("PYSPEC_TEST_TIMES") and (report.when == "call" or report.outcome != "passed"):
         line = f"{report.outcome} {report.nodeid.rpartition('::')[2]}: {report.duration:.1f} s\n"
         os.write(2, f"\n{line}".encode())  # past pytest's capture
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _caches_of_a_module_end_with_it(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The million nodes of a parsed package make each later collection of garbage take seconds, and every engine's end makes one."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _levels_of_logs_end_with_a_test() -> Iterator[None]:
+    """A test that runs a command sets levels and handlers of the process; the next test reads its own log as if it ran first."""
+    loggers = [logging.getLogger(name) for name in (None, "pyspec", "huggingface_hub")]
+    before = [(log.level, log.handlers[:], log.propagate) for log in loggers]
+    yield
+    for log, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        log.setLevel(level)
+        log.handlers[:], log.propagate = handlers, propagate
 
 
 @pytest.fixture(autouse=True)

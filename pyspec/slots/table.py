@@ -81,6 +81,7 @@ class SlotTable:
 
     @property
     def n_alloc_row(self) -> int:
+        """Rows of a KV pool."""
         return alloc_rows(self.n_page, self.page_size)
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,8 +126,6 @@ def asked(
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda load, *rest: load())
     monkeypatch.setattr("pyspec.engine.process.ahead.start_ahead", lambda: None)
     yield found
-    logging.getLogger("pyspec").handlers.clear()
-    logging.getLogger("pyspec").setLevel(logging.NOTSET)
 
 
 class Lays:
@@ -157,7 +154,7 @@ def start(d: Description) -> None:
         needs=d.draft.needs,
         n_draft=d.draft.n_draft,
         device=torch.device("cpu"),
-        arena=Arena(d.settings.np, describe.arena_pages(d, table), torch.device("cpu"), d.width),
+        arena=Arena(d.settings.np, describe.arena_pages(d), torch.device("cpu"), d.width),
         forward=Lays(),
         drafter=None,
         target=SimpleNamespace(captures_prompts=False),

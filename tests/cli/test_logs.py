@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from pyspec.cli.logs import FileLog, set_up
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("pyspec")
-    kept = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:], level, our_level = kept
-    root.setLevel(level)
-    ours.setLevel(our_level)
-    logging.getLogger("huggingface_hub").propagate = True
 
 
 def test_json_lines_are_objects_even_with_quotes_and_tracebacks(capsys: pytest.CaptureFixture):

@@ -286,9 +286,8 @@ def test_a_loop_that_was_closed_without_a_word_ends_its_requests(
     with caplog.at_level(logging.WARNING):
         assert wait_for(lambda: not any(s.is_processing for s in here.slots()))
         assert here.generate("Once", **SHORT).n_predicted == 3
-    assert not [
-        r for r in caplog.records if r.name.startswith("pyspec")
-    ]  # asyncio warns of loops that are closed so
+    ours = [r for r in caplog.records if r.name.startswith("pyspec")]
+    assert not ours, "only asyncio warns of loops that are closed so"
 
 
 # -- a fork ----------------------------------------------------------------------------------------------------------

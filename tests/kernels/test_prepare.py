@@ -64,7 +64,8 @@ class _Answers(Checker):
 
 
 @pytest.fixture
-def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Answers:
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Answers]:
+    """Its threads end with the test: a late one would keep its verdict in the next test's folder."""
     made = _Answers(
         {
             "right": Verdict(None),
@@ -75,7 +76,11 @@ def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Answers:
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(jit, "_kept", {})
     monkeypatch.setattr(checker, "shared", lambda: made)
-    return made
+    yield made
+    made.go.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("pyspec-checks"):
+            thread.join(20)
 
 
 def test_who_asks_meanwhile_waits_for_its_own_answer(answers: _Answers) -> None:

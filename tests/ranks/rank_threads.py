@@ -108,7 +108,7 @@ class RankRig(Rig):
             "device": "cpu",
         }
         d = describe(path, EngineSettings(tp=n, **(values | settings)))  # type: ignore[arg-type]
-        n_page = arena_pages(d, d.table())
+        n_page = arena_pages(d)
         self.ranks = ThreadRanks(n, n_page if padded else 0)
         super().__init__(build(d, plan_memory(d), self.ranks))  # type: ignore[arg-type]
         if padded:

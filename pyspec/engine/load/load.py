@@ -117,12 +117,6 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
     if d.template is not None and not is_isolated:
         d.template.warm()
     log.info("description: %.1f s", time.perf_counter() - began)
-    plan = plan_memory(d)
-    if note := ring_note(d):
-        log.info("%s", note)
-    if no_copy := missing_copy(d, plan):
-        log.info("%s", no_copy)
-    check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
     if rope := stretch_words(d.file, d.rope):
         log.info("rope: %s", rope)
     if not d.is_cuda:
@@ -133,7 +127,13 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
         )
         log.info("on a CPU ops run as %s", why)
     context = context_of(d.device)  # kept alive until kernels hold it
-    with context.current():
+    with context.current():  # a plan asks the device, and takes nothing on another one
+        plan = plan_memory(d)
+        if note := ring_note(d):
+            log.info("%s", note)
+        if no_copy := missing_copy(d, plan):
+            log.info("%s", no_copy)
+        check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
         before = memory_snapshot(d.device) if d.is_cuda else None  # before child processes allocate any
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)
@@ -248,7 +248,7 @@ def _loop(
     d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
 ) -> Loop:
     s, needs, costs = d.settings, d.draft.needs, ForwardCosts()
-    make_arena = partial(_arena, target, table, arena_pages(d, table))
+    make_arena = partial(_arena, target, table, arena_pages(d))
     arena = None if s.plain_loop else make_arena(d.width)
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)

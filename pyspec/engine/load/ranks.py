@@ -189,7 +189,7 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
         wide=plan.wide > 0,
         n_bytes=plan.of_others.total,
         n_attention=attention_bytes(d),
-        n_arena_page=arena_pages(d, d.table()) if d.is_cuda and not s.plain_loop else 0,
+        n_arena_page=arena_pages(d) if d.is_cuda and not s.plain_loop else 0,
         divides_draft=d.draft.n_rank > 1,
         log_level=logging.getLogger("pyspec").getEffectiveLevel(),
     )

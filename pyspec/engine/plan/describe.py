@@ -292,9 +292,9 @@ def check_cards(first: torch.device, settings: EngineSettings) -> None:
         raise NoDevice(f"{flags} wants {n} GPUs from {first} on; {there} are here")
 
 
-def arena_pages(d: Description, table: SlotTable) -> int:
+def arena_pages(d: Description) -> int:
     """Pages of one sequence in a graph, at most."""
-    return min(table.pages_for(d.n_ctx + d.n_overhang), table.n_page)
+    return min(-(-(d.n_ctx + d.n_overhang) // d.settings.page_size), d.n_page)
 
 
 def max_context(s: EngineSettings, n_ctx_train: int) -> int:

@@ -224,7 +224,7 @@ def _scratch(d: Description) -> int:
 def _ring_tables(d: Description) -> int:
     """Bytes of the page tables that a forward makes for rings, one for each size of rings."""
     n_size = len({ring.n_page(d.sizes) for ring in rings_of(d)})
-    return 8 * n_size * d.settings.np * arena_pages(d, d.table()) if n_size else 0
+    return 8 * n_size * d.settings.np * arena_pages(d)
 
 
 def attention_bytes(d: Description) -> int:
