@@ -260,7 +260,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _device("--cpu-activations", type=click.Choice(CPU_ACTIVATIONS), default="q16",
             help="On CPUs: bits of the rows that packed matrices multiply. q8 is faster and less exact."),
     _device("--warmup/--no-warmup", "warm_up", default=True,
-            help="Warm up with a few rounds before the first request."),
+            help="On GPUs, warm up with a few rounds before the first request."),
     _device("--plain-loop", is_flag=True,
             help="Run rounds one by one, without CUDA graphs: to check a text that looks wrong."),
     _device("--exact", is_flag=True,
