@@ -208,7 +208,7 @@ def build(
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
     info = info_of(d, plan)
-    disk = open_disk(loop, d.settings, info)
+    disk = open_disk(loop, d.settings, info, ranks)
     loop.use_disk(disk)
     if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)

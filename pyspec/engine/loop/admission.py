@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pyspec.device.worker import Worker, is_device_error
-from pyspec.engine.loop.disk_tier import DiskTier, Restore
+from pyspec.engine.loop.disk_read import Restore
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
