@@ -198,6 +198,13 @@ class Committer:
         self.worker.fold(slot)
         job.start = self.cache.keep_start(slot, draft, pending.launched.out.logits[row - 1 : row])
 
+    def growing(self) -> list[Slot]:
+        """Slots with an answer that will be filed at its end."""
+        jobs = self.jobs.values()
+        return [
+            j.slot for j in jobs if j.is_decoding and j.slot is not None and self._may_file(j, j.slot)
+        ]
+
     def _may_file(self, job: Job, slot: Slot) -> bool:
         lost = self.speculator.lost_track
         return self.cache.on and job.request.cache_prompt and slot.index not in lost and slot.n_past > 0
