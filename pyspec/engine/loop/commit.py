@@ -34,6 +34,7 @@ class Committer:
 
     defers    put off counts and events until `flush_deferred`
     on_first  delivers events; called after a round of first tokens
+    on_leave  called with a request that has ended, whose slot still has its tokens
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Committer:
         self.disk: DiskTier | None = None
         self.later: list[Callable[[], None]] = []
         self.on_first: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[Job], None] = lambda job: None
 
     # -- a round -------------------------------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class Committer:
         if self.disk is not None and slot.left:
             self.disk.keep(slot.left, job.n_prompt)
         self.speculator.end(slot)
-        self.jobs.pop(slot.index)
+        self.on_leave(self.jobs.pop(slot.index))
         self.worker.table.release(slot, trusted=end.error is None)
         self.stats.finished(job, end.finish)
         if end.error is not None:
@@ -290,6 +292,7 @@ class Committer:
         self.flush_deferred()
         for job in list(self.jobs.values()):
             self._let_go_of_start(job, None)
+            self.on_leave(job)
             job.sink(Failed(job.id, error))
             self.stats.failed += 1
         self.jobs.clear()
