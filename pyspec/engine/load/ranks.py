@@ -60,7 +60,7 @@ class RankProcess:
         index: int,
         command: Sequence[str],
         notify: Callable[[], None],
-        on_news: Callable[[int, EntryNews], None],
+        on_news: Callable[[int, EntryNews], None] = lambda index, news: None,
     ) -> None:
         ours, theirs = pair()
         self.index, self.link, self._notify, self._on_news = index, Link(ours), notify, on_news
