@@ -41,7 +41,7 @@ class Watched:
     def __init__(self, r: Rig) -> None:
         self.rig, self.view, self.n_batch = r, BlockView(), 0
         self.n_grown = 0  # blocks that were known before a request had filed them
-        self.feed = BlockFeed(r.loop.cache, r.loop.committer.growing, self.take)
+        self.feed = BlockFeed(r.loop.cache, self.take)
 
     def take(self, changes: Sequence[BlockChange]) -> None:
         assert changes

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from pyspec.slots.blocks import CLEARED, BlockChange, BlockLog
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
 
@@ -15,13 +14,10 @@ Send = Callable[[Sequence[BlockChange]], None]
 
 
 class BlockFeed:
-    """The changes of one engine's cache. Used on the engine's thread. A failure here ends the events, and no request.
+    """The changes of one engine's cache. Used on the engine's thread. A failure here ends the events, and no request."""
 
-    growing  gives the slots whose texts grow, and will be filed
-    """
-
-    def __init__(self, cache: PrefixCache, growing: Callable[[], Sequence[Slot]], send: Send) -> None:
-        self._cache, self._growing, self._send = cache, growing, send
+    def __init__(self, cache: PrefixCache, send: Send) -> None:
+        self._cache, self._send = cache, send
         self._log: BlockLog | None = cache.log_blocks()
 
     def send_news(self) -> None:
@@ -29,7 +25,7 @@ class BlockFeed:
         if self._log is None:
             return
         try:
-            if changes := self._log.take(self._growing()):
+            if changes := self._log.take(self._cache.growing()):
                 self._send(changes)
         except Exception:
             log.exception("KV events end: the cache's changes could not be collected")

@@ -50,7 +50,7 @@ class Committer:
         self.jobs = jobs
         self.worker = worker
         self.speculator = speculator
-        self.cache = cache
+        self.cache, cache.growing = cache, self.growing
         self.stats = stats
         self.defers = defers
         self.disk: DiskTier | None = None

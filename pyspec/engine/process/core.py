@@ -70,9 +70,7 @@ class EngineCore:
         on_blocks: Send | None = None,
     ) -> None:
         self.loop = loaded.loop
-        self._feed: BlockFeed | None = None
-        if on_blocks is not None:
-            self._feed = BlockFeed(self.loop.cache, self.loop.committer.growing, on_blocks)
+        self._feed = None if on_blocks is None else BlockFeed(loaded.loop.cache, on_blocks)
         self.tokenizer = loaded.tokenizer
         self.template = loaded.template
         self.info = replace(loaded.info, n_row=loaded.loop.n_row)
