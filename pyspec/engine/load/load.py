@@ -339,6 +339,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_ctx=d.n_ctx,
         n_ctx_train=d.n_ctx_train,
         n_slot=d.settings.np,
+        page_size=d.settings.page_size,
         n_queue=d.settings.queue_limit,
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
