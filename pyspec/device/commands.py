@@ -132,11 +132,12 @@ class DropStates:
 
 @dataclass(frozen=True, slots=True)
 class OpenDisk:
-    """Store and find shares of the prefix cache in this folder (DiskFolder)."""
+    """Store and find shares of the prefix cache in this folder (DiskFolder). n_buffer: whole segments that are read at a time."""
 
     path: str
     identity: dict[str, Any]
     limit: int
+    n_buffer: int
 
 
 @dataclass(frozen=True, slots=True)

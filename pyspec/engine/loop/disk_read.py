@@ -53,7 +53,7 @@ class EntryReader:
     worth    least number of tokens that are read
     on_read  called when a piece is there
     n_bytes  that were read
-    buffers  memory for whole segments
+    buffers  memory for whole segments, of which there are `n_buffer`
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class EntryReader:
         self._count = threading.Lock()
         n_byte, n_reader = codec.segment_bytes, max(1, min(4, n_cores() // 2))
         self.buffers: SimpleQueue[Bytes] = SimpleQueue()
-        for _ in range(max(2, min(n_reader + 2, MOST_READ // max(n_byte, 1)))):
+        self.n_buffer = max(2, min(n_reader + 2, MOST_READ // max(n_byte, 1)))
+        for _ in range(self.n_buffer):
             self.buffers.put(codec.host(n_byte))
         self._readers = ThreadPoolExecutor(n_reader, "pyspec-disk-read")
 

@@ -76,9 +76,9 @@ class OtherShares:
         self._reads: dict[int, _Asked] = {}
         self._writes: dict[int, _Asked] = {}
 
-    def open(self, folder: DiskFolder) -> None:
-        """Have them use a folder."""
-        self.leader.tell(OpenDisk(str(folder.path), folder.identity, folder.limit))
+    def open(self, folder: DiskFolder, n_buffer: int) -> None:
+        """Have them use a folder. n_buffer: whole segments that are read at a time."""
+        self.leader.tell(OpenDisk(str(folder.path), folder.identity, folder.limit, n_buffer))
 
     def hear(self, index: int, news: EntryNews) -> None:
         """A rank has read or written its file."""
@@ -182,6 +182,8 @@ class DiskShare:
                 Path(command.path), command.identity, command.limit, self.index, self.n
             )
             self._readers = ThreadPoolExecutor(max(1, min(4, n_cores() // 2)), "pyspec-disk-read")
+            for _ in range(command.n_buffer):  # here: another thread would lock pages for the first GPU
+                self._free.put(self.codec.host(self.codec.segment_bytes))
             AsideThread(self._run, "pyspec-disk").start()
         elif isinstance(command, StoreEntry):
             self._store(command)
@@ -253,13 +255,16 @@ class DiskShare:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def _read(self, c: ReadEntry) -> None:
-        piece, failure = None, ""
+        piece, failure, buffer = None, "", None
         assert self.folder is not None
+        if c.entry.kind != END:
+            with suppress(Empty):  # the first rank has as many, and a buffer for each that it asks for
+                buffer = self._free.get_nowait()
         try:
             file = self.folder.open(c.entry)
             if file is not None:
                 with file:
-                    piece = self.codec.read(file, c.entry, c.i, c.tokens, self._buffer(c))
+                    piece = self.codec.read(file, c.entry, c.i, c.tokens, buffer)
         except BadSlotFile as e:
             failure = str(e)
             self.folder.discard(c.entry)
@@ -273,18 +278,11 @@ class DiskShare:
                 self._pieces[c.number] = piece
         if not is_wanted:
             self._give_back(piece)
+        if buffer is not None and (piece is None or piece.buffer is None):
+            self._free.put(buffer)
         n_bytes = 0 if piece is None else piece.content.size
         with suppress(OSError):  # the first rank has ended
             self._tell(EntryNews(c.number, n_bytes, failure, piece is None and not failure))
-
-    def _buffer(self, c: ReadEntry) -> Bytes | None:
-        """Memory for a whole segment. The first rank has as many as it asks for at a time, so there are no more here."""
-        if c.entry.kind == END:
-            return None
-        try:
-            return self._free.get_nowait()
-        except Empty:
-            return self.codec.host(self.codec.segment_bytes)
 
     def _give_back(self, piece: Piece | None) -> None:
         if piece is not None and piece.buffer is not None:

@@ -178,7 +178,7 @@ class DiskTier:
             self.folder = self._open_folder()
             self.folder.prepare()
             if self.others is not None:
-                self.others.open(self.folder)
+                self.others.open(self.folder, self.reader.n_buffer)
             log.info("the prefix cache on disk: %s, %d MiB used", self.folder.path, self.n_bytes >> 20)
             for words in unlike(self.folder):
                 log.info("the prefix cache on disk: %s", words)
