@@ -17,6 +17,8 @@ from known_texts import demo_prompts
 from rank_pids import children
 
 from pyspec.engine.api import Engine
+from pyspec.engine.loop.disk_entry import WantedEntry
+from pyspec.engine.loop.disk_share import OtherShares
 from pyspec.engine.loop.disk_tier import DiskTier
 
 pytestmark = pytest.mark.slow
@@ -172,14 +174,14 @@ def test_a_rank_whose_disk_is_full_is_said_and_ends_nothing(
     with load(tmp_path, 2) as e:
         e.loop.disk._opened.wait(60)
         here = e.loop.disk.folder.here
-        write = type(e.loop.disk.folder).write
+        store = OtherShares.store
 
-        def spoils(self: object, at: int, entry: object, *args: object) -> int:
+        def spoils(self: OtherShares, want: WantedEntry, *args: object) -> None:
             """A folder in the place of the other rank's file."""
-            (here / entry.share(1)).mkdir(exist_ok=True)  # type: ignore[attr-defined]
-            return write(self, at, entry, *args)  # type: ignore[arg-type]
+            (here / want.entry.share(1)).mkdir(parents=True, exist_ok=True)
+            store(self, want, *args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(type(e.loop.disk.folder), "write", spoils)
+        monkeypatch.setattr(OtherShares, "store", spoils)
         want = e.generate(PROMPT, params=GREEDY, max_tokens=3)
         settled(e)
         e.loop.table.clear()
