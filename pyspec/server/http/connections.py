@@ -133,6 +133,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.guard.leave(self)
+        self.app_state.pop(PARTS, None)
         for timer in (self._header_timer, self._probe_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
