@@ -103,7 +103,7 @@ class Loop:
         # deliver events; called while the GPU is busy, or when nothing waits for it
         self.on_wait: Callable[[], None] = lambda: None
         self.disk: DiskTier | None = None
-        self.committer.on_first = self._hand_out
+        self.committer.on_first, self.committer.on_leave = self._hand_out, self.queue.leave
         self.raises_bugs = False  # re-raise unexpected exceptions so the supervisor restarts the process
         # when the last forward's results arrived, and when its round ended
         self.landed = self.ended = 0.0
