@@ -286,6 +286,8 @@ def moe_route() -> Iterator[Callable[[], object]]:
         RouteSpec(CPU, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
         RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", given=True),
         RouteSpec(CPU, 2880, 32, 4, "chosen", False, shifted=True),
+        RouteSpec(CPU, 7168, 256, 8, "sigmoid", scale=2.5, biased=True, n_group=8, n_group_used=4),
+        RouteSpec(CPU, 128, 60, 7, "sigmoid", n_group=5, n_group_used=2),
     ):
         yield lambda spec=spec: _moe_route(spec)
 
