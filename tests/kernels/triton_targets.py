@@ -112,6 +112,11 @@ def attend() -> Iterator[Callable[[], object]]:
     yield lambda: _attend(
         attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True)
     )
+    for kv in NUMBERS:
+        for n_head, width in ((128, 1), (16, 17), (5, 2)):
+            latent = attend_cases.Case(n_head, 1, 576, kv, [(300, width)], 64, n_value=512)
+            yield lambda case=latent: _attend(case)
+    yield lambda: _attend(attend_cases.Case(5, 1, 24, torch.float16, [(40, 2)], 16, n_value=16))
 
 
 def _attend(case: attend_cases.Case) -> None:

@@ -70,9 +70,9 @@ def keep_groups(
     rank = tl.where(g < N_GROUP, ordered(worth) | (GROUPS - 1 - g).to(tl.int64), NONE)
     is_kept = tl.zeros((GROUPS,), tl.int32)
     for _ in range(N_KEPT):
-        best = (GROUPS - 1 - (tl.max(rank, 0) & 0xFFFFFFFF)).to(tl.int32)
-        is_kept = tl.where(g == best, 1, is_kept)
-        rank = tl.where(g == best, NONE, rank)
+        next_group = (GROUPS - 1 - (tl.max(rank, 0) & 0xFFFFFFFF)).to(tl.int32)
+        is_kept = tl.where(g == next_group, 1, is_kept)
+        rank = tl.where(g == next_group, NONE, rank)
     tl.debug_barrier()  # every score is read
     tl.store(own + at, tl.where(is_kept[:, None] != 0, score, float("-inf")), mask=is_one)
     tl.debug_barrier()
