@@ -33,6 +33,8 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.heads import triton as heads_triton
+from pyspec.cuda.ops.heads.ref import HeadsSpec
 from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import triton as moe_triton
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
@@ -41,6 +43,8 @@ from pyspec.cuda.ops.norms import triton as norms_triton
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rope_latent import triton as rope_latent_triton
+from pyspec.cuda.ops.rope_latent.ref import RopeLatentSpec
 from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
@@ -306,7 +310,35 @@ def _moe_route(spec: RouteSpec) -> None:
     moe_route_triton.bind(spec)(*rows, matrix, bias, given, shift)
 
 
+def heads() -> Iterator[Callable[[], object]]:
+    for type in (GGMLType.F16, GGMLType.BF16, GGMLType.F32):
+        for sizes in ((128, 512, 128), (20, 256, 512), (5, 12, 16)):
+            yield lambda spec=HeadsSpec(CPU, type, *sizes): _heads(spec)
+
+
+def _heads(spec: HeadsSpec) -> None:
+    data = torch.zeros(spec.n_head * spec.n_out * spec.row_bytes, dtype=torch.uint8)
+    heads_triton.bind(spec)(data)(torch.zeros(2, spec.n_head, spec.n_in))
+
+
+def rope_latent() -> Iterator[Callable[[], object]]:
+    for kv in NUMBERS:
+        for neox in (False, True):
+            spec = RopeLatentSpec(CPU, 128, 128, 512, 64, neox, 1e-6, KvFormat(kv, kv))
+            yield lambda spec=spec: _rope_latent(spec)
+
+
+def _rope_latent(spec: RopeLatentSpec) -> None:
+    pool = KVPool(16, 1, spec.dim, spec.kv, CPU, keys_only=True)
+    q, plain = torch.zeros(2, spec.n_head * 192), torch.zeros(2, spec.n_head, spec.rank)
+    angles, rows = (torch.zeros(2, 1, 32), torch.zeros(2, 1, 32)), torch.zeros(2, dtype=torch.int64)
+    kv, norm = torch.zeros(2, spec.dim), torch.ones(spec.rank)
+    rope_latent_triton.bind(spec)(kv, q, plain, norm, angles, pool, rows)
+
+
 OPS = {
+    "heads": heads,
+    "rope_latent": rope_latent,
     "moe_route": moe_route,
     "moe": moe,
     "linear": linear,
