@@ -57,7 +57,7 @@ __device__ __forceinline__ void heads_of(const float* x, i64 row_step, i64 head_
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) rows[i] = x + min(first_row + 8 * i + g, n_row - 1) * row_step + head * head_step;
   float acc[kTiles][4] = {};
-#pragma unroll 2
+#pragma unroll 1
   for (int c = 0; c < N_IN; c += 16) {
     const int column = c + 4 * t;
     const bool is_in = N_IN % 16 == 0 || column < N_IN;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void heads_of(const float* x, i64 row_step, i64 head_
 
 // grid (outputs / kOut, head, rows / (8 * tiles))
 #define ENTRY(name, tiles)                                                                                                     \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                                     \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                                                  \
       name(const float* x, i64 row_step, i64 head_step, const u8* weights, float* out, int n_row, int n_head) {                \
     heads_of<tiles>(x, row_step, head_step, weights, out, n_row, n_head);                                                      \
   }
