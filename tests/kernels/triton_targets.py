@@ -26,6 +26,8 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.gdn import triton as gdn_triton
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.heads import triton as heads_triton
+from pyspec.cuda.ops.heads.ref import HeadsSpec
 from pyspec.cuda.ops.linear import tiles
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.cuda import random_rows
@@ -33,8 +35,6 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.heads import triton as heads_triton
-from pyspec.cuda.ops.heads.ref import HeadsSpec
 from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import triton as moe_triton
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
@@ -313,7 +313,8 @@ def _moe_route(spec: RouteSpec) -> None:
 def heads() -> Iterator[Callable[[], object]]:
     for type in (GGMLType.F16, GGMLType.BF16, GGMLType.F32):
         for sizes in ((128, 512, 128), (20, 256, 512), (5, 12, 16)):
-            yield lambda spec=HeadsSpec(CPU, type, *sizes): _heads(spec)
+            spec = HeadsSpec(CPU, type, *sizes)
+            yield lambda spec=spec: _heads(spec)
 
 
 def _heads(spec: HeadsSpec) -> None:

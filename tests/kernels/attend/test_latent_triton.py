@@ -33,7 +33,9 @@ CASES = {
     "odd size": Case(5, 1, 24, torch.float16, [(40, 3), (0, 2)], 16, pad=(1, 1), n_value=16),
     "values in both pieces": Case(5, 1, 88, torch.float16, [(40, 3), (7, 2)], 16, n_value=80),
     "values are whole keys": Case(5, 1, 96, torch.int8, [(40, 3), (7, 2)], 16, n_value=96),
-    "drafter block": Case(4, 1, 64, torch.float16, [(300, 8), (100, 8)], 16, 0, True, (8, 1), n_value=48),
+    "drafter block": Case(
+        4, 1, 64, torch.float16, [(300, 8), (100, 8)], 16, 0, True, (8, 1), n_value=48
+    ),
     "q8_0": Case(6, 1, 160, torch.int8, [(0, 3), (127, 9), (260, 1)], 32, pad=(5, 2), n_value=128),
     "f8": Case(6, 1, 104, F8, [(17, 3), (300, 1)], 64, n_value=80),
 }
@@ -44,7 +46,9 @@ def run(case: Case, made: Made, q: torch.Tensor | None = None, batch: object = N
     return launch(made.q if q is None else q, made.pool, batch or made.batch, case.window)
 
 
-@pytest.mark.parametrize("name", few(CASES, "ragged", "odd size", "q8_0", "values in both pieces", "f32"))
+@pytest.mark.parametrize(
+    "name", few(CASES, "ragged", "odd size", "q8_0", "values in both pieces", "f32")
+)
 def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -> None:
     case = CASES[name]
     made, n = make(case, CPU), sum(width for _, width in case.seqs)
@@ -57,7 +61,9 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -
     assert faults.record(CPU).tolist() == [0] * 5
 
 
-@pytest.mark.parametrize("name", few(["ragged", "more heads than columns", "small window", "q8_0"], "ragged"))
+@pytest.mark.parametrize(
+    "name", few(["ragged", "more heads than columns", "small window", "q8_0"], "ragged")
+)
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
     case = CASES[name]
     made = make(case, CPU, seed=1)

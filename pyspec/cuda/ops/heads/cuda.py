@@ -11,11 +11,8 @@ from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.heads.ref import Heads, HeadsRun, HeadsSpec
 from pyspec.gguf import GGMLType
 
-TYPES = tuple(
-    GGMLType[name]
-    for name in ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL"]
-    + ["Q4_K", "Q5_K", "Q6_K"]
-)
+PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
+TYPES = tuple(GGMLType[name] for name in ("F32", "F16", "BF16", *PACKED))
 SHARED = 48 << 10  # bytes of weights of a CTA at most
 MOST_GRID = 65535  # heads, and tiles of rows
 TILES = (1, 2, 4)  # of 8 rows: the builds

@@ -22,7 +22,12 @@ def shapes(device: torch.device) -> list[HeadsSpec]:
     """DeepSeek-V3's two, in the types that files have, and what each of 8 ranks has of the first."""
     keys = HeadsSpec(device, GGMLType.Q8_0, 128, 512, 128)
     values = replace(keys, n_out=128, n_in=512)
-    return [keys, values, replace(keys, n_head=16, type=GGMLType.Q5_0), replace(values, type=GGMLType.Q4_K)]
+    return [
+        keys,
+        values,
+        replace(keys, n_head=16, type=GGMLType.Q5_0),
+        replace(values, type=GGMLType.Q4_K),
+    ]
 
 
 heads: Op[HeadsSpec, Heads] = Op(

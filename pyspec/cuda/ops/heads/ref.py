@@ -1,8 +1,8 @@
 """Products of heads with matrices of their own (deepseek2: what stands between queries and latent keys, and behind their sums). In plain torch.
 
-    x        [row, head, n_in]   f32  a view or not; values of a head lie together
-    data     [head, n_out, n_in] as in the file: uint8, the bytes of `type`, in order
-    returns  [row, head, n_out]  f32  head h of a row times matrix h, contiguous
+x        [row, head, n_in]   f32  a view or not; values of a head lie together
+data     [head, n_out, n_in] as in the file: uint8, the bytes of `type`, in order
+returns  [row, head, n_out]  f32  head h of a row times matrix h, contiguous
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def bind(spec: RouteSpec) -> Route:
             empty(n, k),
             empty(n, 1) if spec.gated else None,
         )
-        outs, sizes = (ids, weights, gate), (n, spec.n_in, spec.n_expert, k, router, spec.renorm)
-        sizes += (spec.n_group, spec.n_group_used)
+        outs, groups = (ids, weights, gate), (spec.n_group, spec.n_group_used)
+        sizes = (n, spec.n_in, spec.n_expert, k, router, spec.renorm, *groups)
         ROUTE(x, x.stride(0), norm, matrix, bias, shift, named, *outs, *sizes, spec.scale, spec.eps)
         return Routes(ids, weights, gate)
 
