@@ -16,6 +16,7 @@ from pyspec.cuda.ops.heads import ref as heads_ref
 from pyspec.cuda.ops.heads.op import asked, heads, kept_bytes, ways
 from pyspec.cuda.ops.linear.cpu import sample
 from pyspec.gguf import GGMLType, TensorInfo
+from pyspec.models.weight_bytes import repacked_bytes
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 
@@ -67,6 +68,6 @@ def test_gpus_keep_the_files_type_or_f16() -> None:
     assert ways(replace(spec, type=GGMLType.BF16)) == [replace(spec, type=GGMLType.BF16)]
     assert ways(replace(rare, device=CPU)) == [replace(rare, device=CPU)]
     own = TensorInfo("k_b", GGMLType.Q8_0, (128, 512, 128), 0, 128 * 512 * 128 * 34 // 32, 0)
-    assert kept_bytes(own) == own.n_bytes
+    assert kept_bytes(own) == own.n_bytes == repacked_bytes(replace(own, name="blk.3.attn_k_b.weight"))
     with within(KernelContext(tiers=(("", "triton"),))):
         assert kept_bytes(own) == 2 * 8_388_608
