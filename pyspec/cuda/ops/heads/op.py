@@ -19,7 +19,7 @@ PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 
 def shapes(device: torch.device) -> list[HeadsSpec]:
-    """DeepSeek-V3's two, in the types that files have, and what each of 8 ranks has of the first."""
+    """DeepSeek-V3's two, in the types that files have and in f16, and what each of 8 ranks has of the first."""
     keys = HeadsSpec(device, GGMLType.Q8_0, 128, 512, 128)
     values = replace(keys, n_out=128, n_in=512)
     return [
@@ -27,6 +27,7 @@ def shapes(device: torch.device) -> list[HeadsSpec]:
         values,
         replace(keys, n_head=16, type=GGMLType.Q5_0),
         replace(values, type=GGMLType.Q4_K),
+        replace(values, type=GGMLType.F16),
     ]
 
 
