@@ -21,15 +21,15 @@ class Shelf:
 
     def __init__(self, kind: SuffixKind) -> None:
         self.young, self.old = kind.automaton(), kind.automaton()
+        self.automata: tuple[GrowingText, ...] = ()  # those with text
 
     @property
     def n_bytes(self) -> int:
         return self.young.n_bytes + self.old.n_bytes
 
-    @property
-    def automata(self) -> tuple[GrowingText, ...]:
-        """Those with text."""
-        return tuple(each for each in (self.young, self.old) if each.n_token)
+    def find_automata(self) -> None:
+        """Call it when one of them was changed."""
+        self.automata = tuple(each for each in (self.young, self.old) if each.n_token)
 
 
 class Answers:
@@ -90,6 +90,7 @@ class Answers:
     def _make_room(self, shelf: Shelf) -> None:
         if shelf.young.n_bytes > self.most_bytes // 2:
             shelf.young, shelf.old = self.kind.automaton(), shelf.young
+        shelf.find_automata()
         while len(self.shelves) > 1 and (
             len(self.shelves) > MOST_SHELVES or self.n_bytes > self.most_bytes
         ):

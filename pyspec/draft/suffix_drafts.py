@@ -12,7 +12,7 @@ from pyspec.draft.suffix_answers import Answers
 from pyspec.draft.suffix_chances import Promise, SuffixChances
 from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
 from pyspec.draft.suffix_native import fastest
-from pyspec.draft.suffix_text import MOST_TEXT, Learned, SlotText, SuffixAsk, SuffixKind
+from pyspec.draft.suffix_text import MOST_TEXT, Learned, SlotText, SuffixKind
 from pyspec.slots.table import Slot
 
 PIECE = 32  # tokens of prompts and finished answers that are entered at once while a device runs: 0.01 ms, in Python 0.06
@@ -104,17 +104,18 @@ class SuffixDrafts:
 
     def draft_all(self, wishes: Sequence[tuple[Slot, int, int]]) -> list[SuffixDraft]:
         """A draft for each (slot, anchor, most tokens): as `draft`."""
-        found, asks, at = [NO_DRAFT] * len(wishes), [], []
+        asks, at = [], []
         texts, automata_of = self.texts, self.answers.automata
         for i, (slot, anchor, most) in enumerate(wishes):
             text = texts.get(slot.index)
-            if text is not None and text.slot is slot and most > 0 and slot.n_past >= text.n_begin:
-                asks.append(SuffixAsk(text, anchor, most, automata_of(text.client)))
+            if text is not None and text.slot is slot and most > 0 and len(slot.tokens) >= text.n_begin:
+                asks.append((text, anchor, most, automata_of(text.client)))
                 at.append(i)
-        if asks:
-            for i, draft in zip(at, self.kind.draft_all(asks, self.least, self.n_draft), strict=True):
-                found[i] = draft
-        return found
+        found = self.kind.draft_all(asks, self.least, self.n_draft) if asks else []
+        if len(at) == len(wishes):
+            return found
+        made = dict(zip(at, found, strict=True))
+        return [made.get(i, NO_DRAFT) for i in range(len(wishes))]
 
     def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Report the verdict on a slot's last draft. Of one that was not verified, the tokens that come are the verdict."""

@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "start": (LONG, (POINTER, POINTER, LONG, POINTER)),
     "enter": (LONG, (POINTER, LONG)),
     "judge": (None, (POINTER, LONG, LONG)),
-    "round": (LONG, (POINTER, LONG, POINTER, REAL, LONG, *[POINTER] * 5)),
+    "round": (LONG, (POINTER, LONG, POINTER, REAL, *[POINTER] * 5)),
 }
 
 
@@ -200,35 +200,50 @@ class NativeTexts:
             self._make_room(max(len(asks), self._room), n_draft)
         new: list[int] = []
         block: list[int] = []
+        promises = []
         for text, anchor, most, automata in asks:
             assert isinstance(text, NativeText) and text.slot is not None
-            tokens, before = text.slot.tokens, len(new)
-            n_known = min(text.n_sent, len(tokens))
+            tokens = text.slot.tokens
+            n_known, n = text.n_sent, len(tokens)
+            if n_known > n:  # asked again, or rolled back
+                n_known = n
             new += tokens[n_known:]
             new.append(anchor)
-            text.n_sent = len(tokens) + 1
-            young, old = (*(a.handle for a in automata if isinstance(a, NativeAutomaton)), 0, 0)[:2]
-            block += (text.handle, n_known, len(new) - before, min(most, n_draft), young, old)
+            text.n_sent = n + 1
+            handles = [a.handle for a in automata if isinstance(a, NativeAutomaton)] if automata else []
+            block += (text.handle, n_known, n + 1 - n_known, min(most, n_draft))
+            block += (*handles, 0, 0)[:2]
+            promises.append(text.promise)
         numbers, added = array("q", block), array("i", new)
         _had(
             self._lib.pyspec_suffix_round(
-                _address(numbers), len(asks), _address(added), least, n_draft, *self._results
+                _address(numbers), len(asks), _address(added), least, *self._results
             ),
             -1,
         )
-        return [self._found(i, ask.text) for i, ask in enumerate(asks)]
+        return self._found(promises)
 
-    def _found(self, i: int, text: SlotText) -> SuffixDraft:
-        n, at = self._n_token[i], i * self._width
-        if not n:
-            return NO_DRAFT
-        assert isinstance(text, NativeText)
-        return SuffixDraft(
-            self._tokens[at : at + n].tolist(),
-            self._chances[at : at + n].tolist(),
-            text.promise,
-            (self._survival[at : at + n].tolist(), self._expected[i]),
-        )
+    def _found(self, promises: Sequence[Promise]) -> list[SuffixDraft]:
+        """The results of the last round: one text's tokens lie behind the other's."""
+        sizes = self._n_token[: len(promises)].tolist()
+        total = sum(sizes)
+        if not total:
+            return [NO_DRAFT] * len(promises)
+        tokens = self._tokens[:total].tolist()
+        chances, survival = self._chances[:total].tolist(), self._survival[:total].tolist()
+        found, at = [], 0
+        for n, expected, promise in zip(sizes, self._expected, promises, strict=False):
+            if n:
+                end = at + n
+                found.append(
+                    SuffixDraft(
+                        tokens[at:end], chances[at:end], promise, (survival[at:end], expected)
+                    )
+                )
+                at = end
+            else:
+                found.append(NO_DRAFT)
+        return found
 
 
 def _had(found: int | None, failed: int | None = None) -> int:

@@ -80,13 +80,8 @@ class SlotText(Protocol):
         """Report the verdict on the last draft."""
 
 
-class SuffixAsk(NamedTuple):
-    """A wish for a draft of at most `most` tokens behind `anchor`, the slot's last chosen token. automata: of answers, the young one first."""
-
-    text: SlotText
-    anchor: int
-    most: int
-    automata: Sequence[GrowingText]
+# A wish for a draft: text, the slot's last chosen token, most tokens, and automata of answers, the young one first
+SuffixAsk = tuple[SlotText, int, int, Sequence[GrowingText]]
 
 
 class SuffixKind(Protocol):

@@ -128,6 +128,7 @@ struct Text {
   Factor own_factor, others_factor;
   Draft offer, other;
   int64_t n_offered = -1;  // tokens before the last offer; -1: none
+  bool is_other = false;   // tokens that are entered were replaced
 
   void enter(int64_t n) {
     const int64_t most = n_begin < MOST_TEXT ? n_begin : MOST_TEXT;
@@ -221,6 +222,8 @@ struct Text {
 
   // The draft is `offer` then.
   void draft(const Ask &ask, const int32_t *added, double least) {
+    for (int64_t i = 0; i < ask.n_new && ask.n_known + i < n_entered; i++)
+      is_other = is_other || tokens[ask.n_known + i] != added[i];
     tokens.cut(ask.n_known);
     tokens.add(added, ask.n_new);
     compare();
@@ -294,7 +297,7 @@ int64_t pyspec_suffix_entered(const Text *t, int32_t *to) {
 }
 // The text goes on with this prompt: what is entered is its beginning.
 int32_t pyspec_suffix_continues(const Text *t, const int32_t *prompt, int64_t n) {
-  if (t->n_entered > n) return 0;
+  if (t->n_entered > n || t->is_other) return 0;
   for (int64_t i = 0; i < t->n_entered; i++)
     if (t->tokens[i] != prompt[i]) return 0;
   return 1;
@@ -325,10 +328,10 @@ void pyspec_suffix_judge(Text *t, int64_t n_draft, int64_t n_accepted) {
   t->judge(n_draft, int(n_accepted));
   t->n_offered = -1;
 }
-// Draft for n texts. added: new tokens of all, one text behind the other. For each text: its number of tokens, what it expects, and in
-// `width` places its tokens, their chances, and the chances that all up to each are right.
-int64_t pyspec_suffix_round(const Ask *asks, int64_t n, const int32_t *added, double least, int64_t width, int32_t *n_token,
-                            double *expected, int32_t *tokens, double *chances, double *survival) {
+// Draft for n texts. added: new tokens of all, one text behind the other. For each text: its number of tokens and what it expects; and one
+// text behind the other the tokens, their chances, and the chances that all up to each are right.
+int64_t pyspec_suffix_round(const Ask *asks, int64_t n, const int32_t *added, double least, int32_t *n_token, double *expected,
+                            int32_t *tokens, double *chances, double *survival) {
   return guarded([&] {
     for (int64_t i = 0; i < n; i++) {
       const Ask &ask = asks[i];
@@ -339,9 +342,9 @@ int64_t pyspec_suffix_round(const Ask *asks, int64_t n, const int32_t *added, do
       n_token[i] = int32_t(draft.tokens.size());
       expected[i] = draft.expected;
       for (int64_t j = 0; j < draft.tokens.size(); j++) {
-        tokens[i * width + j] = draft.tokens[j];
-        chances[i * width + j] = draft.chances[j];
-        survival[i * width + j] = factor * draft.found[j];
+        *tokens++ = draft.tokens[j];
+        *chances++ = draft.chances[j];
+        *survival++ = factor * draft.found[j];
       }
     }
     return n;
