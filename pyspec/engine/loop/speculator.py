@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pyspec.constrain.offer import Offer
 from pyspec.cuda.faults import ALL_SLOTS
-from pyspec.device.worker import Worker, is_device_error
+from pyspec.device.worker import Launched, Worker, is_device_error
 from pyspec.draft.drafter import (
     Drafter,
     DraftRequest,
@@ -23,13 +23,15 @@ from pyspec.draft.drafter import (
     Needs,
     WindowedDrafter,
 )
-from pyspec.draft.suffix_drafts import NO_DRAFT as NO_SUFFIX_DRAFT
-from pyspec.draft.suffix_drafts import SuffixDraft, SuffixDrafts
+from pyspec.draft.suffix_draft import NO_DRAFT as NO_SUFFIX_DRAFT
+from pyspec.draft.suffix_draft import SuffixDraft
+from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import Patience, SuffixSource, TextToDraft
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
+from pyspec.engine.policy.host_drafts import RESTS, HostDrafts
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw
@@ -48,11 +50,17 @@ LIKELY = 0.5  # least chance of a token behind a refused one to be worth its row
 
 
 class Speculator:
-    """Asks the worker's drafter for the drafts that the controller chose, and keeps its failures from the loop."""
+    """Asks the worker's drafter for the drafts that the controller chose, and keeps its failures from the loop. clock: seconds"""
 
     def __init__(
-        self, worker: Worker, controller: Controller, stats: Stats, suffixes: SuffixDrafts | None = None
+        self,
+        worker: Worker,
+        controller: Controller,
+        stats: Stats,
+        suffixes: SuffixDrafts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.clock, self.host = clock, HostDrafts(controller)
         self.worker, self.controller, self.stats = worker, controller, stats
         self.suffixes = SuffixSource(suffixes, has_device=worker.device.type != "cpu")
         self.patience = Patience()
@@ -70,6 +78,11 @@ class Speculator:
         self.refused: dict[
             int, int
         ] = {}  # by slot, the index of the drafted token that its grammar refused
+        self.n_busy = 0  # slots of the last round that was drafted for
+        self.own: dict[int, float] = {}  # by slot that uses its offer, tokens that the drafter promised
+        self.found_none: set[int] = set()  # slots for which a drafter on the host found nothing
+        # slots and milliseconds of suffix drafts while the device ran
+        self.beside: tuple[Sequence[int], float] | None = None
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
 
     @property
@@ -100,6 +113,10 @@ class Speculator:
         picked = self.controller.choose(caps, offers, beside)
         if whole:
             picked = self.controller.whole(caps, picked)
+        if self.suffixes.is_on and not self.controller.n_own:
+            for (slot, _), n in zip(caps, picked, strict=True):
+                if not n and self.host.rests(slot):
+                    self.controller.lanes[slot].reason = RESTS
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
 
     def _set_windows(self, jobs: Iterable[Job]) -> None:
@@ -144,8 +161,12 @@ class Speculator:
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
+        self.n_busy, self.own = len(jobs), self._own_of(taken)
         found |= self._ask(jobs, asked)
         chosen = self._cut(chosen, found)
+        if self.needs.on_host:
+            self.asked = [n for _, n in asked if n]
+            self.found_none = {slot for slot, n in asked if n and not found.get(slot, NO_DRAFTS).tokens}
         for job in held:
             self._fit(job, dict(chosen), found)
         if self.controller.force is not None:  # a warm-up times rows, whatever their tokens
@@ -185,9 +206,9 @@ class Speculator:
         if not sure:
             return chosen
         drafted = [(slot, len(found.get(slot, NO_DRAFTS).tokens)) for slot, _ in chosen]
-        began = time.perf_counter()
+        began = self.clock()
         kept = dict(self.controller.cut(drafted, sure))
-        self.controller.cut_took(1e3 * (time.perf_counter() - began))
+        self.controller.cut_took(1e3 * (self.clock() - began))
         for slot in sure:
             found[slot] = found[slot].first(kept[slot])
         return [(slot, kept[slot] if slot in sure else n) for slot, n in chosen]
@@ -196,37 +217,71 @@ class Speculator:
         held = job.constraint is not None
         return draft_draw(job.sampler, self.needs.draws, self.needs.n_draft, is_held=held)
 
-    def _collect_offers(self, jobs: Iterable[Job]) -> None:
+    def _collect_offers(self, jobs: Sequence[Job]) -> None:
         self.refused.clear()
-        found = ((job.slot.index, self._offer(job)) for job in jobs if job.slot is not None)
-        self.offers = {slot: offer for slot, offer in found if offer.tokens}
+        found, (slots, ms) = self._find_offers(jobs)
+        self.offers = {slot: offer for slot, offer in found.items() if offer.tokens}
+        if slots:
+            self.host.took(slots, ms, len(jobs))
 
-    def _offer(self, job: Job) -> Offer | SuffixDraft:
-        """What the request's grammar or an earlier text offers, whichever promises more."""
-        most, constraint = self._most_offered(job), job.constraint
-        if not most:
-            return NO_SUFFIX_DRAFT
-        offer = NO_SUFFIX_DRAFT if self.controller.force is not None else self.suffixes.draft(job, most)
-        if constraint is None:
-            return offer
-        if offer.tokens:
-            offer = offer.first(len(constraint.usable(offer.tokens)))
-        held = constraint.offer(most)
-        return held if sum(held.survival) >= offer.expected else offer
+    def _find_offers(
+        self, jobs: Sequence[Job]
+    ) -> tuple[dict[int, Offer | SuffixDraft], tuple[Sequence[int], float]]:
+        """What each request's grammar or an earlier text offers, whichever promises more, by slot. Also the slots that were looked up in
+        earlier text, and the milliseconds of that."""
+        found: dict[int, Offer | SuffixDraft] = {}
+        wishes, slots = [], []
+        if self.suffixes.is_on and self.controller.force is None:
+            for job in jobs:
+                slot, most = job.slot, self._most_offered(job)
+                if slot is not None and job.anchor is not None and most and self.host.may(slot.index):
+                    wishes.append((slot, job.anchor, most))
+                    slots.append(slot.index)
+        ms = 0.0
+        if wishes:
+            began = self.clock()
+            found.update(zip(slots, self.suffixes.draft_all(wishes), strict=True))
+            ms = 1e3 * (self.clock() - began)
+        for job in jobs:
+            slot, constraint, most = job.slot, job.constraint, self._most_offered(job)
+            if slot is None or constraint is None or not most:
+                continue
+            offer = found.get(slot.index, NO_SUFFIX_DRAFT)
+            if isinstance(offer, SuffixDraft) and offer.tokens:
+                offer = offer.first(len(constraint.usable(offer.tokens)))
+            held = constraint.offer(most)
+            found[slot.index] = held if sum(held.survival) >= offer.expected else offer
+        return found, (slots, ms)
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
         """A grammar or an earlier text offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
         if self.waits_for_offers:
             return True
-        caps, offers = [], {}
-        for job in jobs:
-            if job.slot is not None and (job.constraint is not None or self.suffixes.is_on):
-                offer = self._offer(job)
-                if offer.chance_of_first >= LIKELY:
-                    caps.append((job.slot.index, self.most(job, 0)))
-                    offers[job.slot.index] = offer.survival
+        asked = [job for job in jobs if job.constraint is not None or self.suffixes.is_on]
+        found, looked_up = self._find_offers(asked)
+        if looked_up[0]:
+            self.beside = looked_up
+        likely = {slot: each for slot, each in found.items() if each.chance_of_first >= LIKELY}
+        if not likely:
+            return False
+        slots = ((job.slot.index, job) for job in asked if job.slot is not None)
+        caps = [(slot, self.most(job, 0)) for slot, job in slots if slot in likely]
+        offers = {slot: each.survival for slot, each in likely.items()}
         gain = WORTH_READING if self.suffixes.is_on else 1.0
-        return bool(offers and self.controller.preferred(caps, offers, gain)) and self.patience.is_left
+        return bool(self.controller.preferred(caps, offers, gain)) and self.patience.is_left
+
+    def count_beside(self, launched: Launched, busy: int) -> None:
+        """Count the time of suffix drafts beside this forward, unless the device still runs it: then no one waited."""
+        beside, self.beside = self.beside, None
+        if beside is not None and launched.is_over:
+            self.host.took(*beside, busy)
+
+    def _own_of(self, slots: Sequence[int]) -> dict[int, float]:
+        """Tokens that the drafter promised these slots."""
+        if not slots or not self.controller.n_own:
+            return {}
+        promised = self.controller.texts.survive(slots).sum(axis=1)
+        return dict(zip(slots, promised.tolist(), strict=True))
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
@@ -255,6 +310,12 @@ class Speculator:
                 offer.judge(n_draft, n_accepted)
             else:
                 self.suffixes.judge(slot, n_draft, n_accepted)
+                if n_draft:
+                    self.host.gave(slot, n_draft, n_accepted - self.own.get(slot, 0.0), self.n_busy)
+            return
+        if slot in self.found_none:
+            self.found_none.discard(slot)
+            self.controller.found_none(slot)
             return
         n = self.refused.pop(slot, None)
         if n is not None:  # the refused token is wrong, and so is every token behind it
@@ -286,7 +347,7 @@ class Speculator:
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
         drafter = self.drafter
-        self.suffixes.observe(batch.n_row)
+        self._enter_texts(batch.n_row, len(batch.seqs))
         known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
         if drafter is None or not known:
             return
@@ -300,6 +361,17 @@ class Speculator:
             lambda: drafter.observe(batch, kept, out),
             [self.worker.table.slots[q.slot] for q in batch.seqs],
         )
+
+    def _enter_texts(self, n_row: int, busy: int) -> None:
+        """Enter a part of the texts that wait for suffix drafts, unless those rest."""
+        if self.suffixes.has_rest and not self.host.is_resting:
+            began = self.clock()
+            self.suffixes.observe(n_row)
+            self.host.took((), 1e3 * (self.clock() - began), busy)
+
+    def enter_piece(self) -> bool:
+        """Enter a piece of a text while the device runs. False if none waits, or suffix drafts rest."""
+        return not self.host.is_resting and self.suffixes.enter_piece()
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
@@ -332,6 +404,7 @@ class Speculator:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
         self.decay.begin(slot.index, n_prompt)
         self.controller.begin(slot.index, grammar)
+        self.host.begin(slot.index)
 
     def checkpoint(self, slot: Slot) -> object | None:
         """The drafter's share of a checkpoint. The drafter may lose track of the slot here."""

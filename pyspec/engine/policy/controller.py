@@ -464,6 +464,11 @@ class Controller:
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
 
+    def found_none(self, slot: int) -> None:
+        """The drafter was asked and had no draft for the slot: it took its time, and gave as much as a wrong token."""
+        self.texts.add(slot, 1, 0)
+        self._plain = None
+
     def timed(
         self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float
     ) -> None:

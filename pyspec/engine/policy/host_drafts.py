@@ -1,0 +1,104 @@
+"""Decides by measuring whether drafts that the host makes beside the device are worth the host's time: for all slots together, and for each.
+
+Accounts of time: what the host took is a debt, and what accepted drafts saved pays it. While it is too large the host makes no such
+drafts, and the debt shrinks by a small share of the time that passes. Then it tries again. So drafts that never pay cost that share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspec.engine.policy.controller import Controller
+
+SHARE = 0.004  # of all time, that drafts may take which do not pay
+LIMIT = 2.0  # plain rounds of debt that begin a rest; of a slot, its part of a round
+MOST_DEBT = 16.0  # plain rounds: a host that paused for another reason is not held against drafts for longer
+MOST_CREDIT = 4.0  # plain rounds that drafts may have saved in advance
+RESTS = "none: drafts from earlier text took more of the host's time than they saved, and are tried again later"
+
+
+class Account:
+    """A debt in milliseconds. at: when it was settled last, in milliseconds of rounds."""
+
+    __slots__ = ("at", "debt", "rests")
+
+    def __init__(self, at: float = 0.0) -> None:
+        self.debt, self.at, self.rests = 0.0, at, False
+
+    def settle(self, now: float) -> None:
+        """Time has passed."""
+        if self.debt > 0.0:
+            self.debt = max(0.0, self.debt - SHARE * (now - self.at))
+        self.at = now
+        self.rests = self.rests and self.debt > 0.0
+
+    def add(self, ms: float, unit: float) -> None:
+        """ms: taken, or negative: saved. unit: milliseconds of a plain round, or of a slot's part of it."""
+        self.debt = min(max(self.debt + ms, -MOST_CREDIT * unit), MOST_DEBT * unit)
+        self.rests = self.rests or self.debt > LIMIT * unit
+
+
+class HostDrafts:
+    """Times of rounds are the controller's, and so is the time that passes. Fixed lengths are drafted at any cost."""
+
+    def __init__(self, controller: Controller) -> None:
+        self.controller = controller
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every account."""
+        now = self.controller.ms
+        self.all, self.slots = Account(now), [Account(now) for _ in range(self.controller.n_slot)]
+
+    def begin(self, slot: int) -> None:
+        """Another text starts in this slot."""
+        self.slots[slot] = Account(self.controller.ms)
+
+    def may(self, slot: int) -> bool:
+        """The host may draft for this slot."""
+        if self.controller.fixed:
+            return True
+        for each in (self.all, self.slots[slot]):
+            if each.rests:
+                each.settle(self.controller.ms)
+        return not self.rests(slot)
+
+    def rests(self, slot: int) -> bool:
+        """The host did not draft for this slot when it was asked last."""
+        return (self.all.rests or self.slots[slot].rests) and not self.controller.fixed
+
+    @property
+    def is_resting(self) -> bool:
+        """The same of every slot."""
+        return self.all.rests and not self.controller.fixed
+
+    def took(self, slots: Sequence[int], ms: float, busy: int) -> None:
+        """The host drafted for these slots of `busy` in so many milliseconds, and the device waited. No slots: it entered texts."""
+        unit = self._plain_ms(busy)
+        if not unit:
+            return
+        self._add(self.all, ms, unit)
+        for slot in slots:
+            self._add(self.slots[slot], ms / len(slots), unit / busy)
+
+    def gave(self, slot: int, n_draft: int, n_more: float, busy: int) -> None:
+        """A slot's draft was verified and gave so many tokens more than the round would have without it."""
+        unit = self._plain_ms(busy)
+        if not unit:
+            return
+        c = self.controller
+        row_ms = (c.verify_ms(busy + n_draft) - c.verify_ms(busy)) / max(n_draft, 1)
+        saved = n_more * unit / busy - n_draft * max(row_ms, 0.0)
+        self._add(self.all, -saved, unit)
+        self._add(self.slots[slot], -saved, unit / busy)
+
+    def _add(self, account: Account, ms: float, unit: float) -> None:
+        account.settle(self.controller.ms)
+        account.add(ms, unit)
+
+    def _plain_ms(self, busy: int) -> float:
+        """0.0: not known yet."""
+        c = self.controller
+        if c.force is not None or not busy or not c.verify_ms.n(busy):
+            return 0.0
+        return c.verify_ms(busy) + c.verify_ms.slot_ms * busy
