@@ -99,6 +99,6 @@ class HostDrafts:
     def _plain_ms(self, busy: int) -> float:
         """0.0: not known yet."""
         c = self.controller
-        if c.force is not None or not busy or not c.verify_ms.n(busy):
+        if c.force is not None or not busy or not c.verify_ms.has_trusted:
             return 0.0
         return c.verify_ms(busy) + c.verify_ms.slot_ms * busy
