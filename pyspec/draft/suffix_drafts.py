@@ -41,12 +41,14 @@ class SuffixDrafts:
         self.n_draft, self.least, self.kind = n_draft, least, kind or fastest()
         self.answers = Answers(answer_bytes, shared=shared, kind=self.kind)
         self.texts: dict[int, SlotText] = {}
+        self.behind: set[int] = set()  # slots whose prompts are not entered yet
         self.forget_learned()
 
     def forget_learned(self) -> None:
         """Forget chances, texts and answers: they were of a warm-up."""
         self.learned = Learned(SuffixChances(), SuffixChances(), Promise())
         self.texts.clear()
+        self.behind.clear()
         self.answers.clear()
 
     @property
@@ -63,12 +65,14 @@ class SuffixDrafts:
             text = self.texts[slot.index] = self.kind.text(client)
         text.keeps = keeps
         text.start(slot, prompt, self.learned)
+        self.behind.add(slot.index)
 
     def end(self, slot: Slot) -> None:
         """The request is over. Its text stays for a next one that continues it."""
         text = self.texts.get(slot.index)
         if text is None or text.slot is None:
             return
+        self.behind.discard(slot.index)
         if text.keeps:
             self.answers.add(text.client, tuple(slot.tokens[text.n_begin :]))
         text.end()
@@ -78,20 +82,21 @@ class SuffixDrafts:
     @property
     def has_rest(self) -> bool:
         """Prompts or finished answers wait to be entered."""
-        return bool(self.answers.queue) or any(
-            text.slot is not None and self._rest(text) > 0 for text in self.texts.values()
-        )
+        return bool(self.behind or self.answers.queue)
 
     def advance(self, n: int) -> bool:
         """Enter up to n tokens of prompts, the shortest rest first, and of finished answers. False if none is left."""
-        behind = [text for text in self.texts.values() if text.slot is not None and self._rest(text) > 0]
-        for text in sorted(behind, key=self._rest):
+        self.behind = {slot for slot in self.behind if self._rest(self.texts[slot]) > 0}
+        was_behind = bool(self.behind)
+        for slot in sorted(self.behind, key=lambda slot: self._rest(self.texts[slot])):
+            text = self.texts[slot]
             before = text.n_entered
             text.enter(n)
             n -= text.n_entered - before
             if n <= 0:
                 return True
-        return bool(behind) or self.answers.read(n) < n
+            self.behind.discard(slot)
+        return was_behind or self.answers.read(n) < n
 
     @staticmethod
     def _rest(text: SlotText) -> int:

@@ -84,10 +84,19 @@ class Speculator:
         # slots and milliseconds of suffix drafts while the device ran
         self.beside: tuple[Sequence[int], float] | None = None
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
+        self._windowed: tuple[Drafter | None, WindowedDrafter | None] = None, None
 
     @property
     def drafter(self) -> Drafter | None:
         return self.worker.drafter
+
+    @property
+    def windowed(self) -> WindowedDrafter | None:
+        """The drafter, if it has windows."""
+        drafter, was = self.drafter, self._windowed
+        if drafter is not was[0]:  # a check of a protocol takes microseconds, and each verdict asks
+            was = self._windowed = drafter, drafter if isinstance(drafter, WindowedDrafter) else None
+        return was[1]
 
     @property
     def needs(self) -> Needs:
@@ -120,8 +129,8 @@ class Speculator:
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
 
     def _set_windows(self, jobs: Iterable[Job]) -> None:
-        drafter = self.drafter
-        if isinstance(drafter, WindowedDrafter):
+        drafter = self.windowed
+        if drafter is not None:
             for slot in (job.slot for job in jobs if job.slot is not None):
                 drafter.set_window(slot, self.decay.window(slot.index, slot.n_past))
 
@@ -230,27 +239,29 @@ class Speculator:
         """What each request's grammar or an earlier text offers, whichever promises more, by slot. Also the slots that were looked up in
         earlier text, and the milliseconds of that."""
         found: dict[int, Offer | SuffixDraft] = {}
-        wishes, slots = [], []
-        if self.suffixes.is_on and self.controller.force is None:
-            for job in jobs:
-                slot, most = job.slot, self._most_offered(job)
-                if slot is not None and job.anchor is not None and most and self.host.may(slot.index):
-                    wishes.append((slot, job.anchor, most))
-                    slots.append(slot.index)
-        ms = 0.0
+        wishes, slots, held, ms = [], [], [], 0.0
+        looks_up = self.suffixes.is_on and self.controller.force is None
+        for job in jobs:
+            slot = job.slot
+            if slot is None:
+                continue
+            if job.constraint is not None:
+                held.append((job, slot.index, job.constraint))
+            if looks_up and job.anchor is not None and self.host.may(slot.index):
+                wishes.append((slot, job.anchor, self._most_offered(job)))
+                slots.append(slot.index)
         if wishes:
             began = self.clock()
             found.update(zip(slots, self.suffixes.draft_all(wishes), strict=True))
             ms = 1e3 * (self.clock() - began)
-        for job in jobs:
-            slot, constraint, most = job.slot, job.constraint, self._most_offered(job)
-            if slot is None or constraint is None or not most:
+        for job, index, constraint in held:
+            if not (most := self._most_offered(job)):
                 continue
-            offer = found.get(slot.index, NO_SUFFIX_DRAFT)
+            offer = found.get(index, NO_SUFFIX_DRAFT)
             if isinstance(offer, SuffixDraft) and offer.tokens:
                 offer = offer.first(len(constraint.usable(offer.tokens)))
-            held = constraint.offer(most)
-            found[slot.index] = held if sum(held.survival) >= offer.expected else offer
+            own = constraint.offer(most)
+            found[index] = own if sum(own.survival) >= offer.expected else offer
         return found, (slots, ms)
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
@@ -322,9 +333,7 @@ class Speculator:
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
         n_past = self.worker.table.slots[slot].n_past
-        if isinstance(self.drafter, WindowedDrafter) and self.decay.add(
-            slot, n_past, n_draft, n_accepted
-        ):
+        if self.windowed is not None and self.decay.add(slot, n_past, n_draft, n_accepted):
             log.info("slot %d: %s", slot, self.decay.reason(slot))
             self.controller.restart(slot)
 
