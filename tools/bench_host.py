@@ -73,7 +73,9 @@ def answer_at_once(r: Rig, kind: str) -> None:
     )
     taps = torch.zeros(BUCKETS[-1], max(len(loop.worker.needs.taps), 1) * loop.target.n_embd)
 
-    text = torch.randint(10, 50, (4099, BUCKETS[-1]), generator=torch.Generator().manual_seed(1)).double()
+    text = torch.randint(
+        10, 50, (4099, BUCKETS[-1]), generator=torch.Generator().manual_seed(1)
+    ).double()
     n_forward = 0
 
     def forward(batch: Batch) -> Out:

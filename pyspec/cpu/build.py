@@ -54,7 +54,9 @@ SETS["aarch64"] = SETS["arm64"] = {
     "plain": ("", set()),
 }
 ELSEWHERE: dict[str, tuple[str, set[str]]] = {"plain": ("", set())}  # the compiler's own vectors
-OWN_OPTIONS = {"suffix": ("-ffp-contract=off",)}  # of a source, behind those of all: its numbers equal Python's
+OWN_OPTIONS = {
+    "suffix": ("-ffp-contract=off",)
+}  # of a source, behind those of all: its numbers equal Python's
 LIMIT_S = 300
 KEPT_DAYS = 14  # of libraries of other sources
 

@@ -40,9 +40,7 @@ class Answers:
     kind        makes automata
     """
 
-    def __init__(
-        self, most_bytes: int, *, shared: bool = False, kind: SuffixKind | None = None
-    ) -> None:
+    def __init__(self, most_bytes: int, *, shared: bool = False, kind: SuffixKind | None = None) -> None:
         self.most_bytes, self.shared, self.kind = most_bytes, shared, kind or PythonTexts()
         self.shelves: OrderedDict[str, Shelf] = OrderedDict()
         self.queue: deque[tuple[str, Sequence[int], int]] = (

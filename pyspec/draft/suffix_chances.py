@@ -48,7 +48,9 @@ class SuffixChances:
 
     def __init__(self) -> None:
         lengths = (*LENGTHS, 2 * LENGTHS[-1])
-        self.guess = array("d", [_guess(length, share) for length in lengths for share in range(N_SHARE)])
+        self.guess = array(
+            "d", [_guess(length, share) for length in lengths for share in range(N_SHARE)]
+        )
         self.came, self.seen = (array("d", bytes(8 * len(self.guess))) for _ in range(2))
 
     def of(self, length: int, branch: Branch) -> float:

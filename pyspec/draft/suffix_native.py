@@ -136,9 +136,7 @@ class NativeText:
 
     def continues(self, prompt: Sequence[int]) -> bool:
         numbers = _ints(prompt)
-        return bool(
-            self._lib.pyspec_suffix_continues(self.handle, _address(numbers), len(numbers))
-        )
+        return bool(self._lib.pyspec_suffix_continues(self.handle, _address(numbers), len(numbers)))
 
     def start(self, slot: Slot, prompt: Sequence[int], learned: Learned) -> None:
         self.slot, self.n_begin, self.n_sent = slot, len(prompt), len(prompt)
@@ -236,9 +234,7 @@ class NativeTexts:
             if n:
                 end = at + n
                 found.append(
-                    SuffixDraft(
-                        tokens[at:end], chances[at:end], promise, (survival[at:end], expected)
-                    )
+                    SuffixDraft(tokens[at:end], chances[at:end], promise, (survival[at:end], expected))
                 )
                 at = end
             else:

@@ -19,7 +19,9 @@ from pyspec.slots.table import Slot
 LEAST_MATCH = 2  # tokens
 MOST_TEXT = 1 << 18  # tokens of a text; drafts of a longer one come from finished answers only
 LATE = 64  # tokens that a draft enters itself: of a prompt, more wait for `advance`; of an answer, the next drafts enter them
-BEFORE = 64  # tokens of a text looked up in automata that are new to it, or that it has not followed for long
+BEFORE = (
+    64  # tokens of a text looked up in automata that are new to it, or that it has not followed for long
+)
 
 
 class GrowingText(Protocol):
@@ -194,7 +196,9 @@ class SuffixText:
         self.automaton.extend(piece)
         self.entered.extend(piece)
 
-    def draft(self, anchor: int, most: int, automata: Sequence[GrowingText], least: float) -> SuffixDraft:
+    def draft(
+        self, anchor: int, most: int, automata: Sequence[GrowingText], least: float
+    ) -> SuffixDraft:
         assert self.learned is not None and self.slot is not None
         self._compare(anchor)
         found = NO_DRAFT

@@ -113,7 +113,10 @@ def test_automata_have_the_same_states(kind: str) -> None:
             automaton.extend(text)
     assert other._lib.pyspec_suffix_n_state(other.handle) == len(python.length)
     assert other.n_token == python.n_token == 1802
-    states = [(python.length[i], python.link[i], python.places[i], python.at[i]) for i in range(len(python.link))]
+    states = [
+        (python.length[i], python.link[i], python.places[i], python.at[i])
+        for i in range(len(python.link))
+    ]
     assert [numbers(other, i) for i in range(len(states))] == states
     assert [likeliest(other, i) for i in range(len(states))] == [
         python.likeliest(i) for i in range(len(states))
@@ -126,7 +129,9 @@ def test_automata_have_the_same_states(kind: str) -> None:
         assert other._lib.pyspec_suffix_next(other.handle, at[0], token) == python.next(at[0], token)
 
 
-@pytest.mark.parametrize("text", [[7] * 9000, list(range(9000)), [1, 2] * 4500, [i % 71 for i in range(9000)]])
+@pytest.mark.parametrize(
+    "text", [[7] * 9000, list(range(9000)), [1, 2] * 4500, [i % 71 for i in range(9000)]]
+)
 def test_its_memory_is_linear_and_below_that_of_python(text: list[int]) -> None:
     python, other = SuffixAutomaton(), native().automaton()
     python.extend(text)
@@ -161,7 +166,12 @@ def play(kind: str, n_slot: int, n_request: int, seed: int, **options: int) -> i
         for _ in range(rng.choice((1, 1, 2))):  # a round asks twice at times
             python, other = (each.draft_all(wishes) for each in drafts)
         for a, b in zip(python, other, strict=True):
-            assert (a.tokens, a.chances, a.survival, a.expected) == (b.tokens, b.chances, b.survival, b.expected)
+            assert (a.tokens, a.chances, a.survival, a.expected) == (
+                b.tokens,
+                b.chances,
+                b.survival,
+                b.expected,
+            )
             assert a.first(3).survival == b.first(3).survival
             n_drafted += len(a.tokens)
         found = dict(zip(asked, python, strict=True))
@@ -250,7 +260,9 @@ def test_a_text_left_behind_is_entered_in_pieces_by_the_next_drafts() -> None:
         n = []
         while not (found := each.draft(slot, 10, 5)).tokens:
             n.append(each.texts[0].n_entered)
-        assert n == [4 + LATE, 4 + 2 * LATE] and found.tokens == [11, 12, 13, 14, 15][: len(found.tokens)]
+        assert (
+            n == [4 + LATE, 4 + 2 * LATE] and found.tokens == [11, 12, 13, 14, 15][: len(found.tokens)]
+        )
 
 
 def test_without_a_compiler_drafts_are_made_in_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,9 @@ class Work:
 
     clock: Clock
     host_ms: float
-    right: Callable[[int], int]  # by slot: tokens of the next draft that are right, of LONGEST; negative: no draft
+    right: Callable[
+        [int], int
+    ]  # by slot: tokens of the next draft that are right, of LONGEST; negative: no draft
     texts: dict[int, list[int]] = field(default_factory=dict)  # by slot: the text to its end
     lookups: list[int] = field(default_factory=list)
     n_piece: int = 0
@@ -71,14 +73,21 @@ class Oracle(SuffixDrafts):
             return NO_DRAFT
         behind = self.work.texts[slot.index][slot.n_past + 1 :][: min(most, n_right + 1)]
         tokens = [t if i < n_right else (t + 1) % N_VOCAB for i, t in enumerate(behind)]
-        return SuffixDraft(tokens, [0.8] * len(tokens), Promise(), ([0.8**i for i in range(1, len(tokens) + 1)], n_right or 0.8))
+        return SuffixDraft(
+            tokens,
+            [0.8] * len(tokens),
+            Promise(),
+            ([0.8**i for i in range(1, len(tokens) + 1)], n_right or 0.8),
+        )
 
     def advance(self, n: int) -> bool:
         self.work.n_piece += 1
         return super().advance(n)
 
 
-def make(np: int, host_ms: float, right: Callable[[int], int], *, ahead: bool = False) -> tuple[Rig, Work]:
+def make(
+    np: int, host_ms: float, right: Callable[[int], int], *, ahead: bool = False
+) -> tuple[Rig, Work]:
     clock = Clock()
     work = Work(clock, host_ms, right)
     made = fake_rig(np, None, ctx=1600)
@@ -119,7 +128,9 @@ def finish(made: Rig, heard: Sequence[Heard], work: Work, n: int) -> None:
 
 
 @pytest.mark.parametrize("np", [3, slow(1), slow(10)])
-def test_at_1_05_tokens_a_round_and_half_a_round_of_the_hosts_time_drafting_stops_and_its_work_too(np: int) -> None:
+def test_at_1_05_tokens_a_round_and_half_a_round_of_the_hosts_time_drafting_stops_and_its_work_too(
+    np: int,
+) -> None:
     rng, n = random.Random(3), 700
     made, work = make(np, 0.5 * ROUND_MS, lambda slot: 1 if rng.random() < 0.05 else 0)
     heard = submit(made, work, n)

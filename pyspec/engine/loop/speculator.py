@@ -238,7 +238,7 @@ class Speculator:
     ) -> tuple[dict[int, Offer | SuffixDraft], tuple[Sequence[int], float]]:
         """What each request's grammar or an earlier text offers, whichever promises more, by slot. Also the slots that were looked up in
         earlier text, and the milliseconds of that."""
-        found: dict[int, Offer | SuffixDraft] = {}
+        drafts: dict[int, SuffixDraft] = {}
         wishes, slots, held, ms = [], [], [], 0.0
         looks_up = self.suffixes.is_on and self.controller.force is None
         for job in jobs:
@@ -252,13 +252,14 @@ class Speculator:
                 slots.append(slot.index)
         if wishes:
             began = self.clock()
-            found.update(zip(slots, self.suffixes.draft_all(wishes), strict=True))
+            drafts = dict(zip(slots, self.suffixes.draft_all(wishes), strict=True))
             ms = 1e3 * (self.clock() - began)
+        found: dict[int, Offer | SuffixDraft] = {**drafts}
         for job, index, constraint in held:
             if not (most := self._most_offered(job)):
                 continue
-            offer = found.get(index, NO_SUFFIX_DRAFT)
-            if isinstance(offer, SuffixDraft) and offer.tokens:
+            offer = drafts.get(index, NO_SUFFIX_DRAFT)
+            if offer.tokens:
                 offer = offer.first(len(constraint.usable(offer.tokens)))
             own = constraint.offer(most)
             found[index] = own if sum(own.survival) >= offer.expected else offer

@@ -12,7 +12,9 @@ from pyspec.engine.policy.controller import Controller
 
 SHARE = 0.004  # of all time, that drafts may take which do not pay
 LIMIT = 2.0  # plain rounds of debt that begin a rest; of a slot, its part of a round
-MOST_DEBT = 16.0  # plain rounds: a host that paused for another reason is not held against drafts for longer
+MOST_DEBT = (
+    16.0  # plain rounds: a host that paused for another reason is not held against drafts for longer
+)
 MOST_CREDIT = 4.0  # plain rounds that drafts may have saved in advance
 RESTS = "none: drafts from earlier text took more of the host's time than they saved, and are tried again later"
 
