@@ -78,7 +78,6 @@ class Speculator:
         self.refused: dict[
             int, int
         ] = {}  # by slot, the index of the drafted token that its grammar refused
-        self.n_busy = 0  # slots of the last round that was drafted for
         self.own: dict[int, float] = {}  # by slot that uses its offer, tokens that the drafter promised
         self.found_none: set[int] = set()  # slots for which a drafter on the host found nothing
         # slots and milliseconds of suffix drafts while the device ran
@@ -150,9 +149,9 @@ class Speculator:
 
     def draft(self, jobs: Sequence[Job], beside: int = 0) -> dict[int, Drafts]:
         """Draft for these decoding jobs, by slot. A failure costs only this round's drafts. beside: as in `lengths`"""
-        chosen, self.chosen = self.chosen, None
+        chosen, self.chosen, began = self.chosen, None, self.clock()
         held = [job for job in jobs if job.constraint is not None]
-        self._collect_offers(jobs if self.suffixes.is_on else held)
+        looked_up = self._collect_offers(jobs if self.suffixes.is_on else held)
         if (
             chosen is None
             or self.offers
@@ -170,7 +169,10 @@ class Speculator:
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
-        self.n_busy, self.own = len(jobs), self._own_of(taken)
+        self.own = self._own_of(taken)
+        if looked_up:
+            self.host.plans(len(jobs), sum(n for slot, n in chosen if slot in found))
+            self.host.took(looked_up, 1e3 * (self.clock() - began), len(jobs))
         found |= self._ask(jobs, asked)
         chosen = self._cut(chosen, found)
         if self.needs.on_host:
@@ -226,12 +228,12 @@ class Speculator:
         held = job.constraint is not None
         return draft_draw(job.sampler, self.needs.draws, self.needs.n_draft, is_held=held)
 
-    def _collect_offers(self, jobs: Sequence[Job]) -> None:
+    def _collect_offers(self, jobs: Sequence[Job]) -> Sequence[int]:
+        """Returns the slots that were looked up in earlier text."""
         self.refused.clear()
-        found, (slots, ms) = self._find_offers(jobs)
+        found, (slots, _) = self._find_offers(jobs)
         self.offers = {slot: offer for slot, offer in found.items() if offer.tokens}
-        if slots:
-            self.host.took(slots, ms, len(jobs))
+        return slots
 
     def _find_offers(
         self, jobs: Sequence[Job]
@@ -323,7 +325,7 @@ class Speculator:
             else:
                 self.suffixes.judge(slot, n_draft, n_accepted)
                 if n_draft:
-                    self.host.gave(slot, n_draft, n_accepted - self.own.get(slot, 0.0), self.n_busy)
+                    self.host.gave(slot, n_draft, n_accepted - self.own.get(slot, 0.0))
             return
         if slot in self.found_none:
             self.found_none.discard(slot)

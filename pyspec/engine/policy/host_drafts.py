@@ -51,6 +51,10 @@ class HostDrafts:
         """Forget every account."""
         now = self.controller.ms
         self.all, self.slots = Account(now), [Account(now) for _ in range(self.controller.n_slot)]
+        self.unit = self.row_ms = (
+            0.0  # of the last `plans`: milliseconds of a plain round, and of a drafted row
+        )
+        self.busy = 0
 
     def begin(self, slot: int) -> None:
         """Another text starts in this slot."""
@@ -83,16 +87,19 @@ class HostDrafts:
         for slot in slots:
             self._add(self.slots[slot], ms / len(slots), unit / busy)
 
-    def gave(self, slot: int, n_draft: int, n_more: float, busy: int) -> None:
-        """A slot's draft was verified and gave so many tokens more than the round would have without it."""
-        unit = self._plain_ms(busy)
-        if not unit:
-            return
-        c = self.controller
-        row_ms = (c.verify_ms(busy + n_draft) - c.verify_ms(busy)) / max(n_draft, 1)
-        saved = n_more * unit / busy - n_draft * max(row_ms, 0.0)
-        self._add(self.all, -saved, unit)
-        self._add(self.slots[slot], -saved, unit / busy)
+    def plans(self, busy: int, n_row: int) -> None:
+        """The next verify has so many rows of such drafts beside those of `busy` slots."""
+        verify = self.controller.verify_ms
+        self.unit, self.busy = self._plain_ms(busy), busy
+        self.row_ms = max(0.0, verify(busy + n_row) - verify(busy)) / n_row if n_row else 0.0
+
+    def gave(self, slot: int, n_draft: int, n_more: float) -> None:
+        """A slot's draft of that verify gave so many tokens more than the round would have without it."""
+        if self.unit:
+            each = self.unit / self.busy
+            saved = n_more * each - n_draft * self.row_ms
+            self._add(self.all, -saved, self.unit)
+            self._add(self.slots[slot], -saved, each)
 
     def _add(self, account: Account, ms: float, unit: float) -> None:
         account.settle(self.controller.ms)
