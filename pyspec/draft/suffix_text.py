@@ -33,9 +33,11 @@ class GrowingText(Protocol):
     @property
     def n_bytes(self) -> int: ...
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Begin another text: no substring crosses its border."""
 
-    def extend(self, tokens: Sequence[int]) -> None: ...
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the present text."""
 
 
 class Learned(NamedTuple):
@@ -91,11 +93,14 @@ class SuffixKind(Protocol):
 
     name: str
 
-    def automaton(self) -> GrowingText: ...
+    def automaton(self) -> GrowingText:
+        """An empty one."""
 
-    def text(self, client: str) -> SlotText: ...
+    def text(self, client: str) -> SlotText:
+        """A text of this client without tokens."""
 
-    def draft_all(self, asks: Sequence[SuffixAsk], least: float, n_draft: int) -> list[SuffixDraft]: ...
+    def draft_all(self, asks: Sequence[SuffixAsk], least: float, n_draft: int) -> list[SuffixDraft]:
+        """The draft of each, which ends where the product of its chances would be below `least`. MemoryError without memory."""
 
 
 class PythonTexts:
