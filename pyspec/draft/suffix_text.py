@@ -204,6 +204,7 @@ class SuffixText:
     def draft(
         self, anchor: int, most: int, automata: Sequence[GrowingText], least: float
     ) -> SuffixDraft:
+        """As `SuffixKind.draft_all`, for this text."""
         assert self.learned is not None and self.slot is not None
         self._compare(anchor)
         found = NO_DRAFT
