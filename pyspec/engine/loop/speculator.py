@@ -78,7 +78,6 @@ class Speculator:
         self.refused: dict[
             int, int
         ] = {}  # by slot, the index of the drafted token that its grammar refused
-        self.own: dict[int, float] = {}  # by slot that uses its offer, tokens that the drafter promised
         self.found_none: set[int] = set()  # slots for which a drafter on the host found nothing
         # slots and milliseconds of suffix drafts while the device ran
         self.beside: tuple[Sequence[int], float] | None = None
@@ -151,7 +150,7 @@ class Speculator:
         """Draft for these decoding jobs, by slot. A failure costs only this round's drafts. beside: as in `lengths`"""
         chosen, self.chosen, began = self.chosen, None, self.clock()
         held = [job for job in jobs if job.constraint is not None]
-        looked_up = self._collect_offers(jobs if self.suffixes.is_on else held)
+        looked_up, ms = self._collect_offers(jobs if self.suffixes.is_on else held)
         if (
             chosen is None
             or self.offers
@@ -169,10 +168,12 @@ class Speculator:
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
-        self.own = self._own_of(taken)
         if looked_up:
-            self.host.plans(len(jobs), sum(n for slot, n in chosen if slot in found))
-            self.host.took(looked_up, 1e3 * (self.clock() - began), len(jobs))
+            self.host.plans(len(jobs), [(slot, n) for slot, n in chosen if n and slot in found])
+            all_ms = (
+                ms if self.controller.n_own else 1e3 * (self.clock() - began)
+            )  # a drafter needs a choice, too
+            self.host.took(looked_up, all_ms, len(jobs))
         found |= self._ask(jobs, asked)
         chosen = self._cut(chosen, found)
         if self.needs.on_host:
@@ -228,12 +229,12 @@ class Speculator:
         held = job.constraint is not None
         return draft_draw(job.sampler, self.needs.draws, self.needs.n_draft, is_held=held)
 
-    def _collect_offers(self, jobs: Sequence[Job]) -> Sequence[int]:
-        """Returns the slots that were looked up in earlier text."""
+    def _collect_offers(self, jobs: Sequence[Job]) -> tuple[Sequence[int], float]:
+        """Returns the slots that were looked up in earlier text, and the milliseconds of that."""
         self.refused.clear()
-        found, (slots, _) = self._find_offers(jobs)
+        found, looked_up = self._find_offers(jobs)
         self.offers = {slot: offer for slot, offer in found.items() if offer.tokens}
-        return slots
+        return looked_up
 
     def _find_offers(
         self, jobs: Sequence[Job]
@@ -290,13 +291,6 @@ class Speculator:
         if beside is not None and launched.is_over:
             self.host.took(*beside, busy)
 
-    def _own_of(self, slots: Sequence[int]) -> dict[int, float]:
-        """Tokens that the drafter promised these slots."""
-        if not slots or not self.controller.n_own:
-            return {}
-        promised = self.controller.texts.survive(slots).sum(axis=1)
-        return dict(zip(slots, promised.tolist(), strict=True))
-
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
         slot, constraint = job.slot, job.constraint
@@ -325,7 +319,7 @@ class Speculator:
             else:
                 self.suffixes.judge(slot, n_draft, n_accepted)
                 if n_draft:
-                    self.host.gave(slot, n_draft, n_accepted - self.own.get(slot, 0.0))
+                    self.host.gave(slot, n_draft, n_accepted)
             return
         if slot in self.found_none:
             self.found_none.discard(slot)

@@ -54,7 +54,10 @@ class HostDrafts:
         self.unit = self.row_ms = (
             0.0  # of the last `plans`: milliseconds of a plain round, and of a drafted row
         )
-        self.busy = 0
+        self.busy, self.own = (
+            0,
+            dict[int, float](),
+        )  # own: tokens that the drafter would have given, by slot
 
     def begin(self, slot: int) -> None:
         """Another text starts in this slot."""
@@ -87,17 +90,20 @@ class HostDrafts:
         for slot in slots:
             self._add(self.slots[slot], ms / len(slots), unit / busy)
 
-    def plans(self, busy: int, n_row: int) -> None:
-        """The next verify has so many rows of such drafts beside those of `busy` slots."""
-        verify = self.controller.verify_ms
-        self.unit, self.busy = self._plain_ms(busy), busy
-        self.row_ms = max(0.0, verify(busy + n_row) - verify(busy)) / n_row if n_row else 0.0
+    def plans(self, busy: int, drafts: Sequence[tuple[int, int]]) -> None:
+        """The next verify of `busy` slots has these drafts beside: (slot, tokens)."""
+        c, n_row = self.controller, sum(n for _, n in drafts)
+        self.unit, self.busy, self.own = self._plain_ms(busy), busy, {}
+        self.row_ms = max(0.0, c.verify_ms(busy + n_row) - c.verify_ms(busy)) / max(n_row, 1)
+        if drafts and c.n_own:
+            slots = [slot for slot, _ in drafts]
+            self.own = dict(zip(slots, c.texts.survive(slots).sum(axis=1).tolist(), strict=True))
 
-    def gave(self, slot: int, n_draft: int, n_more: float) -> None:
-        """A slot's draft of that verify gave so many tokens more than the round would have without it."""
+    def gave(self, slot: int, n_draft: int, n_accepted: int) -> None:
+        """A slot's draft of that verify was judged."""
         if self.unit:
             each = self.unit / self.busy
-            saved = n_more * each - n_draft * self.row_ms
+            saved = (n_accepted - self.own.get(slot, 0.0)) * each - n_draft * self.row_ms
             self._add(self.all, -saved, self.unit)
             self._add(self.slots[slot], -saved, each)
 
