@@ -173,7 +173,7 @@ def test_it_tries_again_and_continues_if_texts_have_changed() -> None:
     while loop.stats.rounds < 60:
         loop.step()
     assert loop.speculator.host.is_resting
-    assert {loop.controller.lanes[i].reason for i in range(3)} == {RESTS}
+    assert {slot.draft_reason for slot in loop.slot_rows(256)} == {RESTS}
     good[0], n = True, len(work.lookups)
     while len(work.lookups) < n + 20:
         loop.step()
@@ -217,18 +217,18 @@ def test_fixed_lengths_and_rounds_without_times_are_never_refused() -> None:
     c = Controller(3, 5, n_own=0)
     host = HostDrafts(c)
     host.took([0, 1], 1e6, 3)
-    assert host.may(0), "nothing is known of rounds"
+    assert host.is_awake and host.may(0), "nothing is known of rounds"
     for _ in range(2):
         c.verify_ms.add(3, 10.0)
     host.took([0, 1], 30.0, 3)
-    assert not host.may(0) and not host.may(2) and host.is_resting
+    assert not host.is_awake and host.is_resting and not host.may(0) and not host.may(1) and host.may(2)
     c.fixed = True
-    assert host.may(0) and not host.is_resting
+    assert host.is_awake and host.may(0) and not host.is_resting
     c.fixed = False
     host.begin(0)
-    assert not host.may(0), "all rest"
+    assert host.may(0) and not host.is_awake, "all rest"
     c.ms += 30.0 / SHARE
-    assert host.may(0) and host.may(2)
+    assert host.is_awake and host.may(0) and host.may(1)
 
 
 # -- n-grams ---------------------------------------------------------------------------------------------------------

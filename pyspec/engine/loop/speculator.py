@@ -31,7 +31,7 @@ from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import Patience, SuffixSource, TextToDraft
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
-from pyspec.engine.policy.host_drafts import RESTS, HostDrafts
+from pyspec.engine.policy.host_drafts import HostDrafts
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw
@@ -120,10 +120,6 @@ class Speculator:
         picked = self.controller.choose(caps, offers, beside)
         if whole:
             picked = self.controller.whole(caps, picked)
-        if self.suffixes.is_on and not self.controller.n_own:
-            for (slot, _), n in zip(caps, picked, strict=True):
-                if not n and self.host.rests(slot):
-                    self.controller.lanes[slot].reason = RESTS
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
 
     def _set_windows(self, jobs: Iterable[Job]) -> None:
@@ -236,6 +232,11 @@ class Speculator:
         self.offers = {slot: offer for slot, offer in found.items() if offer.tokens}
         return looked_up
 
+    @property
+    def looks_up(self) -> bool:
+        """Texts are looked up for suffix drafts this round."""
+        return self.suffixes.is_on and self.controller.force is None and self.host.is_awake
+
     def _find_offers(
         self, jobs: Sequence[Job]
     ) -> tuple[dict[int, Offer | SuffixDraft], tuple[Sequence[int], float]]:
@@ -243,7 +244,7 @@ class Speculator:
         earlier text, and the milliseconds of that."""
         drafts: dict[int, SuffixDraft] = {}
         wishes, slots, held, ms = [], [], [], 0.0
-        looks_up = self.suffixes.is_on and self.controller.force is None
+        looks_up = self.looks_up
         for job in jobs:
             slot = job.slot
             if slot is None:
@@ -272,7 +273,10 @@ class Speculator:
         """A grammar or an earlier text offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
         if self.waits_for_offers:
             return True
-        asked = [job for job in jobs if job.constraint is not None or self.suffixes.is_on]
+        looks_up = self.looks_up
+        asked = [job for job in jobs if looks_up or job.constraint is not None]
+        if not asked:
+            return False
         found, looked_up = self._find_offers(asked)
         if looked_up[0]:
             self.beside = looked_up

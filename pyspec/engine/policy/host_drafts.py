@@ -63,23 +63,29 @@ class HostDrafts:
         """Another text starts in this slot."""
         self.slots[slot] = Account(self.controller.ms)
 
-    def may(self, slot: int) -> bool:
-        """The host may draft for this slot."""
-        if self.controller.fixed:
-            return True
-        for each in (self.all, self.slots[slot]):
-            if each.rests:
-                each.settle(self.controller.ms)
-        return not self.rests(slot)
+    @property
+    def is_awake(self) -> bool:
+        """The host may draft for some slots now. Ask once a round, before `may`."""
+        if self.all.rests:
+            self.all.settle(self.controller.ms)
+        return not self.is_resting
 
-    def rests(self, slot: int) -> bool:
-        """The host did not draft for this slot when it was asked last."""
-        return (self.all.rests or self.slots[slot].rests) and not self.controller.fixed
+    def may(self, slot: int) -> bool:
+        """The host may draft for this slot, if it may for any."""
+        account = self.slots[slot]
+        if account.rests:
+            account.settle(self.controller.ms)
+        return not account.rests or self.controller.fixed
 
     @property
     def is_resting(self) -> bool:
-        """The same of every slot."""
+        """The host drafted for no slot when it was asked last."""
         return self.all.rests and not self.controller.fixed
+
+    def is_the_reason(self, slot: int) -> bool:
+        """The slot has no drafts because the host makes none for it, and there is no drafter."""
+        rests = self.is_resting or (self.slots[slot].rests and not self.controller.fixed)
+        return rests and not self.controller.n_own and not self.controller.lanes[slot].n_draft
 
     def took(self, slots: Sequence[int], ms: float, busy: int) -> None:
         """The host drafted for these slots of `busy` in so many milliseconds, and the device waited. No slots: it entered texts."""
