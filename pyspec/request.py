@@ -1,8 +1,5 @@
-"""The engine's input and output: plain data, without torch, picklable.
-
-The server, the command line and the Python API use the engine only through these types, so the engine can run in a separate process
-without a change to them.
-"""
+"""The engine's input and output: plain data, without torch, picklable. The server, the command line and the Python API use the engine only
+through these types, so the engine can run in a separate process without a change to them."""
 
 from __future__ import annotations
 
@@ -492,6 +489,7 @@ class EngineInfo:
     eog_ids: tuple[int, ...] = ()
     n_queue: int = 0  # requests that may wait for a slot; 0: unknown
     n_overhang: int = 0  # KV rows a request needs beyond its tokens
+    page_size: int = 0  # tokens of a page of the cache
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
     cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs

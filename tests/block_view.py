@@ -11,7 +11,7 @@ import msgpack
 import zmq
 
 from pyspec.slots.prefix import Node
-from pyspec.slots.table import SlotTable
+from pyspec.slots.table import Slot, SlotTable
 
 Text = tuple[int, ...]
 WAIT_MS = 20_000
@@ -68,9 +68,9 @@ class BlockView:
             n += self.block_size
         return n
 
-    def check(self, table: SlotTable) -> None:
-        """It is what the cache holds."""
-        assert sorted(self.texts.values()) == sorted(wanted(table))
+    def check(self, table: SlotTable, growing: Iterable[Slot] = ()) -> None:
+        """It is what the cache holds, and what these slots will leave there."""
+        assert sorted(self.texts.values()) == sorted(wanted(table, growing))
 
 
 def named(event: Sequence[Any]) -> dict[str, Any]:
@@ -92,8 +92,18 @@ def text_of(node: Node) -> Text:
     return text
 
 
-def wanted(table: SlotTable) -> set[Text]:
-    """Texts of the full pages from which a request can go on."""
+def wanted(table: SlotTable, growing: Iterable[Slot] = ()) -> set[Text]:
+    """Texts of the full pages from which a request can go on, and of those of texts that grow."""
+    size = table.page_size
+    grown = {
+        tuple(slot.tokens[: i + size])
+        for slot in growing
+        for i in range(0, slot.n_past - size + 1, size)
+    }
+    return _wanted(table) | grown
+
+
+def _wanted(table: SlotTable) -> set[Text]:
     nodes = list(table.tree.nodes())
     full = {text_of(node) for node in nodes if len(node.tokens) == table.page_size}
     if not table.needs_state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 import subprocess
@@ -72,7 +73,15 @@ def test_packed_texts_are_those_that_were_packed(tmp_path: Path) -> None:
     assert list(packed) == TEXTS == [packed[i] for i in range(7)] == [packed[i - 7] for i in range(7)]
     assert packed[2:5] == TEXTS[2:5] and len(packed) == 7 and TEXTS[3] in packed
     assert packed == TEXTS and packed != TEXTS[:-1] and packed != [*TEXTS[:-1], "y"]
-    assert pickle.loads(pickle.dumps(packed)) == packed and Strings.of([]) == [] and not Strings.of([])
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        for each in (packed, Strings.of([])):
+            again = pickle.loads(pickle.dumps(each, protocol))
+            assert isinstance(again, Strings) and again == each
+    assert (
+        copy.deepcopy(packed) == copy.copy(packed) == packed
+        and Strings.of([]) == []
+        and not Strings.of([])
+    )
     for bad in (7, -8):
         with pytest.raises(IndexError):
             packed[bad]

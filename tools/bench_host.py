@@ -1,9 +1,10 @@
 """Measure Python's share of a round: the real loop, drafters and layouts over forwards that return prepared results at once.
 
-    python tools/bench_host.py --slots 1 8 [--cold 64]
+    python tools/bench_host.py --slots 1 8 [--cold 64] [--kinds plain mtp]
 
 Microseconds a round, the best of several runs, one thread: "sample" and "host" as the engine counts them, and everything before the
-launch. "ahead": plain rounds, each launched before the previous one is read. "quiet": DFlash, in rounds in which the controller
+launch. "ahead": plain rounds, each launched before the previous one is read. "suffix": the same with suffix drafts, over a text that
+repeats pairs of tokens and nothing more; "lookups": and they never rest. "quiet": DFlash, in rounds in which the controller
 chooses not to draft. `--cold`: megabytes of other memory touched while a device would work, as other processes do.
 """
 
@@ -32,7 +33,8 @@ from pyspec.slots.batch import Batch
 from pyspec.synth import write
 
 CTX, GOOD, BAD = 16384, 7, 9
-KINDS = ("plain", "ahead", "quiet", "mtp", "dflash")
+KINDS = ("plain", "ahead", "suffix", "lookups", "quiet", "mtp", "dflash")
+AHEAD = ("ahead", "suffix", "lookups")
 ACCEPTED = {4: 2, 16: 5}  # drafts a round accepts, by its width
 
 
@@ -43,7 +45,11 @@ def make(kind: str, n_slot: int, folder: Path) -> Rig:
         "n_draft_fixed": True,
         "kv_type": "f16",
         "spec_type": "none",
+        "rope_scaling": "linear",
+        "rope_scale": 16.0,
     }
+    if kind in ("suffix", "lookups"):
+        settings |= {"spec_type": "suffix", "n_draft_fixed": False}
     if kind == "mtp":
         settings |= {"spec_type": "mtp", "n_draft_max": 3}
     if kind in ("dflash", "quiet"):
@@ -67,7 +73,13 @@ def answer_at_once(r: Rig, kind: str) -> None:
     )
     taps = torch.zeros(BUCKETS[-1], max(len(loop.worker.needs.taps), 1) * loop.target.n_embd)
 
+    text = torch.randint(
+        10, 50, (4099, BUCKETS[-1]), generator=torch.Generator().manual_seed(1)
+    ).double()
+    n_forward = 0
+
     def forward(batch: Batch) -> Out:
+        nonlocal n_forward
         key = (batch.bucket, batch.n_row, len(batch.seqs))
         if key not in ready:
             assert batch.bucket is not None
@@ -76,6 +88,9 @@ def answer_at_once(r: Rig, kind: str) -> None:
                 if seq.width > 1:
                     best[0, start + ACCEPTED.get(seq.width, seq.width // 2)] = BAD
             ready[key] = Out(logits[: batch.bucket], hidden[: batch.bucket], taps[: batch.bucket], best)
+        if kind in AHEAD:
+            n_forward += 1
+            ready[key].best[0] = text[n_forward % len(text), : batch.bucket]
         return ready[key]
 
     loop.worker.forward = forward  # type: ignore[method-assign]
@@ -86,6 +101,8 @@ def answer_at_once(r: Rig, kind: str) -> None:
     if kind in ("dflash", "quiet"):
         drafter.block = lambda batch: (tokens[: batch.bucket], None)
         drafter.inject = lambda batch: None
+    if kind == "lookups":
+        loop.speculator.host.may = lambda slot: True  # type: ignore[method-assign]
     if kind == "quiet":  # drafts are far too expensive, and the controller does not try again
         for busy in range(1, len(loop.table.slots) + 1):
             for _ in range(2):
@@ -121,7 +138,7 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
     for _ in range(3):
         loop.step()
     answer_at_once(r, kind)
-    loop.lookahead.on = kind == "ahead"
+    loop.lookahead.on = kind in AHEAD
     for _ in range(50):
         loop.step()
     found = []
@@ -139,7 +156,7 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
         found.append((1e6 * step / n_round, *(1e3 * ms / n_round for ms in parts)))
     step, sample, host = min(found)
     assert len(loop.jobs) == n_slot, "a request ended early"
-    return f"{kind:6} {n_slot} slots: sample {sample:5.1f}, host {host:5.1f}, all before the launch {step:6.1f} us"
+    return f"{kind:7} {n_slot} slots: sample {sample:5.1f}, host {host:5.1f}, all before the launch {step:6.1f} us"
 
 
 def choosing(n_slot: int, n_max: int = 15, repeats: int = 1000) -> str:
@@ -163,10 +180,11 @@ def main() -> None:
     )
     parser.add_argument("--slots", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--cold", type=int, default=0, metavar="MB")
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in KINDS:
+        for kind in args.kinds:
             for n_slot in args.slots:
                 print(run(kind, n_slot, Path(folder), args.cold), flush=True)
     for n_slot in args.slots:

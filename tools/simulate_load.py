@@ -52,6 +52,9 @@ class Turn:
     then: Callable[[], None] = lambda: None
     life: int = 0  # engines that it was given to
     is_counted: bool = False
+    charged: int = 0
+    work: int = 0
+    n_to_read: int = 0
 
     @property
     def cost(self) -> int:

@@ -54,6 +54,9 @@ SETS["aarch64"] = SETS["arm64"] = {
     "plain": ("", set()),
 }
 ELSEWHERE: dict[str, tuple[str, set[str]]] = {"plain": ("", set())}  # the compiler's own vectors
+OWN_OPTIONS = {
+    "suffix": ("-ffp-contract=off",)
+}  # of a source, behind those of all: its numbers equal Python's
 LIMIT_S = 300
 KEPT_DAYS = 14  # of libraries of other sources
 
@@ -97,7 +100,8 @@ def compiler() -> str | None:
 
 @cache
 def _digest() -> str:
-    text = hashlib.sha256("\0".join((*OPTIONS, *(flags for flags, _ in sets().values()))).encode())
+    own = (option for options in OWN_OPTIONS.values() for option in options)
+    text = hashlib.sha256("\0".join((*OPTIONS, *own, *(flags for flags, _ in sets().values()))).encode())
     for path in sorted(SOURCES.iterdir()):
         text.update(path.name.encode() + path.read_bytes())
     return text.hexdigest()[:16]
@@ -113,35 +117,56 @@ def find(isa: str) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
+def library_of(source: str) -> Path:
+    """A library with this source: that of all kernels, or one of its own, compiled if it has to be. Raises CannotBuild.
+
+    For sources that need no other, where waiting for all kernels is not worth it.
+    """
+    path = find(isas()[0])
+    if path is None:
+        path = cache_root() / "cpu" / f"libpyspec-{platform.machine().lower()}-{source}-{_digest()}.so"
+        if not path.is_file():
+            _build_to(path, "plain", (), SOURCES / f"{source}.cpp")
+    return path
+
+
 def build(isa: str, folder: Path | None = None, extra: tuple[str, ...] = ()) -> Path:
     """The library's path. Raises CannotBuild. extra: options behind the usual ones, such as sanitizers."""
+    path = (folder or cache_root() / "cpu") / file_name(isa)
+    _build_to(path, isa, extra, *sorted(SOURCES.glob("*.cpp")))
+    return path
+
+
+def _build_to(path: Path, isa: str, extra: tuple[str, ...], *sources: Path) -> None:
     cxx = compiler()
     if cxx is None:
         raise CannotBuild("there is no C++ compiler (c++, g++ or clang++)")
-    folder = folder or cache_root() / "cpu"
+    folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = _compile(cxx, isa, Path(scratch), extra)
-            drop_old(folder, isa, KEPT_DAYS)
-            return made.replace(folder / file_name(isa))
+            made = _compile(cxx, isa, Path(scratch), extra, sources)
+            _drop_old(path, KEPT_DAYS)
+            made.replace(path)
     except OSError as e:
         raise CannotBuild(f"{folder}: {e.strerror or e}") from e
 
 
-def _compile(cxx: str, isa: str, scratch: Path, extra: tuple[str, ...]) -> Path:
-    flags = (*sets()[isa][0].split(), *OPTIONS, *extra)
-    sources = sorted(SOURCES.glob("*.cpp"))
+def _compile(
+    cxx: str, isa: str, scratch: Path, extra: tuple[str, ...], sources: tuple[Path, ...]
+) -> Path:
+    flags = (*sets()[isa][0].split(), *OPTIONS)
 
     def one(source: Path) -> Path:
         to = scratch / f"{source.stem}.o"
-        _call([cxx, *flags, "-c", str(source), "-o", str(to)])
+        own = OWN_OPTIONS.get(source.stem, ())
+        _call([cxx, *flags, *own, *extra, "-c", str(source), "-o", str(to)])
         return to
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         objects = list(pool.map(one, sources))
     made = scratch / "library.so"
-    _call([cxx, *flags, "-shared", *map(str, objects), "-o", str(made)])
+    _call([cxx, *flags, *extra, "-shared", *map(str, objects), "-o", str(made)])
     return made
 
 
@@ -159,9 +184,13 @@ def _call(command: list[str]) -> None:
 
 def drop_old(folder: Path, isa: str, days: float) -> None:
     """Delete libraries of other sources in a folder that are older than that."""
-    for path in folder.glob(f"libpyspec-{platform.machine().lower()}-{isa}-*.so"):
+    _drop_old(folder / file_name(isa), days)
+
+
+def _drop_old(library: Path, days: float) -> None:
+    for path in library.parent.glob(f"{library.name.rpartition('-')[0]}-*.so"):
         with suppress(OSError):
-            if path.name != file_name(isa) and time.time() - path.stat().st_mtime > days * 86400:
+            if path.name != library.name and time.time() - path.stat().st_mtime > days * 86400:
                 path.unlink()
 
 

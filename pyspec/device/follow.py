@@ -43,6 +43,7 @@ class Follower:
     table  for the arithmetic of pages only: the first rank knows the slots' requests
     arena  place of batches that the first rank has in its arena: they are padded alike, in a graph or not
     drafts  its part of a drafter that ranks divide
+    kept_states  checkpoints by their numbers, in host memory
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Follower:
         self._graphs: dict[
             tuple[tuple[int, ...], bool], Graphed[Out]
         ] = {}  # by their taps, and whether drafts absorb them
-        self._kept_states: dict[int, Checkpoint] = {}
+        self.kept_states: dict[int, Checkpoint] = {}
         n_slot = len(table.slots)
         self.ahead_rows = AheadRows(target.device, n_slot, n_slot * width)
         self._last: tuple[Batch, Out] | None = None
@@ -152,16 +153,16 @@ class Follower:
         if isinstance(
             command, KeepState
         ):  # on the host: the first rank's budget counts its own device only
-            self._kept_states[command.number] = to_host(
+            self.kept_states[command.number] = to_host(
                 self.memory.checkpoint(command.slot, command.n_past)
             )
         elif isinstance(command, RestoreState):
-            self.memory.restore(command.slot, self._kept_states[command.number])
+            self.memory.restore(command.slot, self.kept_states[command.number])
         elif isinstance(command, ReadState):
-            deque(shares.gather_state(ranks, self._kept_states[command.number].tensors), maxlen=0)
+            deque(shares.gather_state(ranks, self.kept_states[command.number].tensors), maxlen=0)
         elif isinstance(command, MakeState):
             own = shares.deal_state(self.memory, ranks, command.n_past, None)
-            self._kept_states[command.number] = to_host(Checkpoint(command.n_past, own))
+            self.kept_states[command.number] = to_host(Checkpoint(command.n_past, own))
         else:
             for number in command.numbers:
-                del self._kept_states[number]
+                del self.kept_states[number]

@@ -28,6 +28,7 @@ from pyspec.device.commands import (
     HeadBest,
     KeepState,
     MakeState,
+    OfDisk,
     ReadPages,
     ReadState,
     ResetSlot,
@@ -47,7 +48,7 @@ from pyspec.slots.parts import PartMemory
 from pyspec.slots.round import ALL, Continuation, LogitsNeed, Round
 from pyspec.slots.table import Slot
 
-Send = Callable[[Command], None]
+Send = Callable[[Command | OfDisk], None]
 
 
 class KeptElsewhere:
@@ -78,10 +79,14 @@ class Leader:
         self._n_kept = 0
         self._is_running = False  # a forward that the others run, too
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Command | OfDisk) -> None:
         """Send a command to all other ranks, in order."""
         if self._dropped:
             self._send(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
+        self._send(command)
+
+    def tell(self, command: Command | OfDisk) -> None:
+        """Send a command from any thread, in no order to those that `send` sends."""
         self._send(command)
 
     def keep(self) -> KeptElsewhere:

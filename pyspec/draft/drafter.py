@@ -54,6 +54,7 @@ class Needs:
     n_ctx     tokens of a context, of which it drafts the last ones and none beyond; 0: of any context
     n_trained  tokens of a context that it was trained for; 0: unknown
     tells     `draft` can give the probability of each token (`Drafts.sure`)
+    on_host   `draft` works on the host alone, and may find nothing
     draws     how it can draw its tokens: the value of --spec-draft-sampling that it was planned for, or argmax
     """
 
@@ -68,6 +69,7 @@ class Needs:
     n_ctx: int = 0
     n_trained: int = 0
     tells: bool = False
+    on_host: bool = False
     draws: str = "argmax"
 
 

@@ -28,7 +28,9 @@ def recognises(file: GGUFFile) -> bool:
 def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
     refuse_file("ngram", file)
     return DraftPlan(
-        kind="ngram", needs=Needs(settings.n_draft_max or N_DRAFT), no_copy="n-grams need no head"
+        kind="ngram",
+        needs=Needs(settings.n_draft_max or N_DRAFT, on_host=True),
+        no_copy="n-grams need no head",
     )
 
 
@@ -38,10 +40,10 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram ended, for the first `n` tokens of a slot."""
+    """Where each n-gram ended, for the first tokens of a slot."""
 
     generation: int = -1
-    n: int = 0
+    tokens: list[int] = field(default_factory=list)
     ends: defaultdict[tuple[int, ...], deque[int]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=8))
     )
@@ -53,7 +55,7 @@ class NGram:
     name = "ngram"
 
     def __init__(self, n_slot: int, n_draft: int = N_DRAFT, n_match: int = 3) -> None:
-        self.needs = Needs(n_draft)
+        self.needs = Needs(n_draft, on_host=True)
         self.n_match = n_match
         self.index = [_Index() for _ in range(n_slot)]
 
@@ -72,14 +74,15 @@ class NGram:
         ]
 
     def _propose(self, request: DraftRequest) -> list[int]:
-        tokens, m = [*request.slot.tokens, request.anchor], self.n_match
-        index = self.index[request.slot.index]
-        assert index.generation == request.slot.generation, "n-gram index of another request"
-        for end in range(
-            max(index.n, m), len(tokens)
-        ):  # the n-gram at the very end has no continuation yet
+        slot, m = request.slot, self.n_match
+        index = self.index[slot.index]
+        assert index.generation == slot.generation, "n-gram index of another request"
+        tokens, n = index.tokens, len(index.tokens)
+        if n <= slot.n_past:  # else it was asked for these already
+            tokens += slot.tokens[n:]
+            tokens.append(request.anchor)
+        for end in range(max(n, m), len(tokens)):  # the n-gram at the very end has no continuation yet
             index.ends[tuple(tokens[end - m : end])].append(end)
-        index.n = len(tokens)
         found = index.ends.get(tuple(tokens[-m:]), ())
         best = max(found, key=lambda end: (self._past(tokens, end), end), default=None)
         return [] if best is None else tokens[best : best + request.n_draft]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from pyspec.draft.suffix_automaton import SuffixAutomaton
+from pyspec.draft.suffix_text import GrowingText, PythonTexts, SuffixKind
 
 LEAST_ANSWER = 4  # tokens of an answer that is worth keeping
 MOST_SHELVES = 64  # clients
@@ -19,17 +19,17 @@ MOST_QUEUED = 1 << 20  # tokens of answers that wait to be read
 class Shelf:
     """One client's answers."""
 
-    def __init__(self) -> None:
-        self.young, self.old = SuffixAutomaton(), SuffixAutomaton()
+    def __init__(self, kind: SuffixKind) -> None:
+        self.young, self.old = kind.automaton(), kind.automaton()
+        self.automata: tuple[GrowingText, ...] = ()  # those with text
 
     @property
     def n_bytes(self) -> int:
         return self.young.n_bytes + self.old.n_bytes
 
-    @property
-    def automata(self) -> tuple[SuffixAutomaton, ...]:
-        """Those with text."""
-        return tuple(each for each in (self.young, self.old) if each.n_token)
+    def find_automata(self) -> None:
+        """Call it when one of them was changed."""
+        self.automata = tuple(each for each in (self.young, self.old) if each.n_token)
 
 
 class Answers:
@@ -37,10 +37,11 @@ class Answers:
 
     most_bytes  of all of them; 0: none is kept
     shared      clients see one another's
+    kind        makes automata
     """
 
-    def __init__(self, most_bytes: int, *, shared: bool = False) -> None:
-        self.most_bytes, self.shared = most_bytes, shared
+    def __init__(self, most_bytes: int, *, shared: bool = False, kind: SuffixKind | None = None) -> None:
+        self.most_bytes, self.shared, self.kind = most_bytes, shared, kind or PythonTexts()
         self.shelves: OrderedDict[str, Shelf] = OrderedDict()
         self.queue: deque[tuple[str, Sequence[int], int]] = (
             deque()
@@ -52,7 +53,7 @@ class Answers:
         """Host memory, estimated from counts."""
         return sum(shelf.n_bytes for shelf in list(self.shelves.values()))
 
-    def automata(self, client: str) -> tuple[SuffixAutomaton, ...]:
+    def automata(self, client: str) -> tuple[GrowingText, ...]:
         """Automata with answers that this client may see."""
         shelf = self.shelves.get("" if self.shared else client)
         return () if shelf is None else shelf.automata
@@ -71,7 +72,7 @@ class Answers:
         """Enter up to n tokens of waiting answers. Returns how many are left of n."""
         while n > 0 and self.queue:
             client, answer, done = self.queue.popleft()
-            shelf = self.shelves.setdefault(client, Shelf())
+            shelf = self.shelves.get(client) or self.shelves.setdefault(client, Shelf(self.kind))
             self.shelves.move_to_end(client)
             if not done:
                 shelf.young.begin()
@@ -86,7 +87,8 @@ class Answers:
 
     def _make_room(self, shelf: Shelf) -> None:
         if shelf.young.n_bytes > self.most_bytes // 2:
-            shelf.young, shelf.old = SuffixAutomaton(), shelf.young
+            shelf.young, shelf.old = self.kind.automaton(), shelf.young
+        shelf.find_automata()
         while len(self.shelves) > 1 and (
             len(self.shelves) > MOST_SHELVES or self.n_bytes > self.most_bytes
         ):

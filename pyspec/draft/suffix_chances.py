@@ -6,6 +6,7 @@ chances stay true while nothing is drafted, and learning costs no row.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 
 from pyspec.draft.suffix_automaton import Branch
@@ -33,38 +34,39 @@ TEXT_WEIGHT, TEXT_TRUST = (
 LEAST_FACTOR, MOST_FACTOR = 0.1, 1.1
 
 
-def _group(length: int, branch: Branch) -> tuple[int, int]:
+def _group(length: int, branch: Branch) -> int:
+    """Place of a group in the tables."""
     if branch.n < branch.n_all:
         share = bisect_left(SHARES, branch.n / branch.n_all)
     else:
         share = SINGLE if branch.n == 1 else FEW if branch.n <= 3 else ALWAYS
-    return GROUP[min(length, LENGTHS[-1] + 1)], share
+    return N_SHARE * GROUP[min(length, LENGTHS[-1] + 1)] + share
 
 
 class SuffixChances:
-    """Learned from all texts."""
+    """Learned from all texts: how often a follower came and was seen, and the first guess, by length and share. C++ shares these numbers."""
 
     def __init__(self) -> None:
-        self.came = [[0.0] * N_SHARE for _ in range(len(LENGTHS) + 1)]
-        self.seen = [[0.0] * N_SHARE for _ in range(len(LENGTHS) + 1)]
-        self.guess = [
-            [_guess(length, share) for share in range(N_SHARE)] for length in (*LENGTHS, 2 * LENGTHS[-1])
-        ]
+        lengths = (*LENGTHS, 2 * LENGTHS[-1])
+        self.guess = array(
+            "d", [_guess(length, share) for length in lengths for share in range(N_SHARE)]
+        )
+        self.came, self.seen = (array("d", bytes(8 * len(self.guess))) for _ in range(2))
 
     def of(self, length: int, branch: Branch) -> float:
         """The chance that `branch` comes behind a match of `length` tokens."""
-        i, j = _group(length, branch)
-        return (self.came[i][j] + PRIOR * self.guess[i][j]) / (self.seen[i][j] + PRIOR)
+        i = _group(length, branch)
+        return (self.came[i] + PRIOR * self.guess[i]) / (self.seen[i] + PRIOR)
 
     def learn(self, length: int, branch: Branch, came: bool) -> float:
         """Learn from a token that came. Returns the chance that it had before."""
-        i, j = _group(length, branch)
-        was, seen = self.came[i][j], self.seen[i][j]
-        self.came[i][j], self.seen[i][j] = was + came, seen + 1.0
+        i = _group(length, branch)
+        was, seen = self.came[i], self.seen[i]
+        self.came[i], self.seen[i] = was + came, seen + 1.0
         if seen >= MEMORY:
-            self.came[i][j] /= 2
-            self.seen[i][j] /= 2
-        return (was + PRIOR * self.guess[i][j]) / (seen + PRIOR)
+            self.came[i] /= 2
+            self.seen[i] /= 2
+        return (was + PRIOR * self.guess[i]) / (seen + PRIOR)
 
 
 def _guess(length: int, share: int) -> float:
@@ -86,7 +88,7 @@ class Promise:
 
     def __init__(self, of_all: Promise | None = None) -> None:
         self.of_all = of_all
-        self.kept, self.promised = [0.0] * (len(PROMISES) + 1), [0.0] * (len(PROMISES) + 1)
+        self.kept, self.promised = (array("d", [0.0] * (len(PROMISES) + 1)) for _ in range(2))
 
     def add(self, size: float, promised: float, kept: int) -> None:
         """Learn from a draft, verified or only compared with the tokens that came. size: tokens that the whole draft promised; promised: its

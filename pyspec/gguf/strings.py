@@ -65,6 +65,9 @@ class Strings(Sequence[str]):
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
+    def __reduce__(self) -> tuple[type[Strings], tuple[bytes, array[int]]]:
+        return type(self), (self._data, self._ends)  # protocols 0 and 1 do not know slots
+
     def __repr__(self) -> str:
         return f"<Strings: {len(self)} texts>"
 

@@ -81,11 +81,9 @@ def read_groups(file: GGUFFile) -> tuple[int, int]:
     return (n, h.integer("expert_group_used_count", n)) if n > 1 else (1, 1)
 
 
-def read_router(file: GGUFFile, default: Router, *, has_groups: bool = False) -> Router:
-    """How experts are scored; `default` where the file does not say. Choices among groups are refused, unless the caller reads them."""
+def read_router(file: GGUFFile, default: Router) -> Router:
+    """How experts are scored; `default` where the file does not say."""
     h = file.hparams
-    if not has_groups and h.integer("expert_group_count", 0) > 1:
-        raise ModelError(f"experts in groups are not supported ({h.key('expert_group_count')})")
     kind = h.integer("expert_gating_func", 0)
     if kind and kind not in ROUTERS:
         raise ModelError(

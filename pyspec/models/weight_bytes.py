@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from pyspec.cuda.collective import Rank
+from pyspec.cuda.ops.heads.op import kept_bytes
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.pack import packed_bytes
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
 from pyspec.models.wants import Want
-from pyspec.models.weights import GROUPED, HEADS, PLAIN, TOKEN_INPUTS, cuts_of
+from pyspec.models.weights import GROUPED, HEADS, OF_HEADS, PLAIN, TOKEN_INPUTS, cuts_of
 
 LARGE_BYTES = (
     10 << 20
@@ -58,7 +59,9 @@ def n_large(tensors: Iterable[TensorInfo]) -> int:
 
 
 def repacked_bytes(t: TensorInfo) -> int:
-    """A matrix, or one of every expert; as many as in the file where there is no packed form."""
+    """A matrix, or one of every expert or head; as many as in the file where there is no packed form."""
+    if t.name.endswith(OF_HEADS):
+        return kept_bytes(t)
     n_out, n_in = t.shape[-2:]
     return (
         t.n_elements // (n_out * n_in) * packed_bytes(t.type, n_out, n_in)

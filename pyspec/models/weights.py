@@ -14,6 +14,9 @@ from torch import Tensor
 from pyspec import progress
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
+from pyspec.cuda.ops.heads.op import heads
+from pyspec.cuda.ops.heads.op import ways as heads_ways
+from pyspec.cuda.ops.heads.ref import HeadsRun, HeadsSpec
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_tall
@@ -48,10 +51,12 @@ from pyspec.models.wants import Want, scale_of
 from pyspec.slots.mapped import of_pages
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+OF_DTYPE = dict(zip((torch.float32, torch.float16, torch.bfloat16), PLAIN, strict=True))
 UNPACK = 1 << 24  # weights unpacked at once
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 TOKEN_INPUTS = "per_layer_token_embd.weight"  # rows by token, which no product reads
 HEADS = (HEAD, EMBEDDING)  # few rows go through them: one for each token that may be kept
+OF_HEADS = (".attn_k_b.weight", ".attn_v_b.weight")  # a matrix for each head (`Weights.heads`)
 GROUPED = ".attn_output_a.weight"
 """Each group of its rows takes a part of the input: GPUs keep it once more in bf16, for many rows."""
 
@@ -390,6 +395,25 @@ class Weights:
         few = self._stream([name], False, has_copy=False)
         own = in_parts(few, n_group) if isinstance(few, Streamed) else None
         return Grouped(weight, few if own is None else own)
+
+    def heads(self, name: str) -> tuple[HeadsRun, bool]:
+        """The product of each head's part of rows with a matrix of its own [head, out, in]: as in the file where a kernel reads that, or
+        else as f16, or as bf16 where that is too small. And whether graphs and recordings may hold it."""
+        info, factor = self._info(name), self._scale(name)
+        spec = HeadsSpec(self.device, info.type, *info.shape)
+        if self.dense is not None or factor != 1.0:
+            spec = replace(spec, type=OF_DTYPE[self.dense or torch.float32])
+        else:
+            spec = next((way for way in heads_ways(spec) if heads.has_own(way)), spec)
+        if spec.type is info.type and factor == 1.0:
+            data = self._raw(name)
+        else:
+            with temporary(self.device):
+                unpacked = dequantize(self._raw(name), info.type, info.shape).float() * factor
+            if spec.type is GGMLType.F16 and not unpacked.half().isfinite().all():
+                spec = replace(spec, type=GGMLType.BF16)
+            data = unpacked.to(next(t for t, of in OF_DTYPE.items() if of is spec.type), copy=True)
+        return heads.bind(spec)(data), heads.chosen(spec).capturable
 
     def optional(self, name: str) -> Tensor | None:
         return self.vector(name) if self.has(name) else None

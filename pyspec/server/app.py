@@ -187,7 +187,8 @@ def _slots(service: Service) -> Handler:
 
 def _metrics(service: Service) -> Handler:
     engine = service.engine
-    collector = EngineCollector(engine.metrics, engine.slots, service.latencies, engine.replicas)
+    given = engine.metrics, engine.slots, service.latencies, engine.replicas
+    collector = EngineCollector(*given, engine.info.page_size)
 
     async def metrics(request: Request) -> Response:
         if not service.settings.metrics:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 Batch = list[tuple[int, Event]]
 """(choice, event) pairs in order."""
+TakeAtOnce = Callable[[Batch], bool]
+"""Takes a batch on the loop, without a task that wakes up for it. Returns False, and has taken nothing, if it can not."""
 
 EVENT_COST, TOKEN_COST, LOGPROB_COST = 128, 8, 96
 """Approximate memory of a queued event, a token and a reported alternative, in bytes."""
@@ -88,7 +90,8 @@ class Inbox:
         self._is_announced = False
         # its result: True if events may be waiting
         self._reader: asyncio.Future[bool] | None = None
-        self._deadline = 0.0
+        self._silence_s = self._deadline = 0.0
+        self.at_once: TakeAtOnce = lambda batch: False
         self._alarm: asyncio.TimerHandle | None = None
 
     def put(self, choice: int, event: Event) -> None:
@@ -112,9 +115,30 @@ class Inbox:
         with self._lock:
             self._is_announced = False
             is_full = self._is_full
+            (batch, self._events), (size, self._size) = (self._events, []), (self._size, 0)
         if is_full:
             self.overflow.set()
-        self._wake_reader(True)
+        if batch and not self._hand_over(batch):
+            with self._lock:
+                if not self._is_full:
+                    self._events[:0] = batch
+                    self._size += size
+            self._wake_reader(True)
+        elif not batch:
+            self._wake_reader(True)
+
+    def _hand_over(self, batch: Batch) -> bool:
+        """Have events taken at once, if their reader waits and so has nothing else to do."""
+        if self._reader is None or self._reader.done():
+            return False
+        try:
+            has_taken = self.at_once(batch)
+        except Exception as e:  # noqa: BLE001 - the reader's, as if it had taken them
+            self._reader.set_exception(e)
+            return True
+        if has_taken:
+            self._deadline = self._loop.time() + self._silence_s
+        return has_taken
 
     def _wake_reader(self, has_something: bool) -> None:
         if self._reader is not None and not self._reader.done():
@@ -122,7 +146,7 @@ class Inbox:
 
     async def take(self, timeout_s: float) -> Batch:
         """All waiting events; an empty list after `timeout_s` of silence. Raises Unavailable after an overflow."""
-        self._deadline = self._loop.time() + timeout_s
+        self._silence_s, self._deadline = timeout_s, self._loop.time() + timeout_s
         if self._alarm is None or self._alarm.when() > self._deadline:
             self.close()
             self._alarm = self._loop.call_at(self._deadline, self._ring)
@@ -213,6 +237,17 @@ class Submission:
                 raise
             self._open.add(i)
             self._waiting[i] = self._todo.popleft()[1]
+
+    def take_at_once(self, take: TakeAtOnce) -> None:
+        """From now on, tokens are handed to `take` while the reader of `batches` waits. It gets all else, and what is not taken."""
+
+        def at_once(batch: Batch) -> bool:
+            if self._waiting or self._todo:
+                return False
+            are_tokens = all(type(event) is Delta and choice in self._open for choice, event in batch)
+            return are_tokens and take(batch)
+
+        self._inbox.at_once = at_once
 
     def _on_event(self, choice: int, times: RequestTimes, event: Event) -> None:
         times.observe(event)

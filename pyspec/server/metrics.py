@@ -130,7 +130,9 @@ class EngineCollector(Collector):
         slots: Callable[[], Sequence[SlotInfo]],
         latencies: Latencies,
         replicas: Callable[[], Sequence[ReplicaInfo]] = lambda: (),
+        page_size: int = 0,
     ) -> None:
+        self._page_size = page_size
         self._metrics = metrics
         self._replicas = replicas
         self._slots = slots
@@ -167,7 +169,12 @@ class EngineCollector(Collector):
         hits = m.prompt_tokens_cached / m.prompt_tokens_seen if m.prompt_tokens_seen else 0.0
         yield Gauge("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits)
         usage = m.pages_used / m.pages_total if m.pages_total else 0.0
-        yield Gauge("vllm:kv_cache_usage_perc", "share of cache pages in use, 0..1", usage)
+        for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # and its older one
+            yield Gauge(name, "share of cache pages in use, 0..1", usage)
+        labels = ["block_size", "num_gpu_blocks"]
+        pages = Gauge("vllm:cache_config_info", "pages of the cache, for routers", labels=labels)
+        pages.add_metric([str(self._page_size), str(m.pages_total)], 1.0)
+        yield pages
 
     def _per_slot(self) -> Iterator[Metric]:
         about = "draft length chosen for the last round"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -17,8 +18,9 @@ from pyspec.errors import PyspecError, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Progress, Started
 from pyspec.server.api.answers import Answer, Choice, unfinished
 from pyspec.server.api.prepared import PreparedBody
-from pyspec.server.bridge import Submission
+from pyspec.server.bridge import Batch, Submission
 from pyspec.server.http.body import ClientGone
+from pyspec.server.http.parts import PARTS, PartWriter
 
 log = logging.getLogger(__name__)
 
@@ -85,9 +87,9 @@ async def chunks(
     submission: Submission,
     prepared: PreparedBody,
     answer: Answer,
+    choices: Sequence[Choice],
 ) -> AsyncGenerator[bytes, None]:
-    """The submission's events as bytes to send; events that arrive together form one piece. Errors become an event, too."""
-    choices = [Choice() for _ in prepared.requests]
+    """The submission's events as bytes to send; events that arrive together form one piece. Errors become an event, too. choices: new ones."""
     async with contextlib.aclosing(submission.batches(prepared.ping_s)) as batches:
         async for batch in batches:
             parts: list[bytes] = []
@@ -99,6 +101,17 @@ async def chunks(
                 parts.append(_encode(i, event, choices[i], prepared, answer))
             yield b"".join(parts) if batch else answer.ping
     yield answer.tail(choices)
+
+
+def encoder(
+    prepared: PreparedBody, answer: Answer, choices: Sequence[Choice]
+) -> Callable[[Batch], bytes]:
+    """Makes one piece of tokens that arrive together, as `chunks` does beside it."""
+
+    def encode(batch: Batch) -> bytes:
+        return b"".join([_encode(i, event, choices[i], prepared, answer) for i, event in batch])
+
+    return encode
 
 
 def _encode(i: int, event: Event, choice: Choice, prepared: PreparedBody, answer: Answer) -> bytes:
@@ -119,7 +132,10 @@ def _encode(i: int, event: Event, choice: Choice, prepared: PreparedBody, answer
 
 
 class EventStream:
-    """Server-sent events of one submission. Ends early if the client leaves, or reads too slowly (then with `too_slow`); calls `on_end` once."""
+    """Server-sent events of one submission. Ends early if the client leaves, or reads too slowly (then with `too_slow`); calls `on_end` once.
+
+    encode  makes bytes of tokens, for a connection that takes them without a task (PARTS)
+    """
 
     def __init__(
         self,
@@ -128,7 +144,9 @@ class EventStream:
         on_end: Callable[[], None],
         too_slow: Callable[[PyspecError], bytes],
         headers: Mapping[str, str] | None = None,
+        encode: Callable[[Batch], bytes] | None = None,
     ) -> None:
+        self._encode = encode
         self._headers = [
             *HEADERS,
             *((name.lower().encode(), value.encode()) for name, value in (headers or {}).items()),
@@ -139,6 +157,9 @@ class EventStream:
         self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parts: PartWriter | None = scope.get("state", {}).get(PARTS)
+        if parts is not None and self._encode is not None:
+            self._submission.take_at_once(partial(self._write, parts, self._encode))
         sending = asyncio.ensure_future(self._send_all(send))
         left = asyncio.ensure_future(disconnected(receive))
         overflow = asyncio.ensure_future(self._submission.overflow.wait())
@@ -156,6 +177,15 @@ class EventStream:
             self._on_end()
             for task in (sending, left, overflow):
                 await stop_task(task)
+
+    @staticmethod
+    def _write(parts: PartWriter, encode: Callable[[Batch], bytes], batch: Batch) -> bool:
+        """Write tokens to a connection with room for them."""
+        if not parts.has_room:
+            return False
+        if data := encode(batch):
+            parts.write_part(data)
+        return True
 
     async def _send_last(self, send: Send) -> None:
         """Send the error event of an aborted answer. A slow client may still read it; a client that is gone is not waited for."""

@@ -2,7 +2,7 @@
 
 A router counts a prompt's first blocks as cached, so only a block that a request can go on from is stored there. Where a prefix can be
 continued only at a kept state, that is a block with a state at its end or behind it; the others are removed from the router's view, though
-their pages are filed.
+their pages are filed. Texts that grow are stored block by block, too: they are filed when their requests end.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from pyspec.slots.prefix import Node, PrefixTree
+from pyspec.slots.table import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +54,34 @@ def number_of(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
+@dataclass(slots=True)
+class Growth:
+    """The full blocks of a slot's text, by their digests; generation: of the slot's request."""
+
+    generation: int
+    digests: list[bytes] = field(default_factory=list)
+
+
 class BlockLog:
-    """Collects the changes of a tree. Used on the thread that changes the tree.
+    """Collects the changes of a tree, and of the texts that grow in slots. Used on the thread that changes them.
+
+    A block is stored while it has a holder: a node of the tree from which a request can go on, or a slot whose text will be filed. Each
+    holder of a block also holds those before it, so no reader ever sees a block without them.
 
     needs_state  a prefix can be continued only at a kept state
     """
 
     def __init__(self, tree: PrefixTree, needs_state: bool) -> None:
         self.tree, self.needs_state = tree, needs_state
-        self._digests: dict[Node, bytes] = {}  # of blocks that are stored in the routers' view
+        self._digests: dict[Node, bytes] = {}  # of nodes that hold their blocks
+        self._growths: dict[int, Growth] = {}  # by slot
+        self._ended: list[Growth] = []  # of slots that have the next request already
+        self._holders: dict[bytes, int] = {}  # of each stored block
         self._changes: list[BlockChange] = []
         self._touched: dict[Node, None] = dict.fromkeys(tree.nodes())
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._holders)
 
     def touch(self, node: Node) -> None:
         """A node was filed, or its states have changed."""
@@ -79,15 +94,47 @@ class BlockLog:
         if self.needs_state and parent is not self.tree.root:
             self._touched[parent] = None
 
-    def take(self) -> Sequence[BlockChange]:
-        """The changes since the last call, in order."""
+    def take(self, growing: Sequence[Slot] = ()) -> Sequence[BlockChange]:
+        """The changes since the last call, in order. growing: slots whose text will be filed when their request ends."""
+        for slot in growing:
+            self._grow(slot)
         if self._touched:
             touched, self._touched = self._touched, {}
             # those with states first: then no block is removed that another one's state supports
             for node in sorted(touched, key=lambda node: not node.states):
                 self._refresh(node)
+        if len(self._growths) > len(growing):
+            gone = self._growths.keys() - {slot.index for slot in growing}
+            self._ended += [self._growths.pop(index) for index in gone]
+        while self._ended:  # what was filed has its nodes by now
+            self._forget(self._ended.pop())
         changes, self._changes = self._changes, []
         return changes
+
+    def _grow(self, slot: Slot) -> None:
+        """Hold the full blocks that a slot's text has gained."""
+        growth, size = self._growths.get(slot.index), self.tree.page_size
+        if growth is None or growth.generation != slot.generation:
+            new = self._growths[slot.index] = Growth(slot.generation)
+            self._extend(new, slot)
+            if growth is not None:
+                self._ended.append(growth)
+        elif slot.n_past // size > len(growth.digests):
+            self._extend(growth, slot)
+
+    def _extend(self, growth: Growth, slot: Slot) -> None:
+        digests, size = growth.digests, self.tree.page_size
+        for i in range(len(digests), slot.n_past // size):
+            before = digests[-1] if digests else b""
+            tokens = slot.tokens[i * size : (i + 1) * size]
+            known = self._digests.get(slot.nodes[i]) if i < len(slot.nodes) else None
+            digest = known or chained(before, tokens)
+            self._hold(digest, before, tokens)
+            digests.append(digest)
+
+    def _forget(self, growth: Growth) -> None:
+        for digest in reversed(growth.digests):
+            self._let_go(digest)
 
     def _refresh(self, node: Node) -> None:
         """Bring the view of a node and of those before it up to date."""
@@ -116,19 +163,33 @@ class BlockLog:
     def _store(self, node: Node) -> None:
         before = b"" if node.parent is None else self._digests.get(node.parent, b"")
         self._digests[node] = digest = chained(before, node.tokens)
+        self._hold(digest, before, node.tokens)
+
+    def _hold(self, digest: bytes, before: bytes, tokens: Sequence[int]) -> None:
+        """A block has one more holder. before: the digest of the block before it."""
+        self._holders[digest] = n = self._holders.get(digest, 0) + 1
+        if n > 1:
+            return
         number, parent = number_of(digest), number_of(before) if before else None
         last = self._changes[-1] if self._changes else None
         if isinstance(last, BlocksStored) and last.hashes[-1] == parent:
             last.hashes.append(number)
-            last.tokens.extend(node.tokens)
+            last.tokens.extend(tokens)
         else:
-            hashes, tokens = array("Q", [number]), array("I", node.tokens)
-            self._changes.append(BlocksStored(hashes, parent, tokens, self.tree.page_size))
+            ids = array("Q", [number]), parent, array("I", tokens)
+            self._changes.append(BlocksStored(*ids, self.tree.page_size))
 
     def _remove(self, node: Node) -> None:
         digest = self._digests.pop(node, None)
-        if digest is None:
+        if digest is not None:
+            self._let_go(digest)
+
+    def _let_go(self, digest: bytes) -> None:
+        """A block has one holder less."""
+        self._holders[digest] -= 1
+        if self._holders[digest]:
             return
+        del self._holders[digest]
         last = self._changes[-1] if self._changes else None
         if isinstance(last, BlocksRemoved):
             last.hashes.append(number_of(digest))

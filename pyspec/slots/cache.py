@@ -20,7 +20,9 @@ from pyspec.slots.table import Slot, SlotTable
 
 
 class PrefixCache:
-    """every: tokens between the checkpoints of a long prompt, 0 for none between."""
+    """every    tokens between the checkpoints of a long prompt, 0 for none between
+    growing  gives the slots whose texts grow, and will be filed when their requests end
+    """
 
     def __init__(
         self, table: SlotTable, memory: Memory, states: StateStore, *, on: bool = True, every: int = 0
@@ -32,6 +34,7 @@ class PrefixCache:
         self.every = every
         table.needs_state, table.n_chunk = memory.needs_state, memory.n_chunk
         table.tree.lose = states.lose
+        self.growing: Callable[[], Sequence[Slot]] = tuple
         self._state_bytes = 0  # of the largest checkpoint so far
         self._checked = 0  # table.n_change at the last check
 

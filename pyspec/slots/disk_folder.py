@@ -6,6 +6,7 @@ and no index is shared: the names of the files are the index.
 
     DIR/<identity>/<parent>-<n>-<key>.pages   the pages of the whole segment behind `parent`
     DIR/<identity>/<parent>-<n>-<key>.end     the pages of n < SEGMENT tokens behind `parent`, and the state there
+    ... .pages.2, .end.2                      the same of the third rank (--tp): each has a file with its share
 
 A file is written under another name, stored by the system, and renamed. Its head and every piece are checked before they are used
 (slot_file.py). Any file may vanish at any time: processes remove the least recently used ones to stay within the limit.
@@ -36,7 +37,7 @@ from pyspec.slots.slot_file import ENTRY, Bytes, SlotFile, file_bytes, is_abando
 FORMAT = 1  # raise it when the same tokens get another content
 SEGMENT = 256  # tokens, a multiple of every page size
 PAGES, END = "pages", "end"
-_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})-([0-9a-f]{32})\.(pages|end)")
+_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})-([0-9a-f]{32})\.(pages|end)(?:\.([1-9]\d?))?")
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _HIDDEN = re.compile(rf"\.{_NAME.pattern}\.\d+-[0-9a-f]+")  # a file that is being written
 YOUNG_S = (
@@ -52,7 +53,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DiskEntry:
-    """One file: `n` tokens behind those of `parent`, whose key is `key`; kind: PAGES or END."""
+    """`n` tokens behind those of `parent`, whose key is `key`; kind: PAGES or END. A file, or one of each rank."""
 
     parent: str
     n: int
@@ -63,9 +64,13 @@ class DiskEntry:
     def name(self) -> str:
         return f"{self.parent}-{self.n}-{self.key}.{self.kind}"
 
+    def share(self, i: int) -> str:
+        """The name of the file with rank `i`'s share."""
+        return f"{self.name}.{i}" if i else self.name
+
     @classmethod
     def of(cls, name: str) -> DiskEntry | None:
-        """The entry with this file name; None if it is another file."""
+        """The entry with this file name, of any rank; None if it is another file."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(found[1], int(found[2]), found[3], found[4])
 
@@ -118,11 +123,15 @@ class TextKeys:
 
 @dataclass(slots=True)
 class FolderIndex:
-    """Entries of one identity, and the folder's time of change when they were listed."""
+    """Entries of one identity, and the folder's time of change when they were listed.
+
+    names  of entries whose files are all here
+    ends   by parent; files of some ranks may be missing
+    """
 
     changed: int = -1
     names: set[str] = field(default_factory=set)
-    ends: dict[str, list[DiskEntry]] = field(default_factory=dict)  # by parent
+    ends: dict[str, list[DiskEntry]] = field(default_factory=dict)
 
 
 class DiskFolder:
@@ -130,9 +139,14 @@ class DiskFolder:
 
     identity  everything besides tokens that decides the content, as JSON values
     limit     bytes of all entries of all identities
+    share     index of the rank whose files this object reads and writes
+    n_share   ranks that store a file each; an entry exists if all its files do
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], limit: int) -> None:
+    def __init__(
+        self, path: Path, identity: dict[str, Any], limit: int, share: int = 0, n_share: int = 1
+    ) -> None:
+        self.share, self.n_share = share, n_share
         self.identity = {"format": FORMAT, "segment": SEGMENT, **identity}
         self.root = sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
         self.path, self.limit = path, limit
@@ -169,7 +183,8 @@ class DiskFolder:
                 changed = os.stat(self.here).st_mtime_ns
                 if changed != self._index.changed:
                     settled = time.time_ns() - changed > SETTLED_NS
-                    self._index = _listed(self.here, changed if settled else -1, self._shunned)
+                    changed = changed if settled else -1
+                    self._index = _listed(self.here, changed, self._shunned, self.n_share)
             except OSError:
                 self._index = FolderIndex()
             return self._index
@@ -187,7 +202,7 @@ class DiskFolder:
             (i, e)
             for i in range(n_whole, -1, -1)
             for e in sorted(index.ends.get(chain.keys[i], ()), key=lambda e: -e.n)
-            if chain.has(i, e)
+            if e.name in index.names and chain.has(i, e)
         )
         i, end = next(ends, (0, None))
         n = 0 if end is None else i * SEGMENT + end.n
@@ -218,33 +233,35 @@ class DiskFolder:
     def touch(self, entries: Iterable[tuple[int, DiskEntry]], now: int) -> None:
         """Mark entries as used at a time in nanoseconds; those at the end of a text a little earlier, so that they are removed first."""
         for at, entry in entries:
-            with suppress(OSError):
-                os.utime(self.here / entry.name, ns=(now, _stamp(now, at)))
+            for i in range(self.n_share):
+                with suppress(OSError):
+                    os.utime(self.here / entry.share(i), ns=(now, _stamp(now, at)))
 
     # -- reading and writing -------------------------------------------------------------------------------------
 
     def open(self, entry: DiskEntry) -> SlotFile | None:
-        """An entry with a valid head that belongs here; None if it is gone. Raises BadSlotFile."""
-        path = self.here / entry.name
+        """This rank's file of an entry, with a valid head that belongs here; None if it is gone. Raises BadSlotFile."""
+        path = self.here / entry.share(self.share)
         try:
             file = SlotFile(path, ENTRY)
         except BadSlotFile:
             if not os.path.lexists(path):
                 return None
             raise
-        if file.head.get("of") != self.identity or file.head.get("entry") != entry.name:
+        if file.head.get("of") != self.identity or file.head.get("entry") != path.name:
             file.__exit__(None, None, None)
             raise file.bad("it has another entry's content, or one for other models or settings")
         return file
 
     def discard(self, entry: DiskEntry) -> None:
-        """Remove a file that is damaged, or never look at it again."""
-        try:
-            os.unlink(self.here / entry.name)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self._shunned.add(entry.name)
+        """Remove an entry with a damaged file, of all ranks, or never look at it again."""
+        for i in range(self.n_share):
+            try:
+                os.unlink(self.here / entry.share(i))
+            except FileNotFoundError:
+                pass
+            except OSError:
+                self._shunned.add(entry.name)
         self.list_again()
 
     def list_again(self) -> None:
@@ -254,21 +271,22 @@ class DiskFolder:
     def write(
         self, at: int, entry: DiskEntry, head: dict[str, Any], pieces: Sequence[Bytes], now: int
     ) -> int:
-        """Write an entry whose text has `at` tokens up to there and was used `now`, after making room for it. Returns its bytes, 0 if only
-        entries that were used later could make room.
+        """Write this rank's file of an entry whose text has `at` tokens up to there and was used `now`, after making room for it. Returns its
+        bytes, 0 if only entries that were used later could make room.
 
         Raises BadSlotFile, StorageFull
         """
-        head = {"of": self.identity, "entry": entry.name, **head}
+        name = entry.share(self.share)
+        head = {"of": self.identity, "entry": name, **head}
         n = file_bytes(len(json.dumps(head, separators=(",", ":"))), sum(p.size for p in pieces))
         if n > self.limit or not self._make_room(n, _stamp(now, at)):
             return 0
         with suppress(OSError):  # else the write fails with the reason
             self._make_folder()
-        if os.path.isfile(self.here / entry.name):  # another engine has written it meanwhile
+        if os.path.isfile(self.here / name):  # another engine has written it meanwhile
             self.touch([(at, entry)], now)
             return 0
-        write(self.here / entry.name, head, pieces, ENTRY)
+        write(self.here / name, head, pieces, ENTRY)
         self.touch([(at, entry)], now)
         self.n_bytes += n
         self._n_since += n
@@ -325,9 +343,23 @@ class DiskFolder:
 
     def clear(self) -> None:
         """Remove all entries of this identity."""
-        for name in list(self.index().names):
-            if (entry := DiskEntry.of(name)) is not None:
+        for entry in {DiskEntry.of(file.name) for file in _scan(self.here)}:
+            if entry is not None:
                 self.discard(entry)
+
+    def others(self) -> list[dict[str, Any]]:
+        """The identities of other models and settings that have entries here, by the head of one file each."""
+        found = []
+        for folder in _scan(self.path):
+            if not _FOLDER.fullmatch(folder.name) or folder.name == self.root:
+                continue
+            file = next((f for f in _scan(folder.path) if _NAME.fullmatch(f.name)), None)
+            with suppress(BadSlotFile):
+                if file is not None:
+                    with SlotFile(Path(file.path), ENTRY) as entry:
+                        of = entry.head.get("of")
+                        found += [of] if isinstance(of, dict) else []
+        return found
 
 
 def _stamp(now: int, at: int) -> int:
@@ -343,12 +375,14 @@ def _scan(path: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _listed(folder: Path, changed: int, shunned: set[str]) -> FolderIndex:
-    index = FolderIndex(changed)
-    for name in os.listdir(folder):
-        entry = DiskEntry.of(name)
-        if entry is not None and entry.n <= SEGMENT and name not in shunned:
-            index.names.add(name)
-            if entry.kind == END:
-                index.ends.setdefault(entry.parent, []).append(entry)
+def _listed(folder: Path, changed: int, shunned: set[str], n_share: int) -> FolderIndex:
+    index, here = FolderIndex(changed), set(os.listdir(folder))
+    entries = {DiskEntry.of(name) for name in here}
+    for entry in entries:
+        if entry is None or entry.n > SEGMENT or entry.name in shunned:
+            continue
+        if all(entry.share(i) in here for i in range(n_share)):
+            index.names.add(entry.name)
+        if entry.kind == END:
+            index.ends.setdefault(entry.parent, []).append(entry)
     return index

@@ -130,8 +130,14 @@ class Memory:
 
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
         """A checkpoint of the tensors from `read_state`."""
+        return self.make_own_state(n_past, content)
+
+    def make_own_state(
+        self, n_past: int, content: Iterator[Tensor], elsewhere: object = None
+    ) -> Checkpoint:
+        """A checkpoint of this rank's tensors. elsewhere: the other ranks' part."""
         like = self.saved_like(n_past)
-        return Checkpoint(n_past, _copies([next(content) for _ in like], like))
+        return Checkpoint(n_past, _copies([next(content) for _ in like], like), elsewhere)
 
     def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
         """Copy page `old` to page `new` of `parts`: our paged memory and any that shares its page numbers."""

@@ -36,6 +36,7 @@ class ClockworkCore(Clockwork):
         *,
         hand_over: Callable,
         on_death: Callable,
+        on_blocks: Callable | None = None,
         file: object = None,
     ) -> ClockworkCore:
         return cls(hand_over)

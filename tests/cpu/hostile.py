@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from eight_rig import eight_rigs
+from route_cases import GROUPED
 from torch import Tensor
 
 from pyspec.cuda.op import Op
@@ -24,15 +25,20 @@ from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.hadamard.op import hadamard
 from pyspec.cuda.ops.hadamard.ref import HadamardSpec
+from pyspec.cuda.ops.heads.op import heads
+from pyspec.cuda.ops.heads.ref import HeadsSpec
 from pyspec.cuda.ops.linear.cpu import TYPES
 from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
+from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.ring_places.op import ring_places
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rope_latent.op import rope_latent
+from pyspec.cuda.ops.rope_latent.ref import RopeLatentSpec
 from pyspec.gguf import GGMLType as G
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import TYPES as KV_TYPES
@@ -58,6 +64,10 @@ ATTEND = (
         "bf16 and f16": Case(4, 2, 64, BF16, [(300, 1)], v_dtype=F16),
         "q4_0 and q5_1, a prompt": Case(
             8, 2, 96, KV_TYPES["q4_0"], [(300, 3), (20, 40)], v_dtype=KV_TYPES["q5_1"]
+        ),
+        "keys are values": Case(6, 1, 72, F16, [(300, 3), (0, 5)], 16, pad=(2, 1), n_value=40),
+        "keys of 4 bits are values": Case(
+            40, 1, 96, KV_TYPES["q4_0"], [(270, 4), (9, 17)], 16, pad=(1, 1), n_value=64
         ),
         "q8_0, a prompt behind a window": Case(4, 2, 64, Q8, [(1000, 100)], 16, 128),
         **{
@@ -214,8 +224,8 @@ def routes_experts(spec: MoeSpec, n_row: int) -> str | None:
 
 def small_rigs() -> Iterator[tuple[str, Rig]]:
     """All but attention."""
-    heads = [(24, 4, 256, 64), (3, 3, 20, 6), (0, 2, 80, 80), (8, 2, 128, 0), (1, 1, 9, 4)]
-    for i, (n_q, n_kv, dim, n_rot) in enumerate(heads):
+    sizes_of_heads = [(24, 4, 256, 64), (3, 3, 20, 6), (0, 2, 80, 80), (8, 2, 128, 0), (1, 1, 9, 4)]
+    for i, (n_q, n_kv, dim, n_rot) in enumerate(sizes_of_heads):
         for neox in (True, False):
             spec = RopeKvSpec(
                 CPU, n_q, n_kv, dim, n_rot, neox, gated=i % 2 == 0, has_norm=i != 3, eps=1e-6
@@ -256,6 +266,16 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
     for name, experts in EXPERTS.items():
         for n_row in (1, 2, 9, 70):
             yield f"moe {name}, {n_row} rows", partial(routes_experts, experts, n_row)
+    for type in sorted(TYPES):
+        wide = 4 * type.block_size if type.block_size < 256 else 256
+        for n_out in (1, 7, 19, 72):
+            matrices = HeadsSpec(CPU, type, 3, n_out, wide)
+            yield f"heads {type.name} {n_out}", partial(checks, heads, matrices)
+    for sizes in ((5, 8, 24, 8), (3, 128, 40, 24), (1, 6, 11, 2)):
+        latent = RopeLatentSpec(CPU, *sizes, False, 1e-6)
+        yield f"rope_latent {sizes}", partial(checks, rope_latent, latent)
+    for name, router in GROUPED.items():
+        yield f"moe_route, {name}", partial(checks, moe_route, router)
     yield "angles", partial(checks, angles, angles.shapes(CPU)[0])
     yield "ring_places", partial(checks, ring_places, ring_places.shapes(CPU)[0])
     yield "best", partial(checks, best, best.shapes(CPU)[0])

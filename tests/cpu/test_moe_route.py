@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from route_cases import GROUPED, ties_of_products
 
 from pyspec.cpu import build
 from pyspec.cpu.tape import Recorded, TapeMemory
@@ -43,6 +44,31 @@ def test_of_equal_scores_the_lower_expert_comes_first() -> None:
     matrix[[7, 31]] = 1.0
     ids = cpu.bind(RouteSpec(CPU, 16, 40, 5))(torch.ones(3, 16), torch.ones(16), matrix).ids
     assert ids.tolist() == [[7, 31, 0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_are_the_references(name: str) -> None:
+    """Random rows, rows whose groups tie, and rows that are no numbers."""
+    spec = GROUPED[name]
+    assert moe_route.chosen(spec).name == "cpu"
+    assert check(cpu.bind(spec), bind_route(spec), spec) is None
+    given = replace(spec, given=True, biased=False)
+    assert check(cpu.bind(given), bind_route(given), given) is None
+    tied, (x, *call) = ties_of_products(spec)
+    got, want = cpu.bind(tied)(x, *call), bind_route(tied)(x, *call)
+    assert torch.equal(got.ids, want.ids) and torch.allclose(got.weights, want.weights, rtol=1e-5)
+    x = x.clone()
+    x[0], x[1, 0], x[2, 1], x[3, 0] = torch.nan, torch.nan, torch.inf, -torch.inf
+    wild = cpu.bind(tied)(x, *call).ids
+    assert torch.equal(wild[4:], got.ids[4:]) and bool(wild.sort(-1).values.diff(dim=-1).all())
+    assert int(wild.min()) >= 0 and int(wild.max()) < spec.n_expert
+
+
+def test_a_wrong_choice_among_groups_fails_the_check() -> None:
+    """One that has no groups, or keeps one more of them."""
+    spec = GROUPED["groups over two warps"]
+    for wrong in (replace(spec, n_group=1, n_group_used=1), replace(spec, n_group_used=3)):
+        assert "choose other experts" in (check(cpu.bind(wrong), bind_route(spec), spec) or "")
 
 
 def test_rows_of_nan_choose_experts_that_exist_each_once() -> None:

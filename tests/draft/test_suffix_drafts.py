@@ -6,13 +6,27 @@ import random
 
 import pytest
 
+from pyspec.draft import suffix_drafts
 from pyspec.draft.suffix_answers import MOST_SHELVES, Answers
 from pyspec.draft.suffix_automaton import Branch
 from pyspec.draft.suffix_chances import SuffixChances, TextFactor
-from pyspec.draft.suffix_drafts import LATE, PER_ROUND, SuffixDrafts
+from pyspec.draft.suffix_drafts import PER_ROUND, SuffixDrafts
+from pyspec.draft.suffix_native import NativeTexts, library
+from pyspec.draft.suffix_text import LATE, PythonTexts, SuffixKind
 from pyspec.slots.table import Slot
 
 TEXT = random.Random(7).choices(range(1000), k=80)
+
+
+@pytest.fixture(autouse=True, params=["Python", "C++"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SuffixKind:
+    """Each test with both."""
+    lib = library()
+    if request.param == "C++" and isinstance(lib, str):
+        pytest.skip(lib)
+    kind = PythonTexts() if request.param == "Python" or isinstance(lib, str) else NativeTexts(lib)
+    monkeypatch.setattr(suffix_drafts, "fastest", lambda: kind)
+    return kind
 
 
 def begin(
@@ -101,12 +115,12 @@ def test_the_next_turn_of_a_chat_continues_its_text() -> None:
     drafts = SuffixDrafts(8)
     slot = begin(drafts, TEXT)
     answer(drafts, slot, [7, 8, 9])
-    automaton = drafts.texts[0].automaton
+    text = drafts.texts[0]
     begin(drafts, [*TEXT, 7, 8, 9, 10])
-    assert drafts.texts[0].automaton is automaton and drafts.texts[0].entered == [*TEXT, 7, 8, 9, 10]
+    assert drafts.texts[0] is text and text.entered == [*TEXT, 7, 8, 9, 10]
     drafts.end(slot)
     begin(drafts, [*TEXT, 7, 8, 11])
-    assert drafts.texts[0].automaton is not automaton
+    assert drafts.texts[0] is not text
 
 
 # -- finished answers ------------------------------------------------------------------------------------------------
@@ -143,10 +157,10 @@ def test_an_answer_that_may_not_be_kept_is_not(keeps: bool, n_bytes: int) -> Non
     assert not drafts.answers.shelves and not drafts.answers.queue
 
 
-def test_old_answers_and_silent_clients_go() -> None:
+def test_old_answers_and_silent_clients_go(kind: SuffixKind) -> None:
     most, rng = 100_000, random.Random(5)
-    answers = Answers(most)
-    for i in range(300):
+    answers = Answers(most, kind=kind)
+    for i in range(300 if kind.name == "Python" else 1500):
         answers.add(f"client {i % 4}" if i < 200 else "last", rng.choices(range(500), k=100))
         while answers.queue:
             answers.read(64)
@@ -176,7 +190,7 @@ def test_a_text_is_followed_across_an_eviction() -> None:
 def test_bytes_are_counted() -> None:
     drafts = SuffixDrafts(8, answer_bytes=1 << 20)
     answer(drafts, begin(drafts, TEXT, "ann"), TEXT)
-    own = drafts.texts[0].automaton.n_bytes
+    own = drafts.texts[0].n_bytes
     assert drafts.n_bytes == own + drafts.answers.n_bytes and own > 0 < drafts.answers.n_bytes
     drafts.forget_learned()
     assert drafts.n_bytes == 0

@@ -1,7 +1,8 @@
 """An engine process without a model: pyspec.engine.process.engine_main over a core with a known text. Starts in a moment.
 
 `python fake_engine_main.py FOLDER DESCRIPTOR`. Files in FOLDER plan its failures:
-load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT
+load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT;
+          "wait": make the file "waits", and load once that is removed
 room      tokens a request may hold if no number is given
 round     in the next round, once: "abort", "endless", "fatal TEXT", "kernel MODULE"
 poison    "TOKEN N": abort when a request with that token in its prompt has generated N tokens
@@ -106,6 +107,10 @@ class FakeCore:
             raise RuntimeError(f"Triton Error [CUDA]: {how}")
         if what == "none":
             raise NoDevice(how)
+        if what == "wait":
+            (FOLDER / "waits").touch()
+            while (FOLDER / "waits").exists():
+                time.sleep(0.01)
         if what == "sleep":
             time.sleep(float(how))
         return cls(path, settings, hand_over, on_death)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from block_view import BlockReader, BlockView
+from block_view import BlockReader, BlockView, wanted
 from draft_fakes import Liar
 from engine_rig import DEMO, FIXTURES, Rig, fake_rig, rig
 
@@ -24,9 +24,11 @@ from pyspec.engine import block_events
 from pyspec.engine.api import Engine
 from pyspec.engine.block_events import BlockPublisher, event_of, of_rank
 from pyspec.engine.loop.block_feed import BlockFeed
+from pyspec.engine.loop.job import End
 from pyspec.engine.process.replicas import Replicas
 from pyspec.engine.process.supervisor import Supervisor
-from pyspec.errors import ConfigError
+from pyspec.errors import ConfigError, RequestError
+from pyspec.request import Delta, Done, Event
 from pyspec.slots.blocks import CLEARED, BlockChange, BlocksRemoved, BlocksStored
 
 CHILD = Path(__file__).with_name("fake_engine_main.py")
@@ -38,6 +40,7 @@ class Watched:
 
     def __init__(self, r: Rig) -> None:
         self.rig, self.view, self.n_batch = r, BlockView(), 0
+        self.n_grown = 0  # blocks that were known before a request had filed them
         self.feed = BlockFeed(r.loop.cache, self.take)
 
     def take(self, changes: Sequence[BlockChange]) -> None:
@@ -52,8 +55,20 @@ class Watched:
             self.rig.loop.step()
             cancel(i)
             self.feed.send_news()
-            self.view.check(self.rig.loop.table)
+            self.check()
             assert i < 5000
+
+    def check(self) -> None:
+        """Each round's view is the cache, and the answers so far that will be left there."""
+        loop = self.rig.loop
+        lost = loop.speculator.lost_track
+        growing = [
+            job.slot
+            for job in loop.jobs.values()
+            if job.is_decoding and job.request.cache_prompt and job.slot.index not in lost
+        ]
+        self.view.check(loop.table, growing)
+        self.n_grown += len(self.view.texts) - len(wanted(loop.table))
 
 
 def traffic(w: Watched, n_request: int, n_ctx: int) -> int:
@@ -80,7 +95,7 @@ def traffic(w: Watched, n_request: int, n_ctx: int) -> int:
 def test_a_router_knows_the_cache_after_every_round(page_size: int, n_page: int) -> None:
     w = Watched(fake_rig(3, Liar(3), ctx=100, page_size=page_size, n_page=n_page))
     most = traffic(w, 14, 100)
-    assert most > 10 and w.n_batch > 10
+    assert most > 10 and w.n_batch > 10 and w.n_grown > 100
     w.feed.end()
     assert not w.view.texts and w.view.n_cleared == 1
     w.feed.send_news()
@@ -108,13 +123,40 @@ def test_a_router_knows_which_blocks_of_a_model_can_be_continued(name: str) -> N
 def test_a_failure_of_the_feed_ends_events_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Watched(fake_rig(3, page_size=7))
     w.rig.generate([1] * 20, 5)
-    monkeypatch.setattr(type(w.rig.loop.table.tree.blocks), "take", lambda self: 1 / 0)
+    monkeypatch.setattr(type(w.rig.loop.table.tree.blocks), "take", lambda self, growing: 1 / 0)
     w.feed.send_news()
     assert w.view.n_cleared == 1 and w.rig.loop.table.tree.blocks is None
     monkeypatch.undo()
     w.rig.generate([2] * 20, 5)
     w.feed.send_news()
     assert not w.view.texts
+
+
+@pytest.mark.parametrize("end", ["it ends", "it is cancelled", "it fails", "it keeps nothing"])
+def test_blocks_of_an_answer_are_known_as_they_fill_and_stay_if_it_is_kept(end: str) -> None:
+    w = Watched(fake_rig(3, page_size=7, ctx=200))
+    first = w.rig.submit([1] * 20, 60, cache_prompt=end != "it keeps nothing")
+    second = w.rig.submit([1] * 20, 60)  # the same text: each block is stored once
+    known = []
+    for _ in range(25):
+        w.rig.loop.step()
+        w.feed.send_news()
+        w.check()
+        known.append(len(w.view.texts))
+    assert known == sorted(known) and known[-1] > 20 // 7 + 1, "block by block"
+    if end == "it is cancelled":
+        w.rig.loop.cancel(first.job)
+        w.rig.loop.cancel(second.job)
+    elif end == "it fails":
+        for job in list(w.rig.loop.jobs.values()):
+            w.rig.loop.committer.finish(job, End("error", error=RequestError("a test")))
+    w.run()
+    w.feed.send_news()
+    w.check()
+    if end == "it fails":
+        assert len(w.view.texts) < known[-1]
+    else:
+        assert len(w.view.texts) >= known[-1]
 
 
 # -- over the wire ---------------------------------------------------------------------------------------------------
@@ -467,6 +509,54 @@ def test_a_router_and_an_engine_agree_on_what_is_cached(isolated: bool) -> None:
         assert n_hit > 8
         assert engine.metrics().kv_event_batches == p.n_batch > 24
         assert engine.metrics().kv_event_batches_dropped == 0
+        reader.close()
+
+
+def wait_for_text(reader: BlockReader, text: Sequence[int]) -> None:
+    """Read until all full blocks before its last token are known."""
+    wait_until(reader, lambda: reader.view.n_cached(text) >= (len(text) - 1) // 32 * 32)
+
+
+class Answer:
+    """A long answer that is followed as it comes. seen: it has `n` tokens."""
+
+    def __init__(self, engine: Engine, prompt: list[int], n: int) -> None:
+        self.tokens: list[int] = []
+        self.n, self.seen, self.over = n, threading.Event(), threading.Event()
+        request = engine.request(prompt, max_tokens=440, temperature=0.0, ignore_eos=True)
+        self.name = engine.submit(request, self.hear)
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self.tokens.extend(event.tokens)
+            if len(self.tokens) >= self.n:
+                self.seen.set()
+        if isinstance(event, Done):
+            self.over.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_router_knows_an_answer_before_its_end_and_what_it_leaves(isolated: bool) -> None:
+    values = {"np": 3, "ctx": 500, "kv_events": HERE, "kv_events_replay": HERE, "warm_up": False}
+    draw = random.Random(4)
+    with Engine.load("demo", isolated=isolated, **values) as engine:  # type: ignore[arg-type]
+        (p,) = engine.publishers
+        reader = BlockReader(p.endpoint, p.replay)
+        for n in (40, 75, 150):
+            prompt = draw.choices(range(300, 900), k=50)
+            answer = Answer(engine, prompt, n)
+            assert answer.seen.wait(60)
+            wait_for_text(reader, [*prompt, *answer.tokens[:n]])
+            late = BlockReader(p.endpoint, p.replay)
+            wait_for_text(late, [*prompt, *answer.tokens[:n]])  # a router that starts now
+            late.close()
+            engine.cancel(answer.name)
+            assert answer.over.wait(60)
+            text = [*prompt, *answer.tokens]
+            wait_for_text(reader, text)
+            again = engine.generate([*text, 301], max_tokens=2).timings
+            assert again.cache_n >= len(text) - 1
         reader.close()
 
 

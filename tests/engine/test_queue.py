@@ -6,13 +6,24 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+from engine_rig import fake_rig
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pyspec.engine.loop.round import share_rows
 from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.policy.left_texts import LeftTexts
-from pyspec.engine.policy.queue import CUT_GAP, CUT_MIN, CUT_TAIL, LAPS, Queue, cut_of, cuts_of, worth_on
+from pyspec.engine.policy.queue import (
+    CUT_GAP,
+    CUT_MIN,
+    CUT_TAIL,
+    LAPS,
+    MOST_AWAY,
+    Queue,
+    cut_of,
+    cuts_of,
+    worth_on,
+)
 from pyspec.errors import QueueFull
 from pyspec.slots.prefix import Known
 from pyspec.slots.table import SlotTable
@@ -27,6 +38,9 @@ class Item:
     group: str = ""
     cost: int = 600
     n_left: int = 0
+    charged: int = 0
+    work: int = 0
+    n_to_read: int = 0
 
 
 def test_first_come_first_served() -> None:
@@ -270,6 +284,119 @@ def test_a_body_of_many_prompts_goes_behind_another_of_one() -> None:
     assert "one" in [item.group for item in seated(queue, 3)]
 
 
+@dataclass(frozen=True)
+class Habit:
+    """What a client asks for. n_cached: tokens of its prompts that are in the cache; limit: of its answers, which have `n_answer` tokens."""
+
+    n_prompt: int
+    n_answer: int
+    n_cached: int = 0
+    limit: int = 0
+
+    def item(self, client: str) -> Item:
+        return Item(cost=self.n_prompt, n_left=self.limit or self.n_answer, client=client)
+
+
+class Shop:
+    """Fake clients that always wait, `n` requests each, at a few slots that read 50 tokens or write one in a round."""
+
+    def __init__(self, n_slot: int, habits: dict[str, Habit], n: int = 3) -> None:
+        self.habits, self.n_slot, self.n = habits, n_slot, n
+        self.queue: Queue[Item] = Queue(1000)
+        self.slots: list[tuple[Item, int, int]] = []  # request, tokens to read, tokens to write
+        self.queue.running = lambda: [item for item, _, _ in self.slots]
+        self.work: Counter[str] = Counter()
+        self.table = SlotTable(1, 64, 16)
+
+    def round(self, active: set[str]) -> None:
+        for client in active:
+            n_wait = sum(item.client == client for item in self.queue.waiting())
+            for _ in range(self.n - n_wait):
+                habit = self.habits[client]
+                self.queue.push(habit.item(client), Known(habit.n_cached, habit.n_cached))
+        while len(self.slots) < self.n_slot and (item := self.queue.next(self.table)) is not None:
+            habit = self.habits[item.client]
+            n_read = item.n_to_read = max(1, habit.n_prompt - habit.n_cached)
+            self.queue.seated(item)
+            self.slots.append((item, n_read, habit.n_answer))
+        for i, (item, read, write) in enumerate(self.slots):
+            n = min(read, 50) if read else 1
+            item.work += n
+            item.n_left -= not read
+            self.work[item.client] += n
+            self.slots[i] = (item, read - n, write) if read else (item, 0, write - 1)
+        for gone in [s for s in self.slots if not s[1] and not s[2]]:
+            self.slots.remove(gone)
+            self.queue.leave(gone[0])
+
+
+HABITS = {
+    "long answers to short prompts": (Habit(20, 900), Habit(900, 20)),
+    "answers without a limit": (Habit(20, 1300, limit=100_000), Habit(300, 30)),
+    "answers far below their limit": (Habit(40, 15, limit=50_000), Habit(40, 400)),
+    "prompts from the cache": (Habit(9000, 60, n_cached=8900), Habit(300, 60)),
+    "the same": (Habit(70, 90), Habit(70, 90)),
+}
+
+
+@pytest.mark.parametrize("n_slot", [1, 3, 5])
+@pytest.mark.parametrize("kind", HABITS)
+def test_clients_that_always_wait_get_the_same_work(kind: str, n_slot: int) -> None:
+    """Uncached rows and tokens of answers together, whatever they were expected to be."""
+    one, other = HABITS[kind]
+    shop = Shop(n_slot, {"a": one, "b": other, "c": other})
+    for _ in range(9000):
+        shop.round({"a", "b", "c"})
+    most = max(h.n_prompt - h.n_cached + h.n_answer for h in (one, other))
+    assert max(shop.work.values()) - min(shop.work.values()) <= 2 * n_slot * most, shop.work
+    assert min(shop.work.values()) > 0.6 * max(shop.work.values())
+
+
+def test_a_request_counts_what_it_took_once_it_has_ended() -> None:
+    queue: Queue[Item] = Queue(20)
+    a = Item(cost=100, n_left=9000, client="a")
+    queue.push(a)
+    seated(queue, 1)
+    assert a.charged == 100 + 512, "until more is known"
+    a.n_to_read = 30
+    queue.seated(a)
+    assert a.charged == 30 + 512
+    queue.running = lambda: [a]
+    a.n_to_read, a.work = 0, 30 + 700
+    queue.push(Item(client="b"))
+    queue.first(SlotTable(1, 64, 16))
+    assert a.charged == 730 and queue._given["a"] == 730, "it took more than that"
+    queue.running = tuple
+    a.work = 760
+    queue.leave(a)
+    assert queue._given["a"] == 760
+
+
+def test_a_client_that_pauses_is_not_forgiven() -> None:
+    """It leaves when all it asked for is done, as batches do, and comes back: the other one has caught up first."""
+    habit = Habit(50, 200)
+    shop = Shop(3, {"batch": habit, "chat": habit})
+    for _ in range(900):
+        shop.round({"batch"})
+    before = shop.work.copy()
+    for i in range(6000):
+        shop.round({"chat", "batch"} if i % 100 < 50 else {"chat"})
+    gained = {c: shop.work[c] - before[c] for c in shop.work}
+    assert gained["chat"] >= 0.9 * gained["batch"]
+
+
+def test_absent_clients_are_remembered_within_a_bound() -> None:
+    queue: Queue[Item] = Queue(10_000)
+    for i in range(3000):
+        item = Item(cost=10 + i % 7, client=f"c{i}")
+        queue.push(item)
+        seated(queue, 1)
+        item.work = 10 + i % 7
+        queue.leave(item)
+    queue.push(Item(client="new"))
+    assert len(queue._given) <= MOST_AWAY + 2
+
+
 def fill(waiting: list[Item], item: Item, limit: int) -> Item | None:
     """Admit one; the evicted one is removed."""
     gone = evict_for(item, waiting, limit)
@@ -370,3 +497,29 @@ def test_who_waits_for_a_slot_takes_no_place_of_others() -> None:
         assert fill(waiting, Item(client="a"), 4) is None
     gone = fill(waiting, Item(wanted_slot=1, client="b"), 4)
     assert gone is not None and gone.wanted_slot == 0
+
+
+# -- in the loop ---------------------------------------------------------------------------------------------------
+
+
+def test_what_requests_took_is_what_the_loop_gave_them() -> None:
+    """Cached prompts, answers, and requests that are cancelled or wait: each counts its uncached rows and its tokens."""
+    r = fake_rig(3, page_size=7, ctx=200, n_page=90)
+    r.submit([1] * 41, 9, client="e")
+    r.run()
+    heard = [
+        r.submit([1] * 41 + [9] * 20, 12, client="a"),
+        r.submit([2] * 50, 90, client="b"),
+        r.submit([3] * 11, 100, client="c"),
+        r.submit([4] * 70, 90, client="d"),
+    ]
+    for _ in range(4):
+        r.loop.step()
+    assert [h.job.charged for h in heard] == [20 + 12, 50 + 90, 11 + 100, 0], "what they will take"
+    r.loop.cancel(heard[1].job)
+    r.loop.cancel(r.submit([5] * 30, 20, client="f").job)
+    r.run()
+    for h in heard:
+        t = h.done.timings
+        assert h.job.charged == t.prompt_n + t.predicted_n, h.job.client
+    assert heard[0].done.timings.prompt_n == 20 and heard[1].job.charged < 50 + 90

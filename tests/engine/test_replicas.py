@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from pyspec.engine.plan.longest import usable_bytes
 from pyspec.engine.policy.affinity import BLOCK, MOST, WORTH, Affinity, KnownTexts, chain
 from pyspec.engine.process import supervisor as supervising
 from pyspec.engine.process.replicas import Replicas, later_device, shared_settings
-from pyspec.engine.process.supervised_request import SupervisedRequest
+from pyspec.engine.process.supervised_request import Crash, SupervisedRequest
 from pyspec.errors import (
     ConfigError,
     DeviceError,
@@ -302,6 +303,93 @@ def test_requests_wait_if_all_replicas_are_gone(plants: Plants) -> None:
         late = Ear(engine, (9, 9), 30)
         for ear in (*ears, late):
             ear.check()
+
+
+@pytest.mark.slow
+def test_requests_wait_as_long_as_any_replica_may_still_come(
+    plants: Plants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two engines fail to load again and again, and the third one takes long: it gets the requests of all."""
+    monkeypatch.setattr(supervising, "N_LOAD_AGAIN", 2)
+    with start(plants) as (engine, replicas):
+        ears = [Ear(engine, (i + 1,), 1500) for i in range(6)]
+        wait_for(lambda: all(len(ear.tokens) > 9 for ear in ears))
+        plants.plant(load="wait")
+        kill(replicas, 2)
+        wait_for(lambda: replicas.supervisors[2].state() == "recovering")
+        wait_for(lambda: (plants.folder / "waits").exists())
+        plants.plant(load="refuse no memory")
+        for i in range(2):
+            kill(replicas, i)
+        wait_for(lambda: [s.state() for s in replicas.supervisors] == ["stopped"] * 2 + ["recovering"])
+        wait_for(lambda: [s.n_open for s in replicas.supervisors[:2]] == [0, 0])
+        assert replicas.supervisors[2].n_open == sum(not ear.over.is_set() for ear in ears) > 0
+        assert engine.state() == "recovering"
+        late = Ear(engine, (9, 9), 30)
+        gone = Ear(engine, (8, 8), 30)
+        engine.cancel(gone.name)
+        assert isinstance(end := gone.wait(), Done) and end.finish == "cancelled"
+        with pytest.raises(Unavailable, match="the engine has stopped: no memory"):
+            Ear(engine, (3, 4), 20, slot=2)
+        plants.heal("waits")
+        for ear in (*ears, late):
+            ear.check()
+        assert engine.metrics().requests_failed == 0
+
+
+@pytest.mark.slow
+def test_requests_fail_in_one_sentence_when_no_replica_can_come(
+    plants: Plants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "N_LOAD_AGAIN", 3)
+    with start(plants) as (engine, replicas):
+        ears = [Ear(engine, (i + 1,), 1900) for i in range(5)]
+        pinned = Ear(engine, (7, 7), 1900, slot=12)
+        wait_for(lambda: all(len(ear.tokens) > 9 for ear in (*ears, pinned)))
+        plants.plant(load="refuse no memory")
+        kill(replicas, 2)
+        last = pinned.wait()
+        assert isinstance(last, Failed) and str(last.error) == (
+            "replica 2 failed and could not be loaded again: no memory"
+        )
+        assert not any(ear.over.is_set() for ear in ears)
+        for i in range(2):
+            kill(replicas, i)
+        for ear in ears:
+            last = ear.wait()
+            assert isinstance(last, Failed) and isinstance(last.error, Unavailable)
+            assert (
+                str(last.error) == "each of 3 replicas failed and could not be loaded again: no memory"
+            )
+            assert sum(isinstance(e, Failed) for e in ear.events) == 1
+        assert engine.metrics().requests_failed == 6 and engine.state() == "stopped"
+        plants.heal("load")
+        wait_for(lambda: engine.state() == "ok")
+        Ear(engine, (5,), 20).check()
+
+
+@pytest.mark.slow
+def test_a_suspect_waits_for_an_engine_that_runs_nothing_else(
+    plants: Plants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended two engines, and the second one can not be loaded again: it fails while the others run, and waits if one loads."""
+    monkeypatch.setattr(supervising, "N_LOAD_AGAIN", 2)
+    with start(plants, 2) as (engine, replicas):
+        suspect = Ear(engine, (5,), 1500)
+        wait_for(lambda: len(suspect.tokens) > 9)
+        (home,) = [i for i, s in enumerate(replicas.supervisors) if s.n_open]
+        record = next(iter(replicas.supervisors[home]._records.values()))
+        other = 1 - home
+        plants.plant(load="wait")
+        kill(replicas, other)
+        wait_for(lambda: (plants.folder / "waits").exists())
+        plants.plant(load="refuse no memory")
+        record.crashes[:] = [Crash(time.monotonic(), 10**6)]  # the kill is its second one
+        kill(replicas, home)
+        wait_for(lambda: record.name in replicas.supervisors[other]._records)
+        assert not suspect.over.is_set()
+        plants.heal("waits")
+        suspect.check()
 
 
 def test_a_slot_has_one_number_among_all(plants: Plants) -> None:

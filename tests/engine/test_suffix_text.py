@@ -157,7 +157,7 @@ def test_no_drafts_are_made_where_a_request_wants_none() -> None:
 def test_if_suffix_drafts_fail_only_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make("oracle", 1)
     made.loop.speculator.suffixes.raises_bugs = False
-    monkeypatch.setattr(SuffixDrafts, "draft", lambda *args: 1 / 0)
+    monkeypatch.setattr(SuffixDrafts, "draft_all", lambda *args: 1 / 0)
     assert_own_text(made.generate(prompt(1, 9), 60), 60)
     assert not made.loop.speculator.suffixes.is_on and made.loop.metrics().drafts > 0
 
@@ -173,7 +173,7 @@ def test_a_warm_up_teaches_nothing_and_times_the_longest_drafts(monkeypatch: pyt
     warmup.warm_up(made.loop, made.tokenizer, made.info.n_overhang, 0)
     suffixes = made.loop.speculator.suffixes.drafts
     assert suffixes is not None and not suffixes.texts and suffixes.n_bytes == 0
-    assert not any(map(any, suffixes.of_text.seen))
+    assert not any(suffixes.learned.of_text.seen)
     assert max(rows) == 13
     assert made.info.n_draft_max == 12 and "mtp, up to 3" in made.info.draft_note
     assert "suffix, up to 12 tokens" in made.info.draft_note

@@ -8,10 +8,12 @@ import pytest
 import test_attend_emulated as attend
 import test_best_emulated as best
 import test_gdn_emulated as gdn
+import test_heads_emulated as heads
 import test_index_rows_emulated as index_rows
 import test_latent_emulated as latent
 import test_linear_emulated as linear
 import test_mamba2_chunk_emulated as mamba2_chunk
+import test_moe_route_emulated as route
 import test_norms_emulated as norms
 import test_rope_latent_emulated as rope_latent
 import test_rows_emulated as rows
@@ -76,6 +78,10 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     *(("attend_latent", "__syncthreads();", i, lambda seed: latently("ragged", seed)) for i in (0, 1, 2, 3, 5, 6, 7)),
     ("attend_latent", "if (BUFFERS == 1) __syncthreads();", 0, lambda seed: latently("q8_0", seed)),
     ("rope_latent", "__syncwarp();", 0, lambda seed: rope_latent.test_it_passes_the_ops_check("f16", (3, 128, 40, 24), seed > 0)),
+    ("heads", "copies_wait<0>();", 0, lambda seed: heads.test_products_are_the_references("Q5_K")),
+    ("heads", "__syncthreads();", 0, lambda seed: heads.test_products_are_the_references("Q5_K")),
+    ("moe_route", "__syncthreads();", 4, lambda seed: route.test_of_groups_with_equal_sums_the_first_are_kept("groups of more than a warp")),
+    ("moe_route", "__syncthreads();", 3, lambda seed: route.test_routes_are_the_references("groups of more than a warp")),
     ("short_conv", "__syncthreads();", 0, convolved),
     ("best", "__syncthreads();", 0, best.test_tokens_and_values_are_the_references),
     ("best", "__syncthreads();", 1, best.test_tokens_and_values_are_the_references),

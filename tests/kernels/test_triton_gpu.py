@@ -18,6 +18,7 @@ from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.cases import CASES, MIXED, TOLERANCE, Case, make, only, spec_of, worst
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.heads.triton import DTYPES
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.moe import check as moe_check
@@ -39,6 +40,8 @@ OPS = (
     "gdn",
     "mamba2",
     "rope_kv",
+    "rope_latent",
+    "heads",
     "rows",
     "norms",
     "best",
@@ -58,7 +61,7 @@ def triton_of(op: str) -> Any:
 
 def asks() -> Iterator[Any]:
     for op, spec in survey.standard(GPU) if torch.cuda.is_available() else ():
-        if op.name in OPS:
+        if op.name in OPS and (op.name != "heads" or spec.type in DTYPES):
             yield pytest.param(op, spec, id=f"{op.name} {survey.shape_of(spec)}")
 
 

@@ -18,6 +18,7 @@ IN_TRITON = {
     "qwen35": {"attend", "rope_kv", "gdn", "norms"},
     "nemotron_h": {"attend", "rope_kv", "mamba2", "norms"},
     "gemma4": {"attend", "rope_kv", "norms"},
+    "deepseek2": {"attend", "rope_latent", "heads", "moe_route", "norms"},
 }
 pytestmark = [
     pytest.mark.slow,
@@ -46,7 +47,13 @@ def text(path: Path, spec_type: str) -> tuple[list[int], set[str]]:
 
 @pytest.mark.parametrize(
     "model, spec_type",
-    [("qwen35", "none"), ("qwen35", "mtp"), ("nemotron_h", "none"), ("gemma4", "none")],
+    [
+        ("qwen35", "none"),
+        ("qwen35", "mtp"),
+        ("nemotron_h", "none"),
+        ("gemma4", "none"),
+        ("deepseek2", "none"),
+    ],
 )
 def test_a_text_is_the_references(
     model: str, spec_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

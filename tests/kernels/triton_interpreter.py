@@ -36,8 +36,8 @@ import triton.experimental.gluon  # noqa: F401 - the first launch would
 import triton.language as tl
 from triton.runtime import interpreter
 
-for path in sorted(Path(pyspec.cuda.ops.__file__).parent.glob("*/triton_kernels.py")):
-    importlib.import_module(f"pyspec.cuda.ops.{path.parent.name}.triton_kernels")
+for path in sorted(Path(pyspec.cuda.ops.__file__).parent.glob("*/*triton_kernels.py")):
+    importlib.import_module(f"pyspec.cuda.ops.{path.parent.name}.{path.stem}")
 del os.environ["TRITON_INTERPRET"]
 
 _load, _store = (

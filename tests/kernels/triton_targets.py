@@ -26,6 +26,8 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.gdn import triton as gdn_triton
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.heads import triton as heads_triton
+from pyspec.cuda.ops.heads.ref import HeadsSpec
 from pyspec.cuda.ops.linear import tiles
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.cuda import random_rows
@@ -41,6 +43,8 @@ from pyspec.cuda.ops.norms import triton as norms_triton
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rope_latent import triton as rope_latent_triton
+from pyspec.cuda.ops.rope_latent.ref import RopeLatentSpec
 from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
@@ -112,6 +116,11 @@ def attend() -> Iterator[Callable[[], object]]:
     yield lambda: _attend(
         attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True)
     )
+    for kv in NUMBERS:
+        for n_head, width in ((128, 1), (16, 17), (5, 2)):
+            latent = attend_cases.Case(n_head, 1, 576, kv, [(300, width)], 64, n_value=512)
+            yield lambda case=latent: _attend(case)
+    yield lambda: _attend(attend_cases.Case(5, 1, 24, torch.float16, [(40, 2)], 16, n_value=16))
 
 
 def _attend(case: attend_cases.Case) -> None:
@@ -286,6 +295,8 @@ def moe_route() -> Iterator[Callable[[], object]]:
         RouteSpec(CPU, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
         RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", given=True),
         RouteSpec(CPU, 2880, 32, 4, "chosen", False, shifted=True),
+        RouteSpec(CPU, 7168, 256, 8, "sigmoid", scale=2.5, biased=True, n_group=8, n_group_used=4),
+        RouteSpec(CPU, 128, 60, 7, "sigmoid", n_group=5, n_group_used=2),
     ):
         yield lambda spec=spec: _moe_route(spec)
 
@@ -299,7 +310,36 @@ def _moe_route(spec: RouteSpec) -> None:
     moe_route_triton.bind(spec)(*rows, matrix, bias, given, shift)
 
 
+def heads() -> Iterator[Callable[[], object]]:
+    for type in (GGMLType.F16, GGMLType.BF16, GGMLType.F32):
+        for sizes in ((128, 512, 128), (20, 256, 512), (5, 12, 16)):
+            spec = HeadsSpec(CPU, type, *sizes)
+            yield lambda spec=spec: _heads(spec)
+
+
+def _heads(spec: HeadsSpec) -> None:
+    data = torch.zeros(spec.n_head * spec.n_out * spec.row_bytes, dtype=torch.uint8)
+    heads_triton.bind(spec)(data)(torch.zeros(2, spec.n_head, spec.n_in))
+
+
+def rope_latent() -> Iterator[Callable[[], object]]:
+    for kv in NUMBERS:
+        for neox in (False, True):
+            spec = RopeLatentSpec(CPU, 128, 128, 512, 64, neox, 1e-6, KvFormat(kv, kv))
+            yield lambda spec=spec: _rope_latent(spec)
+
+
+def _rope_latent(spec: RopeLatentSpec) -> None:
+    pool = KVPool(16, 1, spec.dim, spec.kv, CPU, keys_only=True)
+    q, plain = torch.zeros(2, spec.n_head * 192), torch.zeros(2, spec.n_head, spec.rank)
+    angles, rows = (torch.zeros(2, 1, 32), torch.zeros(2, 1, 32)), torch.zeros(2, dtype=torch.int64)
+    kv, norm = torch.zeros(2, spec.dim), torch.ones(spec.rank)
+    rope_latent_triton.bind(spec)(kv, q, plain, norm, angles, pool, rows)
+
+
 OPS = {
+    "heads": heads,
+    "rope_latent": rope_latent,
     "moe_route": moe_route,
     "moe": moe,
     "linear": linear,

@@ -204,6 +204,20 @@ def test_experts_are_chosen_of_the_best_groups() -> None:
     assert ids.tolist() == [[0, 2]]
 
 
+@pytest.mark.parametrize("name", ["deepseek2", "glm4moe", "minimax-m2", "lfm2moe"])
+def test_groups_of_experts_are_read_for_every_model_that_may_have_them(
+    name: str, tmp_path: Path
+) -> None:
+    def groups(spec: ModelSpec) -> set[tuple[int, int]]:
+        feeds = [part.spec for block in spec.blocks for part in block.parts]
+        return {feed.groups for feed in feeds if isinstance(feed, Experts)}
+
+    assert groups(spec_of(FIXTURES / f"{name}.gguf")) == {(4, 2) if name == "deepseek2" else (1, 1)}
+    n = 2 if name == "deepseek2" else 5
+    keys = {"expert_group_count": n, "expert_group_used_count": n - 1}
+    assert groups(changed(name, tmp_path / "m.gguf", **keys)) == {(n, n - 1)}
+
+
 @pytest.mark.parametrize("groups", [(3, 1), (4, 0), (2, 3)])
 def test_groups_that_mean_nothing_are_refused(groups: tuple[int, int]) -> None:
     with pytest.raises(ModelError, match="groups"):

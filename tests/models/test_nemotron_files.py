@@ -196,7 +196,7 @@ def changed(path: Path, change: dict[str, object], *, drop: Sequence[str] = ()) 
         ({"ssm.inner_size": 100}, "does not give inner size 100"),
         ({"ssm.group_count": 3}, "8 heads, 3 groups"),
         ({"ssm.group_count": 0}, "group_count is 0; want a whole number from 1"),
-        ({"expert_group_count": 4}, "in groups"),
+        ({"expert_group_count": 3}, "1 of 3 groups of 16 experts can not be used"),
         ({"nextn_predict_layers": 7}, "7 MTP blocks among 7"),
         ({"expert_used_count": 17}, "17 of 16 experts"),
         ({"attention.head_count_kv": None}, "head_count_kv"),

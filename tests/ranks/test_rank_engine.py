@@ -98,7 +98,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     assert len(held) >= 3
     shared.ranks.settle()
     numbers = {s.content.checkpoint.elsewhere.number for s in held}
-    assert numbers <= follower._kept_states.keys()
+    assert numbers <= follower.kept_states.keys()
     for state in held:
         states.drop(state)
     del held, state
@@ -108,7 +108,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     alive = {
         s.content.checkpoint.elsewhere.number for tier in (*states.tiers, states.starts) for s in tier
     }
-    assert follower._kept_states.keys() == alive and not alive & numbers
+    assert follower.kept_states.keys() == alive and not alive & numbers
 
 
 @pytest.mark.slow

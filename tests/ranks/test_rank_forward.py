@@ -29,6 +29,7 @@ FAST = [
 ]
 FAST += [("qwen2", 2), ("qwen3moe", 2), ("granite", 2), ("mistral3", 2)]
 FAST += [("glm4moe", 2), ("minimax-m2", 2), ("lfm2moe", 2), ("qwen3next", 2), ("gpt-oss", 2)]
+FAST += [("latent", 2), ("latent", 4)]
 FAST += [("gemma4", 2), ("gemma4_moe", 2), ("gemma4_e", 4)]
 FAST += [("qwen35", 3), ("nemotron_latent", 3), ("llama", 3)]  # zeros and copies where nothing divides
 SLOW = [
@@ -43,6 +44,8 @@ CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 def path_of(name: str) -> Path:
     if name.startswith("gemma4"):  # the heads of its fixtures do not divide
         return _gemma4(name)
+    if name.startswith("latent"):
+        return _latent(name)
     return DEMO if name == "demo" else FIXTURES / f"{name}.gguf"
 
 
@@ -53,6 +56,15 @@ def _gemma4(name: str) -> Path:
     kinds["gemma4_e"] = {"n_input": 8, "n_shared": 2}
     path = Path(mkdtemp(prefix="pyspec-ranks-")) / f"{name}.gguf"
     return synth.write(replace(dims, **kinds.get(name, {})), path, quant="f32")
+
+
+@cache
+def _latent(name: str) -> Path:
+    """deepseek2 of eight heads, experts in groups, and matrices that 8-bit blocks hold."""
+    sizes = {"n_head": 8, "rank": 64, "n_rot": 16, "head_dim": 48, "n_value": 32, "n_layer": 3}
+    dims = replace(synth.TINY["deepseek2"], **sizes)
+    path = Path(mkdtemp(prefix="pyspec-ranks-")) / f"{name}.gguf"
+    return synth.write(dims, path, quant="q8_0" if name == "latent_q8_0" else "f32")
 
 
 @cache
@@ -109,7 +121,8 @@ def test_sums_of_ranks_are_normed_whole_before_they_go_back_to_the_stream(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["llama_q8_0", "nemotron_latent_q8_0", pytest.param("demo", marks=pytest.mark.slow)]
+    "name",
+    ["llama_q8_0", "nemotron_latent_q8_0", "latent_q8_0", pytest.param("demo", marks=pytest.mark.slow)],
 )
 def test_packed_blocks_give_the_same_as_unpacked_ones(name: str) -> None:
     """But for the rounding of rows to 16-bit whole numbers."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 from pyspec.errors import QueueFull, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Request, Started, Timings
-from pyspec.server.bridge import EVENT_COST, Inbox, Submission
+from pyspec.server.bridge import EVENT_COST, Batch, Inbox, Submission
 
 
 def delta(text: str = "") -> Delta:
@@ -65,6 +66,52 @@ def test_an_engine_that_outlives_the_loop_is_not_disturbed() -> None:
 
     inbox = asyncio.run(make())
     inbox.put(0, delta("late"))
+
+
+def test_events_are_taken_at_once_while_the_reader_waits_and_in_order_whatever_is_refused() -> None:
+    """Some batches are taken on the spot, others refused: the reader and the taker together have every event, in order."""
+
+    async def read() -> tuple[list[str], int]:
+        inbox, texts, n_taken = Inbox(asyncio.get_running_loop(), 1 << 20), [], 0
+
+        def take(batch: Batch) -> bool:
+            nonlocal n_taken
+            if int(batch[0][1].text) % 7 == 3:  # type: ignore[union-attr]
+                return False
+            texts.extend(event.text for _, event in batch)  # type: ignore[union-attr]
+            n_taken += len(batch)
+            return True
+
+        inbox.at_once = take
+
+        def write() -> None:
+            for i in range(3000):
+                inbox.put(0, delta(str(i)))
+                if i % 5 == 0:
+                    time.sleep(0)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        while len(texts) < 3000:
+            texts += [event.text for _, event in await inbox.take(0.05)]  # type: ignore[union-attr]
+        thread.join()
+        return texts, n_taken
+
+    texts, n_taken = asyncio.run(read())
+    assert texts == [str(i) for i in range(3000)] and n_taken > 0
+
+
+def test_a_failure_of_what_takes_at_once_is_the_readers() -> None:
+    async def read() -> None:
+        inbox = Inbox(asyncio.get_running_loop(), 1 << 20)
+        inbox.at_once = lambda batch: 1 // 0 > 0
+        reading = asyncio.ensure_future(inbox.take(60.0))
+        await asyncio.sleep(0)
+        inbox.put(0, delta("x"))
+        await reading
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(read())
 
 
 class Crowded:

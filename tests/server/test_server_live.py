@@ -27,6 +27,7 @@ from server_fakes import FakeEngine, Script
 from server_live import Live, wait_for
 
 from pyspec.server.app import create_app
+from pyspec.server.http.connections import GuardedProtocol
 from pyspec.server.http.serve import bind, make_server
 from pyspec.server.settings import Limits, ServerSettings
 
@@ -64,6 +65,83 @@ def test_the_openai_client_streams_with_usage(client: openai.OpenAI) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello, world"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Parts of answers that went straight to a connection."""
+    written: list[bytes] = []
+    write = GuardedProtocol.write_part
+
+    def note(self: GuardedProtocol, data: bytes) -> None:
+        written.append(data)
+        write(self, data)
+
+    monkeypatch.setattr(GuardedProtocol, "write_part", note)
+    return written
+
+
+def raw_answer(live: Live, version: str, body: dict[str, object]) -> tuple[bytes, bytes]:
+    """The head and all that follows, as bytes."""
+    text = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as s:
+        s.sendall(head.encode() + text)
+        data = b"".join(iter(lambda: s.recv(1 << 16), b""))
+    first, _, rest = data.partition(b"\r\n\r\n")
+    return first, rest
+
+
+def unchunked(data: bytes) -> bytes:
+    """The content of a chunked body, which is whole."""
+    found, at = b"", 0
+    while True:
+        end = data.index(b"\r\n", at)
+        n = int(data[at:end], 16)
+        found, at = found + data[end + 2 : end + 2 + n], end + 2 + n + 2
+        assert data[at - 2 : at] == b"\r\n"
+        if not n:
+            assert at == len(data)
+            return found
+
+
+@pytest.mark.parametrize("prompt", [["a"], ["a", "b", "c"]])
+def test_tokens_go_straight_to_the_connection_and_the_answer_is_the_same(
+    live: Live, parts: list[bytes], prompt: list[str]
+) -> None:
+    """A client of HTTP/1.0 reads no chunks, so its parts go the usual way."""
+    live.engine.script = Script(text="Hello, world", width=1, round_s=0.01)
+    body: dict[str, object] = {"prompt": prompt, "stream": True, "seed": 1}
+    head, chunked = raw_answer(live, "1.1", body)
+    assert b"transfer-encoding: chunked" in head.lower()
+    direct = list(parts)
+    events = [e for e in parse_events(unchunked(chunked)) if e != "[DONE]"]
+    assert direct and all(part in unchunked(chunked) for part in direct)
+    head, plain = raw_answer(live, "1.0", body)
+    assert b"chunked" not in head.lower() and parts == direct
+    for found in (events, [e for e in parse_events(plain) if e != "[DONE]"]):
+        for i in range(len(prompt)):
+            mine = [c["text"] for e in found for c in e["choices"] if c["index"] == i]
+            assert "".join(mine) == "Hello, world"
+
+
+def test_a_slow_reader_misses_nothing(serve: Serve, engine: FakeEngine, parts: list[bytes]) -> None:
+    """Its connection fills up, so parts wait for it, and go straight again later."""
+    engine.script = Script(text="y" * 450, round_s=0.001)
+    live = serve()
+    text = json.dumps({"prompt": "a", "stream": True, "max_tokens": 450, "n_probs": 20}).encode()
+    head = "POST /completion HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", live.port), timeout=20) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        s.sendall(head.encode() + text)
+        data = b""
+        while piece := s.recv(3000):
+            data += piece
+            time.sleep(0.0005)
+    events = parse_events(unchunked(data.partition(b"\r\n\r\n")[2]))
+    assert "".join(e.get("content", "") for e in events) == "y" * 450 and parts
 
 
 def test_the_openai_client_completes_lists_of_prompts(client: openai.OpenAI) -> None:

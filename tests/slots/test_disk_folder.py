@@ -24,6 +24,7 @@ from pyspec.slots.slot_file import CHUNK, Bytes, SlotFile, write
 ROOT = Path(__file__).parents[2]
 TOKENS = tuple(random.Random(3).choices(range(50_000), k=3 * SEGMENT + 99))
 MIB = 1 << 20
+SLOW = pytest.mark.slow
 
 
 def folder_of(path: Path, model: str = "a", limit: int = 64 * MIB) -> DiskFolder:
@@ -301,11 +302,15 @@ def test_files_are_read_while_others_are_written_and_removed(tmp_path: Path) -> 
     assert n_bytes <= 6 * 30_000, "each writer counts the other's files"
 
 
-def kill_writers(folder: Path, n_kill: int, seed: int) -> dict[str, int]:
+def kill_writers(folder: Path, n_kill: int, seed: int, n_share: int = 1) -> dict[str, int]:
     command = [sys.executable, str(Path(__file__).with_name("disk_writer.py")), str(folder)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, str(n_kill), str(seed), "9"], env=env, capture_output=True, text=True, timeout=400
+        [*command, str(n_kill), str(seed), "9", str(n_share)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
@@ -323,3 +328,77 @@ def test_nothing_wrong_is_read_after_a_writer_was_killed(tmp_path: Path, n_kill:
         entry = DiskEntry.of(name)
         assert entry is not None and entry.kind in (PAGES, END)
         SlotFile(folder.here / name, disk_folder.ENTRY).__exit__(None, None, None)
+
+
+# -- several ranks --------------------------------------------------------------------------------------------------
+
+
+def shares_of(path: Path, n: int, limit: int = 64 * MIB) -> list[DiskFolder]:
+    return [DiskFolder(path, {"model": "a", "ranks": n}, limit, i, n) for i in range(n)]
+
+
+def test_an_entry_exists_once_every_rank_has_stored_its_file(tmp_path: Path) -> None:
+    folders = shares_of(tmp_path, 3)
+    for i, folder in enumerate(folders):
+        assert folder.find(TOKENS, 0, at_end=True) is None
+        assert len(put(folder, ends=(3 * SEGMENT + 90,))) == 4, "each rank writes its own"
+        assert folder.find(TOKENS[: 2 * SEGMENT], 0, at_end=False) is None or i == 2
+    hit = folders[1].find(TOKENS, 0, at_end=True)
+    assert hit is not None and hit.n == 3 * SEGMENT + 90
+    assert len(list(folders[0].here.iterdir())) == 3 * 4
+    for folder in folders:
+        assert read(folder, hit.pages[1]) is not None
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_share_that_is_gone_ends_the_text_for_all(tmp_path: Path, missing: int) -> None:
+    folders = shares_of(tmp_path, 3)
+    for folder in folders:
+        entries = put(folder, ends=(3 * SEGMENT + 90,))
+    (folders[0].here / entries[1].share(missing)).unlink()
+    for folder in folders:
+        folder.list_again()
+        assert folder.find(TOKENS, 0, at_end=True) is None
+        hit = folder.find(TOKENS, 0, at_end=False)
+        assert hit is not None and hit.n == SEGMENT
+    assert [e for _, e in folders[0].missing(folders[0].chain(TOKENS), len(TOKENS), (), 1)] == [
+        entries[1]
+    ]
+    folders[2].forget(TOKENS)
+    assert not list(folders[0].here.iterdir()), "the files that were left of it, too"
+
+
+def test_a_share_in_another_ranks_place_is_not_believed(tmp_path: Path) -> None:
+    folders = shares_of(tmp_path, 2)
+    for folder in folders:
+        (entry, *_) = put(folder)
+    os.replace(folders[0].here / entry.share(0), folders[0].here / entry.share(1))
+    with pytest.raises(BadSlotFile, match="another entry's content"):
+        folders[1].open(entry)
+    folders[1].discard(entry)
+    assert not [f for f in folders[0].here.iterdir() if f.name.startswith(entry.name)]
+
+
+def test_entries_of_other_ranks_are_known_by_their_settings(tmp_path: Path) -> None:
+    for folder in shares_of(tmp_path, 2):
+        put(folder)
+    alone = folder_of(tmp_path)
+    assert alone.find(TOKENS, 0, at_end=False) is None
+    assert [of["ranks"] for of in alone.others()] == [2]
+    put(alone)
+    (three, *_) = shares_of(tmp_path, 3)
+    assert sorted(of.get("ranks", 1) for of in three.others()) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("n_kill", "n_share"), [(6, 2), pytest.param(100, 2, marks=SLOW), pytest.param(70, 3, marks=SLOW)]
+)
+def test_nothing_wrong_is_read_after_ranks_were_killed(
+    tmp_path: Path, n_kill: int, n_share: int
+) -> None:
+    found = kill_writers(tmp_path, n_kill, n_kill, n_share)
+    assert found["kills"] == n_kill * n_share and found["wrong"] == 0 and found["read"] > 0
+    assert found["halves"] >= n_kill // 8, "many die in the middle of a file"
+    most = 3 << 19  # bytes of an entry: what each writer adds before it counts the others' files
+    assert found["most_bytes"] <= 9 * MIB + n_share * most
+    assert n_kill < 50 or found["read"] > n_kill // 5

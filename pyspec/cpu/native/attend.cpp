@@ -26,7 +26,7 @@ struct Args {
   const int32_t *row_seq;
   const float *sinks;
   float *out;
-  int64_t n_row, n_seq, n_col, page_size, n_page, n_head, n_kv, dim, window, k_kind, v_kind;
+  int64_t n_row, n_seq, n_col, page_size, n_page, n_head, n_kv, dim, window, k_kind, v_kind, n_out;  // n_out: dims of a sum that are written
   double scale;
 };
 
@@ -285,8 +285,8 @@ void finish(const Pass &p, Sums total) {
       sum = sum * weight + exp1(a.sinks[head] - most);
     }
     weight = sum == 0.0f ? 0.0f : weight / sum;
-    float *to = a.out + (row * a.n_head + head) * a.dim;
-    for (int64_t d = 0; d < a.dim; d++) to[d] = total.acc[i * width + d] * weight;
+    float *to = a.out + (row * a.n_head + head) * a.n_out;
+    for (int64_t d = 0; d < a.n_out; d++) to[d] = total.acc[i * width + d] * weight;
   }
 }
 
@@ -297,7 +297,7 @@ std::vector<Block> blocks_of(const Args &a) {
   for (int64_t row = a.n_row - 1; row >= 0; row--) {
     const int64_t seq = a.row_seq[row];
     if (seq < 0 || seq >= a.n_seq) {
-      for (int64_t i = 0; i < a.n_head * a.dim; i++) a.out[row * a.n_head * a.dim + i] = seq < 0 ? 0.0f : __builtin_nanf("");
+      for (int64_t i = 0; i < a.n_head * a.n_out; i++) a.out[row * a.n_head * a.n_out + i] = seq < 0 ? 0.0f : __builtin_nanf("");
       continue;
     }
     Range keys = range_of(a, row);

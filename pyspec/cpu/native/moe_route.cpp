@@ -23,7 +23,7 @@ struct Args {
   const int32_t *given;               // [row, n_used] or null
   int32_t *ids;                       // [row, n_used]
   float *weights, *gate;              // [row, n_used]; [row] or null
-  int64_t n_row, n_in, n_expert, n_used, router, renorm;
+  int64_t n_row, n_in, n_expert, n_used, router, renorm, n_group, n_kept;
   double scale, eps;
 };
 
@@ -74,6 +74,34 @@ void probabilities(const Args &p, const float *logits, float *out) {
 // NaN comes before all, as where torch sorts
 bool is_better(float a, float b) { return a > b || (a != a && b == b); }
 
+// The sum of the two best of n scores; of one, itself
+float worth(const float *scores, int64_t n) {
+  float first = scores[0], second = 0.0f;
+  for (int64_t i = 1; i < n; i++) {
+    const bool is_first = is_better(scores[i], first);
+    const float other = is_first ? first : scores[i];
+    if (i == 1 || is_better(other, second)) second = other;
+    if (is_first) first = scores[i];
+  }
+  return first + second;
+}
+
+// Experts of all groups but the best score minus infinity; of equal groups the first are kept
+void keep_groups(const Args &p, float *scores) {
+  float worths[MOST];
+  bool is_kept[MOST] = {};
+  const int64_t n = p.n_expert / p.n_group;
+  for (int64_t g = 0; g < p.n_group; g++) worths[g] = worth(scores + g * n, n);
+  for (int64_t k = 0; k < p.n_kept; k++) {
+    int64_t best = -1;
+    for (int64_t g = 0; g < p.n_group; g++)
+      if (!is_kept[g] && (best < 0 || is_better(worths[g], worths[best]))) best = g;
+    is_kept[best] = true;
+  }
+  for (int64_t g = 0; g < p.n_group; g++)
+    if (!is_kept[g]) std::fill_n(scores + g * n, n, -INFINITY);
+}
+
 void choose(const Args &p, float *logits, int64_t row) {
   float weights[MOST], scores[MOST];
   bool is_taken[MOST] = {};
@@ -81,7 +109,9 @@ void choose(const Args &p, float *logits, int64_t row) {
   float *out = p.weights + row * p.n_used, total = 0.0f;
   for (int64_t i = 0; i < p.n_expert && p.shift != nullptr; i++) logits[i] += p.shift[i];
   probabilities(p, logits, weights);
-  for (int64_t i = 0; i < p.n_expert; i++) scores[i] = p.bias == nullptr ? logits[i] : weights[i] + p.bias[i];
+  const float *chooses = p.bias == nullptr && p.n_group == 1 ? logits : weights;
+  for (int64_t i = 0; i < p.n_expert; i++) scores[i] = chooses[i] + (p.bias == nullptr ? 0.0f : p.bias[i]);
+  if (p.n_group > 1 && p.given == nullptr) keep_groups(p, scores);
   for (int64_t k = 0; k < p.n_used; k++) {
     int64_t best = -1;
     for (int64_t i = 0; i < p.n_expert && p.given == nullptr; i++)

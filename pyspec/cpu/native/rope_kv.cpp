@@ -3,6 +3,7 @@
 #include "kv.h"
 #include "pool.h"
 #include "prep.h"
+#include "turn.h"
 
 using namespace pyspec;
 
@@ -19,23 +20,6 @@ struct Args {
   int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turned_k, turned_v, norms_v, keys_are_values;
   double eps;
 };
-
-// Turn pairs (d, d + half) or (2 d, 2 d + 1) of a head.
-void turn(float *x, const float *cos, const float *sin, int64_t half, bool neox) {
-  if (!neox) {
-    for (int64_t d = 0; d < half; d++) {
-      const float a = x[2 * d], b = x[2 * d + 1];
-      x[2 * d] = a * cos[d] - b * sin[d];
-      x[2 * d + 1] = a * sin[d] + b * cos[d];
-    }
-    return;
-  }
-  by_eights(half, [&](int64_t d, auto get, auto put) {
-    const f8 a = get(x + d), b = get(x + half + d), c = get(cos + d), s = get(sin + d);
-    put(x + d, fma(a, c, -(b * s)));
-    put(x + half + d, fma(b, c, a * s));
-  });
-}
 
 void head(const Args &p, int64_t row, const float *x, const float *norm, float *out) {
   if (norm) rms_norm(x, out, p.dim, norm, float(p.eps));

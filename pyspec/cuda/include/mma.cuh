@@ -22,7 +22,17 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 }
 
-// The same with k = 8: row 2t and 2t + 1 of b alone, columns 2t and 2t + 1 of a; and in whole numbers, m16n8k32, u8 or s8 by s8: lane 4 g + t holds
+// d += a b, m16n8k8, operands f32 of which the upper 19 bits count. Lane 4 g + t holds
+//   a: rows g, g + 8, g, g + 8; columns t (a0, a1) and t + 4 (a2, a3)
+//   b: rows t (b0) and t + 4 (b1) of column g; d as above
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(d[0]), "f"(d[1]), "f"(d[2]), "f"(d[3]));
+}
+
+// bf16 with k = 8: row 2t and 2t + 1 of b alone, columns 2t and 2t + 1 of a; and in whole numbers, m16n8k32, u8 or s8 by s8: lane 4 g + t holds
 //   a: rows g, g + 8, g, g + 8; columns 4t to 4t + 3 (a0, a1) and 16 more (a2, a3)
 //   b: rows 4t to 4t + 3 (b0) and 16 more (b1) of column g
 __device__ __forceinline__ void mma_bf16_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {

@@ -199,7 +199,7 @@ def build(
                 round_ms = loop.controller.verify_ms(1)
                 check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
     info = info_of(d, plan)
-    disk = open_disk(loop, d.settings, info) if d.settings.cache_disk else None
+    disk = open_disk(loop, d.settings, info, ranks) if d.settings.cache_disk else None
     loop.use_disk(disk)
     if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
@@ -332,6 +332,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_ctx=d.n_ctx,
         n_ctx_train=d.n_ctx_train,
         n_slot=d.settings.np,
+        page_size=d.settings.page_size,
         n_queue=d.settings.queue_limit,
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),

@@ -26,6 +26,7 @@ from pyspec.cuda.collective import JOIN_S, Collective, Rank
 from pyspec.device.lead import Leader, Send, TpMemory
 from pyspec.engine.children import child_environment, pair
 from pyspec.engine.messages import (
+    EntryNews,
     Link,
     LoadShare,
     LogLine,
@@ -54,9 +55,15 @@ OPERATION_S = 900.0  # longest sum; a supervisor is less patient (watchdog.py)
 class RankProcess:
     """One other rank."""
 
-    def __init__(self, index: int, command: Sequence[str], notify: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        index: int,
+        command: Sequence[str],
+        notify: Callable[[], None],
+        on_news: Callable[[int, EntryNews], None] = lambda index, news: None,
+    ) -> None:
         ours, theirs = pair()
-        self.index, self.link, self._notify = index, Link(ours), notify
+        self.index, self.link, self._notify, self._on_news = index, Link(ours), notify, on_news
         self.state, self.received = "starts", time.monotonic()
         self.error: PyspecError | None = None
         self.is_over = self.has_spoken = False
@@ -78,6 +85,8 @@ class RankProcess:
                 self._notify()
             elif isinstance(message, ShareFailed):
                 self.error = message.error
+            elif isinstance(message, EntryNews):
+                self._on_news(self.index, message)
             elif isinstance(message, LogLine):
                 logging.getLogger(message.name).log(
                     message.level, "rank %d: %s", self.index, message.text
@@ -132,6 +141,10 @@ class Ranks:
     def when_lost(self, do: Callable[[PyspecError], None]) -> None:
         """Call `do` with the reason as soon as a rank is gone, on another thread."""
         self._state.on_lost = do
+
+    def when_heard(self, do: Callable[[int, EntryNews], None]) -> None:
+        """Call `do` with a rank's index and its news of the cache on disk, on another thread."""
+        self._state.on_news = do
 
     def load(self, share: LoadShare, devices: Sequence[torch.device]) -> Collective:
         """Load the shares on all ranks, and meet them. Raises a rank's refusal, or RankLost."""
@@ -212,6 +225,7 @@ class _Watched:
         self.changed = threading.Condition()
         self.error: PyspecError | None = None
         self.on_lost: Callable[[PyspecError], None] | None = None
+        self.on_news: Callable[[int, EntryNews], None] = lambda index, news: None
         self.closing = False
         self._blind_since: float | None = (
             None  # when ranks reported a loss, while the lost one is not found
@@ -220,8 +234,11 @@ class _Watched:
         self.collective: Callable[[], Collective | None] = lambda: None
         self.processes: list[RankProcess] = []
         for i in range(1, n):
-            self.processes.append(RankProcess(i, command, self._look_soon))
+            self.processes.append(RankProcess(i, command, self._look_soon, self._hear))
         threading.Thread(target=self._watch, name="pyspec-ranks", daemon=True).start()
+
+    def _hear(self, index: int, news: EntryNews) -> None:
+        self.on_news(index, news)
 
     def _look_soon(self) -> None:
         with self.changed:

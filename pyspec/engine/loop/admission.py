@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pyspec.device.worker import Worker, is_device_error
-from pyspec.engine.loop.disk_tier import DiskTier, Restore
+from pyspec.engine.loop.disk_read import Restore
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
@@ -58,7 +59,7 @@ class Admission:
         cache: PrefixCache,
         stats: Stats,
     ) -> None:
-        self.queue = queue
+        self.queue, queue.running = queue, jobs.values
         self.jobs = jobs
         self.worker = worker
         self.speculator = speculator
@@ -96,8 +97,13 @@ class Admission:
             log.exception("request %s could not be seated", job.id)
             if slot.busy:
                 self.table.release(slot, trusted=False)
-            self.stats.failed += 1
-            job.sink(Failed(job.id, blamed(e)))
+            self._fail(job, blamed(e))
+
+    def _fail(self, job: Job, error: PyspecError) -> None:
+        """End a request that could not begin."""
+        self.queue.leave(job)
+        self.stats.failed += 1
+        job.sink(Failed(job.id, error))
 
     def _begin(self, job: Job, slot: Slot) -> None:
         hit = self.cache.find(job.prefill) if job.reuses else NO_HIT
@@ -116,6 +122,7 @@ class Admission:
         try:
             if job.cancelled:
                 self._give_up(seated)
+                self.queue.leave(job)
                 job.done("cancelled")
             elif disk.advance(seated.restore):
                 self.restoring.remove(seated)
@@ -134,8 +141,7 @@ class Admission:
                 self._give_up(seated)
             elif slot.busy:
                 self.table.release(slot, trusted=False)
-            self.stats.failed += 1
-            job.sink(Failed(job.id, blamed(e)))
+            self._fail(job, blamed(e))
 
     def _give_up(self, seated: Seated) -> None:
         """Free the slot of a request that the disk is asked for."""
@@ -150,8 +156,7 @@ class Admission:
         self.ready.clear()
         for seated in list(self.restoring):
             self._give_up(seated)
-            self.stats.failed += 1
-            seated.job.sink(Failed(seated.job.id, error))
+            self._fail(seated.job, error)
 
     @property
     def restoring_jobs(self) -> dict[int, Job]:
@@ -186,6 +191,7 @@ class Admission:
                 self._log_break(job, hit)
         job.synthetic = self.synthetic
         self.jobs[slot.index] = job
+        self.queue.seated(job)
         if saved is not None and saved.logits is not None and slot.n_past == job.n_prefill:
             self.ready.append((job, saved.logits.to(self.worker.device)))
         if not job.n_suspended:

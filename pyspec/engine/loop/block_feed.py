@@ -25,7 +25,7 @@ class BlockFeed:
         if self._log is None:
             return
         try:
-            if changes := self._log.take():
+            if changes := self._log.take(self._cache.growing()):
                 self._send(changes)
         except Exception:
             log.exception("KV events end: the cache's changes could not be collected")

@@ -34,6 +34,7 @@ class Committer:
 
     defers    put off counts and events until `flush_deferred`
     on_first  delivers events; called after a round of first tokens
+    on_leave  called with a request that has ended, whose slot still has its tokens
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class Committer:
         self.jobs = jobs
         self.worker = worker
         self.speculator = speculator
-        self.cache = cache
+        self.cache, cache.growing = cache, self.growing
         self.stats = stats
         self.defers = defers
         self.disk: DiskTier | None = None
         self.later: list[Callable[[], None]] = []
         self.on_first: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[Job], None] = lambda job: None
 
     # -- a round -------------------------------------------------------------------------------------------------
 
@@ -198,6 +200,13 @@ class Committer:
         self.worker.fold(slot)
         job.start = self.cache.keep_start(slot, draft, pending.launched.out.logits[row - 1 : row])
 
+    def growing(self) -> list[Slot]:
+        """Slots with an answer that will be filed at its end."""
+        jobs = self.jobs.values()
+        return [
+            j.slot for j in jobs if j.is_decoding and j.slot is not None and self._may_file(j, j.slot)
+        ]
+
     def _may_file(self, job: Job, slot: Slot) -> bool:
         lost = self.speculator.lost_track
         return self.cache.on and job.request.cache_prompt and slot.index not in lost and slot.n_past > 0
@@ -225,7 +234,7 @@ class Committer:
         if self.disk is not None and slot.left:
             self.disk.keep(slot.left, job.n_prompt)
         self.speculator.end(slot)
-        self.jobs.pop(slot.index)
+        self.on_leave(self.jobs.pop(slot.index))
         self.worker.table.release(slot, trusted=end.error is None)
         self.stats.finished(job, end.finish)
         if end.error is not None:
@@ -283,6 +292,7 @@ class Committer:
         self.flush_deferred()
         for job in list(self.jobs.values()):
             self._let_go_of_start(job, None)
+            self.on_leave(job)
             job.sink(Failed(job.id, error))
             self.stats.failed += 1
         self.jobs.clear()

@@ -12,80 +12,65 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pyspec.cache import n_cores
-from pyspec.device.worker import is_device_error, stamp
+from pyspec.device.worker import Worker, is_device_error, stamp
 from pyspec.engine.aside import AsideThread
-from pyspec.engine.loop.disk_entry import EntryCodec, KeptText, Piece, RestoredState, WantedEntry
-from pyspec.errors import BadSlotFile, PyspecError
+from pyspec.engine.loop.disk_entry import (
+    EntryCodec,
+    KeptText,
+    Piece,
+    RestoredState,
+    WantedEntry,
+    host_copies,
+)
+from pyspec.engine.loop.disk_read import EntryReader, Restore
+from pyspec.engine.loop.disk_share import OtherShares
+from pyspec.errors import PyspecError
 from pyspec.repeats import limited
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder, DiskHit
+from pyspec.slots.disk_folder import END, SEGMENT, DiskFolder
 from pyspec.slots.prefix import Hit
-from pyspec.slots.slot_file import Bytes
-from pyspec.slots.states import PIECE, Saved, bytes_of, page_locked, to_host
+from pyspec.slots.states import Saved, bytes_of
 from pyspec.slots.table import Slot
 
 log = limited(__name__)
 
 MOST_TEXTS = 64  # texts that wait to be compared with the folder; the oldest ones go
 MOST_IN_FLIGHT = 256 << 20  # bytes of host memory for what is copied and not written yet
-MOST_READ = 256 << 20  # bytes of host memory for what is read and not in a slot yet
 SHARE, MOST_SHARE_S = 0.1, 0.1  # of the time of a round that copies beside it take; most seconds of them
-TRIES = 4  # times that a prompt is looked up: each damaged file that is found costs one
 PATIENCE_S = 10.0  # without an answer of the disk, after which a request goes on without it
+FLUSH_TICK_S = 0.01
 REST_S = 60.0  # after a failure, in which nothing is written, or read
-
-
-@dataclass(eq=False)
-class Restore:
-    """A prompt that is looked for on the disk, for the request in a slot that has the first `n_have` of its tokens.
-
-    pieces  checked content that is not in the slot yet
-    found   what was read, once `is_read`; None: nothing
-    state   behind the pages, once it is here
-    """
-
-    slot: Slot
-    tokens: Sequence[int]
-    n_have: int
-    heard: float
-    pieces: deque[Piece] = field(default_factory=deque)
-    found: DiskHit | None = None
-    is_read: bool = False
-    is_stopped: bool = False
-    state: RestoredState | None = None
-    advanced: float = field(default_factory=time.monotonic)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class DiskTier:
     """open_folder  opens the folder, on the tier's own thread: naming a model reads parts of its file
     worth        least number of tokens that are written, or read
+    others       the other ranks' shares of each entry, if there are any
     on_work      called from other threads when `step` has something to do
     """
 
     def __init__(
         self,
         open_folder: Callable[[], DiskFolder],
-        codec: EntryCodec,
+        worker: Worker,
         cache: PrefixCache,
         worth: int,
+        others: OtherShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.codec, self.cache, self.worth, self.clock = codec, cache, worth, clock
-        self.table, self.worker = codec.table, codec.worker
+        self.codec, self.cache, self.worth, self.clock = EntryCodec.of(worker), cache, worth, clock
+        self.table, self.worker, self.others = worker.table, worker, others
+        if others is not None:
+            others.on_written = self._others_wrote
         self.on_work: Callable[[], None] = lambda: None
         self.folder: DiskFolder | None = None
-        self.read_bytes = self.written_bytes = 0
+        self._n_written = 0  # bytes
         self._open_folder = open_folder
         self._opened, self._arrived = threading.Event(), threading.Event()
         self._texts: deque[KeptText] = deque(maxlen=MOST_TEXTS)
@@ -99,19 +84,9 @@ class DiskTier:
         self._is_closed = False
         self._failure = ""  # the reason why the last write failed
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        n_byte = codec.segment_bytes
-        n_reader = max(1, min(4, n_cores() // 2))
-        self._buffers: SimpleQueue[Bytes] = SimpleQueue()
-        for _ in range(max(2, min(n_reader + 2, MOST_READ // max(n_byte, 1)))):
-            self._buffers.put(self._host(n_byte))
-        self._readers = ThreadPoolExecutor(n_reader, "pyspec-disk-read")
+        self.reader = EntryReader(self.codec, others, worth, self._has_read)
         self._thread = AsideThread(self._run, "pyspec-disk")
         self._thread.start()
-
-    def _host(self, n_byte: int) -> Bytes:
-        if self.worker.device.type == "cuda":
-            return page_locked(n_byte).numpy()
-        return torch.empty(n_byte, dtype=torch.uint8).numpy()
 
     # -- writing: on the engine's thread --------------------------------------------------------------------------
 
@@ -134,7 +109,8 @@ class DiskTier:
     @property
     def has_work(self) -> bool:
         """`step` has something to copy."""
-        return self._copying is not None or (bool(self._wants) and self._in_flight < MOST_IN_FLIGHT)
+        most = max(self._in_flight, 0 if self.others is None else self.others.in_flight // self.others.n)
+        return self._copying is not None or (bool(self._wants) and most < MOST_IN_FLIGHT)
 
     def step(self) -> None:
         """Start the copy of one piece to host memory, and of more within a share of the time of a round."""
@@ -175,22 +151,19 @@ class DiskTier:
             self._known.discard(entry.name)
             return
         first = (at - entry.n) // self.table.page_size
-        pages = torch.tensor([node.page for node in nodes[first:]] if entry.n else [], dtype=torch.int64)
+        pages = [node.page for node in nodes[first:]] if entry.n else []
         head: dict[str, Any] = {}
-        tensors = [plane[pages.to(plane.device)] for plane in self.codec.planes()]
+        tensors = self.codec.taken(pages)
         if entry.kind == END:
-            head, more = self.codec.state_of(saved)
+            kept = (None, None) if saved is None else (saved.checkpoint, saved.draft)
+            head, more = self.codec.state_of(*kept)
             tensors += more
-        here: list[Tensor] = []
         n_bytes = bytes_of(tensors)
         self._count_in_flight(n_bytes)
         try:
-            while tensors:
-                n_taken = _within(tensors, PIECE)
-                here += to_host(tensors[:n_taken])
-                tensors = tensors[n_taken:]
-                if tensors:
-                    yield
+            if self.others is not None:
+                self.others.store(want, pages, saved, n_bytes)
+            here = yield from host_copies(tensors)
             copied = stamp(self.worker.device)
         except BaseException:
             self._known.discard(entry.name)
@@ -204,7 +177,11 @@ class DiskTier:
         try:
             self.folder = self._open_folder()
             self.folder.prepare()
+            if self.others is not None:
+                self.others.open(self.folder, self.reader.n_buffer)
             log.info("the prefix cache on disk: %s, %d MiB used", self.folder.path, self.n_bytes >> 20)
+            for words in unlike(self.folder):
+                log.info("the prefix cache on disk: %s", words)
         except (PyspecError, OSError) as e:
             log.warning("the prefix cache on disk (--cache-disk) is not used: %s", e)
             self._is_closed = True
@@ -239,18 +216,27 @@ class DiskTier:
                     copied.synchronize()
                 tokens = want.text.tokens[want.at - want.entry.n : want.at]
                 pieces = self.codec.pieces(tokens, tensors)
-                self.written_bytes += self.folder.write(want.at, want.entry, head, pieces, want.used)
+                self._n_written += self.folder.write(want.at, want.entry, head, pieces, want.used)
                 self._failure = ""
         except PyspecError as e:
-            self._no_write_until = self.clock() + REST_S
-            reason = str(e).rpartition(": ")[2]
-            level = logging.DEBUG if reason == self._failure else logging.WARNING
-            log.log(level, "the prefix cache on disk: %s; nothing is written until that works", e)
-            self._failure = reason
+            self._can_not_write(str(e))
         finally:
             self._known.discard(want.entry.name)
             self._count_in_flight(-bytes_of(tensors))
             self.on_work()
+
+    def _can_not_write(self, why: str) -> None:
+        self._no_write_until = self.clock() + REST_S
+        reason = why.rpartition(": ")[2]
+        level = logging.DEBUG if reason == self._failure else logging.WARNING
+        log.log(level, "the prefix cache on disk: %s; nothing is written until that works", why)
+        self._failure = reason
+
+    def _others_wrote(self, failure: str) -> None:
+        """Another rank has written its share, or could not. On a thread of its link."""
+        if failure:
+            self._can_not_write(failure)
+        self.on_work()
 
     def _count_in_flight(self, n_bytes: int) -> None:
         with self._count:
@@ -270,12 +256,16 @@ class DiskTier:
         """Remove the entries of a text."""
         first = tuple(tokens[:SEGMENT])
         self._drop(lambda text: text.tokens[:SEGMENT] == first)
+        if self.others is not None:
+            self.others.forget(tokens)
         self._tasks.put(lambda: None if self.folder is None else self.folder.forget(tokens))
 
     def clear(self) -> None:
         """Remove all entries that engines with these models and settings have written."""
         self._texts.clear()
         self._drop(lambda text: True)
+        if self.others is not None:
+            self.others.forget(None)
         self._tasks.put(lambda: None if self.folder is None else self.folder.clear())
 
     # -- reading: on the engine's thread --------------------------------------------------------------------------
@@ -287,6 +277,10 @@ class DiskTier:
         restore = Restore(slot, tokens, hit.n, self.clock())
         AsideThread(partial(self._read, restore), "pyspec-disk-look").start()
         return restore
+
+    def _has_read(self) -> None:
+        self._arrived.set()
+        self.on_work()
 
     def has_news(self, restore: Restore) -> bool:
         """`advance` has something to do."""
@@ -326,7 +320,7 @@ class DiskTier:
     def _put(self, restore: Restore, piece: Piece) -> bool:
         """Returns False if that failed, for want of memory perhaps: the model reads the prompt then."""
         try:
-            restore.state = self.codec.put(restore.slot, piece) or restore.state
+            restore.state = self._place(restore.slot, piece) or restore.state
         except Exception as e:
             if is_device_error(e):
                 raise
@@ -335,9 +329,16 @@ class DiskTier:
             self.stop(restore)
             return False
         finally:
-            self._give_back(piece)
+            self.reader.give_back(piece)
         restore.heard = self.clock()
         return True
+
+    def _place(self, slot: Slot, piece: Piece) -> RestoredState | None:
+        run, elsewhere = self.codec.place(slot, piece), None
+        if self.others is not None:
+            has_state = piece.entry.kind == END and self.worker.memory.needs_state
+            elsewhere = self.others.place(piece.number, run, has_state=has_state)
+        return self.codec.fill(piece, run, elsewhere)
 
     def finish(self, restore: Restore) -> object | None:
         """Give the slot the tokens that were restored, and their state. Returns the drafter's share."""
@@ -359,89 +360,20 @@ class DiskTier:
 
     def stop(self, restore: Restore) -> None:
         """Take nothing more."""
-        with restore.lock:
-            restore.is_stopped = True
-        while restore.pieces:
-            self._give_back(restore.pieces.popleft())
-
-    def _give_back(self, piece: Piece) -> None:
-        if piece.buffer is not None:
-            self._buffers.put(piece.buffer)
+        self.reader.stop(restore)
 
     # -- reading: on other threads --------------------------------------------------------------------------------
 
     def _read(self, restore: Restore) -> None:
         try:
             if self._opened.wait(PATIENCE_S) and self.folder is not None:
-                self._look(self.folder, restore)
+                self.reader.look(self.folder, restore)
         except Exception:
             if not self._is_closed:
                 log.exception("the prefix cache on disk could not be read")
         finally:
             restore.is_read = True
-            self._arrived.set()
-            self.on_work()
-
-    def _look(self, folder: DiskFolder, restore: Restore) -> None:
-        at_end = self.worker.memory.needs_state
-        for _ in range(TRIES):
-            found = folder.find(restore.tokens, restore.n_have, at_end=at_end)
-            if found is None or found.n - restore.n_have < self.worth or restore.is_stopped:
-                return
-            if self._read_all(folder, restore, found):
-                restore.found = found
-                folder.touch(found.used, time.time_ns())
-                return
-
-    def _read_all(self, folder: DiskFolder, restore: Restore, found: DiskHit) -> bool:
-        """Read entries for the slot. Returns False if one is damaged or gone."""
-        n_segment = found.first + len(found.pages)
-        if found.end is not None and not self._read_one(folder, restore, n_segment, found.end):
-            return False
-        read = partial(self._read_one, folder, restore)
-        numbers = range(found.first, n_segment)
-        return all([*self._readers.map(read, numbers, found.pages)]) and not restore.is_stopped
-
-    def _read_one(self, folder: DiskFolder, restore: Restore, i: int, entry: DiskEntry) -> bool:
-        """Read and check the entry behind segment `i`, and offer it to the engine's thread."""
-        buffer = self._take_buffer(restore) if entry.kind != END else None
-        piece = None
-        try:
-            if restore.is_stopped:
-                return False
-            file = folder.open(entry)
-            if file is None:  # another engine has removed it
-                folder.list_again()
-            else:
-                with file:
-                    piece = self.codec.read(file, entry, i, restore.tokens, buffer)
-        except BadSlotFile as e:
-            log.warning("the prefix cache on disk: %s; it is ignored and removed", e)
-            folder.discard(entry)
-        finally:
-            if buffer is not None and (piece is None or piece.buffer is None):
-                self._buffers.put(buffer)
-        return piece is not None and self._offer(restore, piece)
-
-    def _take_buffer(self, restore: Restore) -> Bytes | None:
-        while not restore.is_stopped and not self._is_closed:
-            try:
-                return self._buffers.get(timeout=0.1)
-            except Empty:
-                continue
-        return None
-
-    def _offer(self, restore: Restore, piece: Piece) -> bool:
-        with self._count:
-            self.read_bytes += piece.content.size
-        with restore.lock:
-            if restore.is_stopped:
-                self._give_back(piece)
-                return False
-            restore.pieces.append(piece)
-        self._arrived.set()
-        self.on_work()
-        return True
+            self._has_read()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -449,6 +381,16 @@ class DiskTier:
     def n_bytes(self) -> int:
         """Bytes of all entries in the folder, by the last count."""
         return 0 if self.folder is None else self.folder.n_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read, by all ranks."""
+        return self.reader.n_bytes + (0 if self.others is None else self.others.read_bytes)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the files that were written, by all ranks."""
+        return self._n_written + (0 if self.others is None else self.others.written_bytes)
 
     def flush(self, limit_s: float) -> None:
         """Copy and write what requests have left, within a limit. Called on the engine's thread when it ends."""
@@ -460,6 +402,8 @@ class DiskTier:
                 break
             while self.has_work:
                 self.step()
+        while self.others is not None and self.others.in_flight and time.monotonic() < until:
+            time.sleep(FLUSH_TICK_S)  # they end with this rank
 
     def join(self, limit_s: float) -> None:
         """Wait for the thread that writes, after `close`."""
@@ -469,7 +413,7 @@ class DiskTier:
         """End the threads; what is copied is still written."""
         self._is_closed, self.on_work = True, lambda: None
         self._tasks.put(None)
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self.reader.close()
 
 
 def _share(seconds: float) -> float:
@@ -477,11 +421,14 @@ def _share(seconds: float) -> float:
     return min(SHARE * seconds, MOST_SHARE_S)
 
 
-def _within(tensors: Sequence[Tensor], most: int) -> int:
-    """Number of tensors, one at least, that have at most so many bytes together. Those in host memory cost nothing."""
-    n_bytes = 0
-    for i, t in enumerate(tensors):
-        n_bytes += t.numel() * t.element_size() if t.device.type != "cpu" else 0
-        if i and n_bytes > most:
-            return i
-    return len(tensors)
+def unlike(folder: DiskFolder) -> list[str]:
+    """A sentence about each set of entries of the same model that belongs to other settings or another number of ranks."""
+    own, found = folder.identity, []
+    for other in folder.others():
+        if other.get("model") == own.get("model"):
+            names = [x for x in sorted({*own, *other}) if own.get(x) != other.get(x)]
+            ranks = f"--tp {other.get('ranks', 1)}" if "ranks" in names else ", ".join(names)
+            found.append(
+                f"it also has texts of this model with another layout ({ranks}), which are not used"
+            )
+    return found

@@ -65,6 +65,9 @@ class Job:
     flaw: PyspecError | None = None
     start: object | None = None
     n_at_seat: int = 0  # n_predicted when it was seated last
+    n_past_at_seat: int = 0  # tokens that its slot had then, from the cache
+    n_before: int = 0  # `work` in earlier slots
+    charged: int = 0  # tokens that count as given to its client (policy/queue.py)
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -142,6 +145,19 @@ class Job:
         return self.n_predicted - self.n_at_seat
 
     @property
+    def n_to_read(self) -> int:
+        """Tokens of its prompt that its slot does not hold yet."""
+        return 0 if self.slot is None else max(0, self.n_prefill - self.slot.n_past)
+
+    @property
+    def work(self) -> int:
+        """Tokens it was given so far: prompt rows that were not cached, and those that it generated. Ask before its slot is released."""
+        if self.slot is None:
+            return self.n_before
+        n_read = min(self.slot.n_past, self.n_prefill) - min(self.n_past_at_seat, self.n_prefill)
+        return self.n_before + max(0, n_read) + self.n_given
+
+    @property
     def is_decoding(self) -> bool:
         return self.anchor is not None
 
@@ -177,6 +193,7 @@ class Job:
     def begin(self, slot: Slot, cuts: tuple[int, ...]) -> None:
         """Seat it in `slot`, which holds the cached part of its prompt. cuts: where checkpoints are due."""
         self.slot, self.cuts, self.n_at_seat = slot, cuts, self.n_predicted
+        self.n_past_at_seat = slot.n_past
         if not self.n_suspended:  # else the cache holds its own earlier rows
             self.started = time.perf_counter()
             self.n_cached = min(
@@ -186,6 +203,7 @@ class Job:
     def put_off(self) -> None:
         """Leave the slot before the end, and wait for another one. Generated tokens become part of the prefill."""
         assert self.slot is not None
+        self.n_before = self.work
         if self.anchor is not None:
             self.prefill, self.anchor = (*self.slot.tokens, self.anchor), None
         self.slot, self.cuts, self.n_suspended = None, (), self.n_suspended + 1

@@ -83,7 +83,7 @@ class Loop:
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
         self.stats = Stats(controller.n_max)
-        self.speculator = Speculator(worker, controller, self.stats, suffixes)
+        self.speculator = Speculator(worker, controller, self.stats, suffixes, clock)
         is_async = (
             worker.device.type != "cpu" and not plain
         )  # a CPU's forward is over when the call returns
@@ -103,7 +103,7 @@ class Loop:
         # deliver events; called while the GPU is busy, or when nothing waits for it
         self.on_wait: Callable[[], None] = lambda: None
         self.disk: DiskTier | None = None
-        self.committer.on_first = self._hand_out
+        self.committer.on_first, self.committer.on_leave = self._hand_out, self.queue.leave
         self.raises_bugs = False  # re-raise unexpected exceptions so the supervisor restarts the process
         # when the last forward's results arrived, and when its round ended
         self.landed = self.ended = 0.0
@@ -150,6 +150,7 @@ class Loop:
             pending = self.run(self.plan(drafts), began)
         if pending is not None:
             self.lookahead.under_way = self.launch_next(pending)
+            self.speculator.count_beside(pending.launched, len(pending.work))
             self.read(pending, self.lookahead.under_way)
 
     def read(self, pending: PendingRound, ahead: PendingRound | None) -> None:
@@ -274,9 +275,7 @@ class Loop:
                 fill_all(s.mask for s in pending.spans if s.mask is not None and wants_mask(s))
         masked = self.ask_masked(pending)
         # after everything that a client waits for
-        while not pending.launched.is_over and (
-            self.speculator.suffixes.enter_piece() or not self._make_ready()
-        ):
+        while not pending.launched.is_over and (self.speculator.enter_piece() or not self._make_ready()):
             pass
         with self.worker.lock.released():
             pending.launched.wait()
@@ -427,7 +426,7 @@ class Loop:
     def slot_rows(self, n_ctx: int) -> list[SlotInfo]:
         """One row per slot. Safe to call from any thread."""
         jobs = self.jobs | self.admission.restoring_jobs
-        return slot_rows(self.table, jobs, self.controller, self.speculator.decay, n_ctx)
+        return slot_rows(self.table, jobs, self.speculator.host, self.speculator.decay, n_ctx)
 
     def metrics(self, n_unqueued: int = 0) -> Metrics:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from pyspec.constrain.offer import Offer
 from pyspec.cuda.faults import ALL_SLOTS
-from pyspec.device.worker import Worker, is_device_error
+from pyspec.device.worker import Launched, Worker, is_device_error
 from pyspec.draft.drafter import (
     Drafter,
     DraftRequest,
@@ -23,13 +23,15 @@ from pyspec.draft.drafter import (
     Needs,
     WindowedDrafter,
 )
-from pyspec.draft.suffix_drafts import NO_DRAFT as NO_SUFFIX_DRAFT
-from pyspec.draft.suffix_drafts import SuffixDraft, SuffixDrafts
+from pyspec.draft.suffix_draft import NO_DRAFT as NO_SUFFIX_DRAFT
+from pyspec.draft.suffix_draft import SuffixDraft
+from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import Patience, SuffixSource, TextToDraft
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
+from pyspec.engine.policy.host_drafts import HostDrafts
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw
@@ -48,11 +50,17 @@ LIKELY = 0.5  # least chance of a token behind a refused one to be worth its row
 
 
 class Speculator:
-    """Asks the worker's drafter for the drafts that the controller chose, and keeps its failures from the loop."""
+    """Asks the worker's drafter for the drafts that the controller chose, and keeps its failures from the loop. clock: seconds"""
 
     def __init__(
-        self, worker: Worker, controller: Controller, stats: Stats, suffixes: SuffixDrafts | None = None
+        self,
+        worker: Worker,
+        controller: Controller,
+        stats: Stats,
+        suffixes: SuffixDrafts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.clock, self.host = clock, HostDrafts(controller)
         self.worker, self.controller, self.stats = worker, controller, stats
         self.suffixes = SuffixSource(suffixes, has_device=worker.device.type != "cpu")
         self.patience = Patience()
@@ -70,11 +78,23 @@ class Speculator:
         self.refused: dict[
             int, int
         ] = {}  # by slot, the index of the drafted token that its grammar refused
+        self.found_none: set[int] = set()  # slots for which a drafter on the host found nothing
+        # slots and milliseconds of suffix drafts while the device ran
+        self.beside: tuple[Sequence[int], float] | None = None
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
+        self._windowed: tuple[Drafter | None, WindowedDrafter | None] = None, None
 
     @property
     def drafter(self) -> Drafter | None:
         return self.worker.drafter
+
+    @property
+    def windowed(self) -> WindowedDrafter | None:
+        """The drafter, if it has windows."""
+        drafter, was = self.drafter, self._windowed
+        if drafter is not was[0]:  # a check of a protocol takes microseconds, and each verdict asks
+            was = self._windowed = drafter, drafter if isinstance(drafter, WindowedDrafter) else None
+        return was[1]
 
     @property
     def needs(self) -> Needs:
@@ -103,8 +123,8 @@ class Speculator:
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
 
     def _set_windows(self, jobs: Iterable[Job]) -> None:
-        drafter = self.drafter
-        if isinstance(drafter, WindowedDrafter):
+        drafter = self.windowed
+        if drafter is not None:
             for slot in (job.slot for job in jobs if job.slot is not None):
                 drafter.set_window(slot, self.decay.window(slot.index, slot.n_past))
 
@@ -124,9 +144,9 @@ class Speculator:
 
     def draft(self, jobs: Sequence[Job], beside: int = 0) -> dict[int, Drafts]:
         """Draft for these decoding jobs, by slot. A failure costs only this round's drafts. beside: as in `lengths`"""
-        chosen, self.chosen = self.chosen, None
+        chosen, self.chosen, began = self.chosen, None, self.clock()
         held = [job for job in jobs if job.constraint is not None]
-        self._collect_offers(jobs if self.suffixes.is_on else held)
+        looked_up, ms = self._collect_offers(jobs if self.suffixes.is_on else held)
         if (
             chosen is None
             or self.offers
@@ -144,8 +164,17 @@ class Speculator:
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
         asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
+        if looked_up:
+            self.host.plans(len(jobs), [(slot, n) for slot, n in chosen if n and slot in found])
+            all_ms = (
+                ms if self.controller.n_own else 1e3 * (self.clock() - began)
+            )  # a drafter needs a choice, too
+            self.host.took(looked_up, all_ms, len(jobs))
         found |= self._ask(jobs, asked)
         chosen = self._cut(chosen, found)
+        if self.needs.on_host:
+            self.asked = [n for _, n in asked if n]
+            self.found_none = {slot for slot, n in asked if n and not found.get(slot, NO_DRAFTS).tokens}
         for job in held:
             self._fit(job, dict(chosen), found)
         if self.controller.force is not None:  # a warm-up times rows, whatever their tokens
@@ -185,9 +214,9 @@ class Speculator:
         if not sure:
             return chosen
         drafted = [(slot, len(found.get(slot, NO_DRAFTS).tokens)) for slot, _ in chosen]
-        began = time.perf_counter()
+        began = self.clock()
         kept = dict(self.controller.cut(drafted, sure))
-        self.controller.cut_took(1e3 * (time.perf_counter() - began))
+        self.controller.cut_took(1e3 * (self.clock() - began))
         for slot in sure:
             found[slot] = found[slot].first(kept[slot])
         return [(slot, kept[slot] if slot in sure else n) for slot, n in chosen]
@@ -196,37 +225,75 @@ class Speculator:
         held = job.constraint is not None
         return draft_draw(job.sampler, self.needs.draws, self.needs.n_draft, is_held=held)
 
-    def _collect_offers(self, jobs: Iterable[Job]) -> None:
+    def _collect_offers(self, jobs: Sequence[Job]) -> tuple[Sequence[int], float]:
+        """Returns the slots that were looked up in earlier text, and the milliseconds of that."""
         self.refused.clear()
-        found = ((job.slot.index, self._offer(job)) for job in jobs if job.slot is not None)
-        self.offers = {slot: offer for slot, offer in found if offer.tokens}
+        found, looked_up = self._find_offers(jobs)
+        self.offers = {slot: offer for slot, offer in found.items() if offer.tokens}
+        return looked_up
 
-    def _offer(self, job: Job) -> Offer | SuffixDraft:
-        """What the request's grammar or an earlier text offers, whichever promises more."""
-        most, constraint = self._most_offered(job), job.constraint
-        if not most:
-            return NO_SUFFIX_DRAFT
-        offer = NO_SUFFIX_DRAFT if self.controller.force is not None else self.suffixes.draft(job, most)
-        if constraint is None:
-            return offer
-        if offer.tokens:
-            offer = offer.first(len(constraint.usable(offer.tokens)))
-        held = constraint.offer(most)
-        return held if sum(held.survival) >= offer.expected else offer
+    @property
+    def looks_up(self) -> bool:
+        """Texts are looked up for suffix drafts this round."""
+        return self.suffixes.is_on and self.controller.force is None and self.host.is_awake
+
+    def _find_offers(
+        self, jobs: Sequence[Job]
+    ) -> tuple[dict[int, Offer | SuffixDraft], tuple[Sequence[int], float]]:
+        """What each request's grammar or an earlier text offers, whichever promises more, by slot. Also the slots that were looked up in
+        earlier text, and the milliseconds of that."""
+        drafts: dict[int, SuffixDraft] = {}
+        wishes, slots, held, ms = [], [], [], 0.0
+        looks_up = self.looks_up
+        for job in jobs:
+            slot = job.slot
+            if slot is None:
+                continue
+            if job.constraint is not None:
+                held.append((job, slot.index, job.constraint))
+            if looks_up and job.anchor is not None and self.host.may(slot.index):
+                wishes.append((slot, job.anchor, self._most_offered(job)))
+                slots.append(slot.index)
+        if wishes:
+            began = self.clock()
+            drafts = dict(zip(slots, self.suffixes.draft_all(wishes), strict=True))
+            ms = 1e3 * (self.clock() - began)
+        found: dict[int, Offer | SuffixDraft] = {**drafts}
+        for job, index, constraint in held:
+            if not (most := self._most_offered(job)):
+                continue
+            offer = drafts.get(index, NO_SUFFIX_DRAFT)
+            if offer.tokens:
+                offer = offer.first(len(constraint.usable(offer.tokens)))
+            own = constraint.offer(most)
+            found[index] = own if sum(own.survival) >= offer.expected else offer
+        return found, (slots, ms)
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
         """A grammar or an earlier text offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
         if self.waits_for_offers:
             return True
-        caps, offers = [], {}
-        for job in jobs:
-            if job.slot is not None and (job.constraint is not None or self.suffixes.is_on):
-                offer = self._offer(job)
-                if offer.chance_of_first >= LIKELY:
-                    caps.append((job.slot.index, self.most(job, 0)))
-                    offers[job.slot.index] = offer.survival
+        looks_up = self.looks_up
+        asked = [job for job in jobs if looks_up or job.constraint is not None]
+        if not asked:
+            return False
+        found, looked_up = self._find_offers(asked)
+        if looked_up[0]:
+            self.beside = looked_up
+        likely = {slot: each for slot, each in found.items() if each.chance_of_first >= LIKELY}
+        if not likely:
+            return False
+        slots = ((job.slot.index, job) for job in asked if job.slot is not None)
+        caps = [(slot, self.most(job, 0)) for slot, job in slots if slot in likely]
+        offers = {slot: each.survival for slot, each in likely.items()}
         gain = WORTH_READING if self.suffixes.is_on else 1.0
-        return bool(offers and self.controller.preferred(caps, offers, gain)) and self.patience.is_left
+        return bool(self.controller.preferred(caps, offers, gain)) and self.patience.is_left
+
+    def count_beside(self, launched: Launched, busy: int) -> None:
+        """Count the time of suffix drafts beside this forward, unless the device still runs it: then no one waited."""
+        beside, self.beside = self.beside, None
+        if beside is not None and launched.is_over:
+            self.host.took(*beside, busy)
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
@@ -255,15 +322,19 @@ class Speculator:
                 offer.judge(n_draft, n_accepted)
             else:
                 self.suffixes.judge(slot, n_draft, n_accepted)
+                if n_draft:
+                    self.host.gave(slot, n_draft, n_accepted)
+            return
+        if slot in self.found_none:
+            self.found_none.discard(slot)
+            self.controller.found_none(slot)
             return
         n = self.refused.pop(slot, None)
         if n is not None:  # the refused token is wrong, and so is every token behind it
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
         n_past = self.worker.table.slots[slot].n_past
-        if isinstance(self.drafter, WindowedDrafter) and self.decay.add(
-            slot, n_past, n_draft, n_accepted
-        ):
+        if self.windowed is not None and self.decay.add(slot, n_past, n_draft, n_accepted):
             log.info("slot %d: %s", slot, self.decay.reason(slot))
             self.controller.restart(slot)
 
@@ -286,7 +357,7 @@ class Speculator:
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
         drafter = self.drafter
-        self.suffixes.observe(batch.n_row)
+        self._enter_texts(batch.n_row, len(batch.seqs))
         known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
         if drafter is None or not known:
             return
@@ -300,6 +371,17 @@ class Speculator:
             lambda: drafter.observe(batch, kept, out),
             [self.worker.table.slots[q.slot] for q in batch.seqs],
         )
+
+    def _enter_texts(self, n_row: int, busy: int) -> None:
+        """Enter a part of the texts that wait for suffix drafts, unless those rest."""
+        if self.suffixes.has_rest and not self.host.is_resting:
+            began = self.clock()
+            self.suffixes.observe(n_row)
+            self.host.took((), 1e3 * (self.clock() - began), busy)
+
+    def enter_piece(self) -> bool:
+        """Enter a piece of a text while the device runs. False if none waits, or suffix drafts rest."""
+        return not self.host.is_resting and self.suffixes.enter_piece()
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
@@ -332,6 +414,7 @@ class Speculator:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
         self.decay.begin(slot.index, n_prompt)
         self.controller.begin(slot.index, grammar)
+        self.host.begin(slot.index)
 
     def checkpoint(self, slot: Slot) -> object | None:
         """The drafter's share of a checkpoint. The drafter may lose track of the slot here."""

@@ -8,21 +8,22 @@ from dataclasses import replace
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
+from pyspec.engine.policy.host_drafts import RESTS, HostDrafts
 from pyspec.request import Metrics, SlotInfo
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.table import Slot, SlotTable
 
 
 def slot_rows(
-    table: SlotTable, jobs: Mapping[int, Job], controller: Controller, decay: Decay, n_ctx: int
+    table: SlotTable, jobs: Mapping[int, Job], host: HostDrafts, decay: Decay, n_ctx: int
 ) -> list[SlotInfo]:
     """One row per slot. A round may pass while it is read."""
-    return [_slot_row(slot, jobs.get(slot.index), controller, decay, n_ctx) for slot in table.slots]
+    return [_slot_row(slot, jobs.get(slot.index), host, decay, n_ctx) for slot in table.slots]
 
 
-def _slot_row(slot: Slot, job: Job | None, controller: Controller, decay: Decay, n_ctx: int) -> SlotInfo:
+def _slot_row(slot: Slot, job: Job | None, host: HostDrafts, decay: Decay, n_ctx: int) -> SlotInfo:
+    controller = host.controller
     row = SlotInfo(
         slot=slot.index,
         n_ctx=n_ctx,
@@ -43,7 +44,7 @@ def _slot_row(slot: Slot, job: Job | None, controller: Controller, decay: Decay,
         n_decoded=job.n_predicted,
         n_remain=job.n_left,
         n_draft=lane.n_draft,
-        draft_reason=lane.reason,
+        draft_reason=RESTS if host.is_the_reason(slot.index) else lane.reason,
         draft_window=decay.texts[slot.index].window,
         draft_window_reason=decay.reason(slot.index),
         acceptance=controller.acceptance(slot.index),

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pyspec.draft.suffix_drafts import NO_DRAFT, PER_ROUND, PIECE, SuffixDraft, SuffixDrafts
+from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
+from pyspec.draft.suffix_drafts import PER_ROUND, PIECE, SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.slots.table import Slot
 
@@ -63,16 +64,19 @@ class SuffixSource:
         """The slot's request is over."""
         self._attempt(lambda drafts: drafts.end(slot))
 
-    def draft(self, job: Job, most: int) -> SuffixDraft:
-        """At most `most` likely tokens behind the request's last one."""
-        slot, anchor = job.slot, job.anchor
-        if self.drafts is None or slot is None or anchor is None:
-            return NO_DRAFT
-        return self._attempt(lambda drafts: drafts.draft(slot, anchor, most)) or NO_DRAFT
+    def draft_all(self, wishes: Sequence[tuple[Slot, int, int]]) -> list[SuffixDraft]:
+        """For each (slot, its last chosen token, most tokens) the likely tokens behind."""
+        found = self._attempt(lambda drafts: drafts.draft_all(wishes)) if wishes else []
+        return [NO_DRAFT] * len(wishes) if found is None else found
 
     def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Report the verdict on a slot's draft."""
         self._attempt(lambda drafts: drafts.judge(slot, n_draft, n_accepted))
+
+    @property
+    def has_rest(self) -> bool:
+        """Texts wait to be entered."""
+        return self.drafts is not None and self.drafts.has_rest
 
     def observe(self, n_row: int) -> None:
         """A round of so many rows has ended: enter a part of the texts that wait."""

@@ -120,6 +120,8 @@ class Acceptance:
         beyond: the chance of the first drafted token that was not verified, which counts as a verdict of that weight: else only
         likely tokens would be judged. Negative: all were verified
         """
+        if not self.n_max:
+            return  # there is no drafter
         if slot in self.pending:
             self.learn()
         n_draft = min(n_draft, self.n_max)

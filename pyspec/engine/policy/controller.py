@@ -161,7 +161,7 @@ class Controller:
         if self.force is not None:
             live, n = self.force
             picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
-        elif self.fixed or self.n_max == 0:
+        elif self.fixed or not (self.n_own or self.offered):
             picked = [cap for _, cap in caps]
             why = "fixed" if self.fixed else "no drafter"
         elif not self.beside and self._plain_is_stale(len(caps)):
@@ -249,7 +249,8 @@ class Controller:
         asked = [(slot, cap) for slot, cap in caps if slot in offers]
         if not asked:
             return {}
-        survive = self.texts.survive([slot for slot, _ in asked])
+        slots = [slot for slot, _ in asked]
+        survive = self.texts.survive(slots) if self.n_own else np.zeros((len(slots), 0))
         return {
             slot: offers[slot]
             for (slot, cap), own in zip(asked, survive, strict=True)
@@ -463,6 +464,11 @@ class Controller:
         if n_draft:
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
+
+    def found_none(self, slot: int) -> None:
+        """The drafter was asked and had no draft for the slot: it took its time, and gave as much as a wrong token."""
+        self.texts.add(slot, 1, 0)
+        self._plain = None
 
     def timed(
         self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -45,11 +45,24 @@ class Waiting(Protocol):
         """Tokens it may generate."""
         ...
 
+    @property
+    def n_to_read(self) -> int:
+        """Rows of its prompt that are not read yet, once it is seated."""
+        ...
+
+    @property
+    def work(self) -> int:
+        """Tokens it was given so far: rows of its prompt that were not cached, and those it generated."""
+        ...
+
+    charged: int  # tokens that count as given to its client for it
+
 
 W = TypeVar("W", bound=Waiting)
 
 ANSWER = 512  # most tokens an answer counts: one without a limit rarely fills its context
 KEPT = 2  # tokens by which a cached token of its own puts a request forward: while it waits, others evict it
+MOST_AWAY = 1000  # clients without a request whose tokens are remembered
 LAPS = 3  # most times its size that a request is put forward, and laps of its client's requests after which one is passed no more
 CUT_MIN = 64  # shortest prompt that is cut for a checkpoint
 CUT_TAIL = 4  # least tokens after the cut
@@ -71,18 +84,23 @@ class _Place(Generic[W]):
 
 
 class Queue(Generic[W]):
-    """Orders waiting requests. Clients take turns by the tokens they were given so far. A client's own requests are ordered by arrival
+    """Orders waiting requests. Clients take turns by the tokens they were given so far, uncached rows and answers: a request counts what it is
+    expected to take when it is seated, more as soon as it takes more, and at its end what it took (`seated`, `leave`). A client's own requests are ordered by arrival
     and by their tokens to read and to generate: a short one does not wait for many long ones, and a long one does not starve (fair
     queueing by virtual finish times, Demers, Keshav and Shenker 1989). A request with pages of its own text in the cache goes forward,
     within a limit, because it costs more once they are evicted (tools/simulate_load.py). Requests of one group follow each other.
 
-    A request pinned to a slot waits for it outside this order. limit: places, enforced by the caller (evict.py).
+    A request pinned to a slot waits for it outside this order.
+
+    limit    places, enforced by the caller (evict.py)
+    running  gives the seated requests
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.running: Callable[[], Iterable[W]] = tuple
         self._places: list[_Place[W]] = []
-        # by client: tokens of its seated requests; after an absence, at least the minimum of the others
+        # by client: tokens it was given, by all its requests; after an absence, at least the minimum of the others
         self._given: dict[str, float] = {}
         self._clock: dict[str, float] = {}  # by client: tokens it was given, per waiting request
         self._groups: dict[tuple[str, str], float] = {}  # tag of the group's last request
@@ -111,9 +129,8 @@ class Queue(Generic[W]):
         if (
             item.client not in here
         ):  # a client that was idle starts at the current minimum, so it gains no credit
-            least = min(
-                (self._given[client] for client in here), default=max(self._given.values(), default=0.0)
-            )
+            took = self._taken()
+            least = min((took[client] for client in here), default=max(took.values(), default=0.0))
             self._given[item.client] = max(self._given.get(item.client, 0.0), least)
             self._forget(here | {item.client})
         start = self._clock.setdefault(item.client, 0.0)
@@ -125,11 +142,23 @@ class Queue(Generic[W]):
             self._groups[group] = tag
         return tag
 
+    def _taken(self) -> dict[str, float]:
+        """By client: tokens that it was given, without those that its requests are only expected to take."""
+        took = dict(self._given)
+        for item in itertools.chain(self.running(), (p.item for p in self._places)):
+            took[item.client] = took.get(item.client, 0.0) - max(0, item.charged - item.work)
+        return took
+
     def _forget(self, here: set[str]) -> None:
-        """Forget clients that have no waiting request."""
-        for known in (self._given, self._clock):
-            for client in known.keys() - here:
-                del known[client]
+        """Forget clients that have no request here, but not at once those that were given more than others."""
+        gone = self._given.keys() - here - {item.client for item in self.running()}
+        least = min((self._given[client] for client in here), default=0.0)
+        more = sorted((-self._given[client], client) for client in gone if self._given[client] > least)
+        kept = [client for _, client in more[:MOST_AWAY]]
+        for client in gone.difference(kept):
+            del self._given[client]
+        for client in self._clock.keys() - here:
+            del self._clock[client]
         for group in [group for group in self._groups if group[0] not in here]:
             del self._groups[group]
 
@@ -159,6 +188,9 @@ class Queue(Generic[W]):
         """The next request, if it can be seated now. Cheap to call again while nothing changes."""
         if not self._places or all(slot.busy for slot in table.slots):
             return None
+        for item in self.running():
+            if item.work > item.charged:
+                self._charge(item, item.work)
         for item in self.waiting():
             pinned = item.wanted_slot
             if pinned >= 0 and table.slots[pinned].busy:
@@ -186,10 +218,22 @@ class Queue(Generic[W]):
             for p in own if seated.forward else ():
                 p.n_passed += p.number < seated.number
             self._clock[item.client] = self._clock.get(item.client, 0.0) + seated.size / len(own)
-            self._given[item.client] += max(item.cost, 1)
-            self._is_sorted = False
+            self._charge(item, max(item.charged, item.work + seated.size))
             self.remove(item)
         return item
+
+    def seated(self, item: W) -> None:
+        """A request has its slot: what it will take is known better, because the cached part of its prompt is."""
+        self._charge(item, item.work + item.n_to_read + min(item.n_left, ANSWER))
+
+    def leave(self, item: W) -> None:
+        """A request has ended, in a slot that still has its tokens or without one: it was given what it took."""
+        self._charge(item, item.work)
+
+    def _charge(self, item: W, n_token: int) -> None:
+        """A request counts so many tokens from now on."""
+        self._given[item.client] = self._given.get(item.client, 0.0) + n_token - item.charged
+        item.charged, self._is_sorted = n_token, False
 
     def drain(self) -> list[W]:
         """Remove and return all requests."""

@@ -153,6 +153,11 @@ class Timer:
         """Enough samples to trust."""
         return len(self.samples.get(self.bucket(size), ())) >= N_TRUST
 
+    @property
+    def has_trusted(self) -> bool:
+        """Times are known: those of some size, at least."""
+        return bool(self._sizes)
+
     def n(self, size: int) -> int:
         """Samples of this size."""
         return len(self.samples.get(self.bucket(size), ()))

@@ -25,6 +25,8 @@ class ReplicaPlace:
     shares_queue  places to wait are counted for all together (replicas.py), not here
     texts         gives the file's tokenizer and template, which all of them share; None: it reads them itself
     on_loss       called without a lock when its engine has ended, or can not be loaded: its requests may go to others
+    on_stop       called without a lock when it has failed to load for long, and requests that stay would fail: others that may still come
+                  take them. Returns the subject of the sentence for those that stay
     """
 
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -34,6 +36,7 @@ class ReplicaPlace:
     shares_queue: bool = False
     texts: Callable[[], tuple[Tokenizer, ChatTemplate | None]] | None = None
     on_loss: Callable[[], None] = lambda: None
+    on_stop: Callable[[], str] = lambda: "the engine"
 
     def report(self, stage: LoadStage) -> None:
         """Report the progress of its load, if it is this one's to report."""

@@ -73,6 +73,7 @@ class Replicas:
             shares_queue=True,
             texts=(lambda: self.supervisors[0].texts) if i else None,
             on_loss=partial(self._move_from, i),
+            on_stop=partial(self._leave, i),
         )
         on_blocks = self._on_blocks[i] if self._on_blocks else None
         return Supervisor(self.path, settings, command=self._command, on_blocks=on_blocks, place=place)
@@ -150,9 +151,9 @@ class Replicas:
                 return name
         raise error
 
-    def _loads(self, but: int = -1) -> list[int | None]:
+    def _loads(self) -> list[int | None]:
         """Open requests by replica; None for one that gets no request. Those that are being replaced get some only if all are."""
-        states = [s.state() if i != but else "" for i, s in enumerate(self.supervisors)]
+        states = [s.state() for s in self.supervisors]
         wanted = "ok" if "ok" in states else "recovering"
         return [
             s.n_open if state == wanted else None
@@ -172,21 +173,39 @@ class Replicas:
         """
         with self._lock:
             self._affinity.known[i].clear()
-            movable = self.supervisors[i].movable()
-            n = 0
-            for record in movable:
-                keys = chain(record.request.prompt) if record.request.cache_prompt else []
-                loads = self._loads(but=i)
-                others = [
-                    j for j in self._affinity.order(keys, loads) if self.supervisors[j].state() == "ok"
-                ]
-                if not others:
-                    break
-                if self.supervisors[i].release(record):
-                    self.supervisors[others[0]].adopt(record)
-                    self._affinity.chose(others[0], keys)
-                    n += 1
-            self._n_moved[i] += n
+            self._move(i, self.supervisors[i].movable(), ("ok",))
+
+    def _leave(self, i: int) -> str:
+        """An engine has failed to load for long: its requests wait for one that may still come. On the supervisor's thread.
+
+        Suspects of crashes wait only for an engine that runs nothing else yet. Returns the subject of the reason for those that stay.
+        """
+        with self._lock:
+            self._move(i, self.supervisors[i].movable(), ("ok", "recovering"))
+            self._move(i, self.supervisors[i].movable(suspects=True), ("recovering",))
+            states = [s.state() for j, s in enumerate(self.supervisors) if j != i]
+        n = len(self.supervisors)
+        return f"replica {i}" if {"ok", "recovering"} & set(states) else f"each of {n} replicas"
+
+    def _move(self, i: int, records: Sequence[SupervisedRequest], to: tuple[str, ...]) -> None:
+        """Give an engine's requests to others in the first of the states `to` that any other has. Called with the lock."""
+        n = 0
+        for record in records:
+            keys = chain(record.request.prompt) if record.request.cache_prompt else []
+            states = [s.state() if j != i else "" for j, s in enumerate(self.supervisors)]
+            wanted = next((state for state in to if state in states), None)
+            loads = [
+                s.n_open if state == wanted else None
+                for s, state in zip(self.supervisors, states, strict=True)
+            ]
+            others = self._affinity.order(keys, loads)
+            if wanted is None or not others:
+                break
+            if self.supervisors[i].release(record):
+                self.supervisors[others[0]].adopt(record)
+                self._affinity.chose(others[0], keys)
+                n += 1
+        self._n_moved[i] += n
         if n:
             fields = {"event": "requests_moved", "replica": i, "requests": n}
             log.warning("%d requests of replica %d continue on others", n, i, extra={"fields": fields})

@@ -190,11 +190,11 @@ class Supervisor:
         """Requests that have not ended."""
         return len(self._records)
 
-    def movable(self) -> list[SupervisedRequest]:
-        """Requests that another supervisor may have: not those of a certain slot, nor those suspected of crashes."""
+    def movable(self, *, suspects: bool = False) -> list[SupervisedRequest]:
+        """Requests that another supervisor may have, not those of a certain slot: those suspected of crashes, or all others."""
         with self._lock:
             records = list(self._records.values())
-        return [r for r in records if r.wanted_slot < 0 and len(r.crashes) < N_CRASH - 1]
+        return [r for r in records if r.wanted_slot < 0 and suspects is (len(r.crashes) >= N_CRASH - 1)]
 
     def release(self, record: SupervisedRequest) -> bool:
         """Give a request away. Returns False if it has ended."""
@@ -351,8 +351,9 @@ class Supervisor:
 
     def _fail(self, records: Sequence[SupervisedRequest], error: PyspecError) -> None:
         for record in records:
-            self._own_failed += record.name in self._records
-            self._pass_on(record, Failed(record.name, error))
+            if self._records.pop(record.name, None) is not None:  # else it has ended
+                self._own_failed += 1
+                self._pass_on(record, Failed(record.name, error))
 
     # -- the life of engines, on the supervisor's thread -----------------------------------------------------------
 
@@ -392,8 +393,8 @@ class Supervisor:
         if n_failed >= N_LOAD_AGAIN and self._info is not None:
             with self._lock:
                 self._state, self._error = "stopped", error
-                lost = list(self._records.values())
-            self._fail(lost, Unavailable(f"the engine failed and could not be loaded again: {error}"))
+            why = Unavailable(f"{self._place.on_stop()} failed and could not be loaded again: {error}")
+            self._fail(list(self._records.values()), why)
         return True
 
     def _take_over(self, child: EngineProcess) -> None:

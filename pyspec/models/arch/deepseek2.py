@@ -77,7 +77,7 @@ def _experts(file: GGUFFile) -> Experts:
         n_used=h.integer("expert_used_count"),
         n_ff=width,
         n_ff_shared=width * h.integer("expert_shared_count", 0),
-        router=read_router(file, "sigmoid" if is_glm else "softmax", has_groups=True),
+        router=read_router(file, "sigmoid" if is_glm else "softmax"),
         renorm=h.flag("expert_weights_norm", False),
         scale=h.number("expert_weights_scale", 0.0) or 1.0,
         groups=read_groups(file),

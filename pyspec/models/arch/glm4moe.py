@@ -15,7 +15,14 @@ from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import read_attention, read_decoder, read_rope, read_router, trunk_layers
+from pyspec.models.read import (
+    read_attention,
+    read_decoder,
+    read_groups,
+    read_rope,
+    read_router,
+    trunk_layers,
+)
 
 
 def read(file: GGUFFile) -> ModelSpec:
@@ -31,6 +38,7 @@ def read(file: GGUFFile) -> ModelSpec:
         renorm=h.flag("expert_weights_norm", False),
         scale=h.number("expert_weights_scale", 0.0) or 1.0,
         biased=True,
+        groups=read_groups(file),
     )
     dense = Mlp(h.integer("feed_forward_length"))
     attention = Attention(shape, read_rope(file, shape, neox=True))

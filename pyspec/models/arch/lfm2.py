@@ -16,7 +16,14 @@ from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.short_conv import ShortConv
 from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import attention_shape, block_count, read_decoder, read_rope, read_router
+from pyspec.models.read import (
+    attention_shape,
+    block_count,
+    read_decoder,
+    read_groups,
+    read_rope,
+    read_router,
+)
 
 
 def read(file: GGUFFile) -> ModelSpec:
@@ -56,4 +63,5 @@ def _experts(file: GGUFFile) -> Experts | None:
         router=read_router(file, "sigmoid"),
         scale=h.number("expert_weights_scale", 0.0) or 1.0,
         biased=True,
+        groups=read_groups(file),
     )

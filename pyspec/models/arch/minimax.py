@@ -16,6 +16,7 @@ from pyspec.models.read import (
     block_count,
     read_attention,
     read_decoder,
+    read_groups,
     read_rope,
     read_router,
 )
@@ -30,6 +31,7 @@ def read(file: GGUFFile) -> ModelSpec:
         router=read_router(file, "sigmoid"),
         scale=h.number("expert_weights_scale", 0.0) or 1.0,
         biased=True,
+        groups=read_groups(file),
     )
     attention = Attention(shape, read_rope(file, shape, neox=True), row_norm=True)
     block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", experts)))

@@ -20,7 +20,7 @@ from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import AttentionShape, PartSpec
-from pyspec.models.read import attention_shape, trunk_layers, vocab_size
+from pyspec.models.read import attention_shape, read_groups, trunk_layers, vocab_size
 from pyspec.models.rope import NO_ROPE
 
 NORM = "attn_norm"  # of every trunk block
@@ -60,8 +60,6 @@ def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[Experts | None]:
     n_expert, n_block = h.integer("expert_count", 0), len(widths)
     if not n_expert:
         return [None] * n_block
-    if h.integer("expert_group_count", 1) > 1:
-        raise ModelError(f"experts in groups are not supported ({h.key('expert_group_count')})")
     used = h.each("expert_used_count", n_block)
     if "expert_feed_forward_length" in h:
         inner = h.each("expert_feed_forward_length", n_block)
@@ -81,6 +79,7 @@ def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[Experts | None]:
             scale=scale,
             act="relu2",
             latent=latent,
+            groups=read_groups(file),
         )
 
     return [

@@ -6,18 +6,20 @@ attention itself has one key head, whose keys are its values, too: the first par
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda.exact import in_passes
-from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.hadamard.op import hadamard
+from pyspec.cuda.ops.hadamard.ref import HadamardSpec
+from pyspec.cuda.ops.heads.op import asked, heads
+from pyspec.cuda.ops.heads.ref import HeadsSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_latent.op import rope_latent
@@ -29,8 +31,8 @@ from pyspec.models.matrices import sum_of
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
+from pyspec.models.weights import OF_HEADS
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.kv_codes import turned as hadamard
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
 
@@ -97,6 +99,13 @@ class Mla:
         yield angles, AnglesSpec(on.device)
         yield attend, self.attend_spec(on.device, on.kv)
         yield rope_latent, self.rope_spec(on.device, at.eps, on.kv)
+        if n := on.kv.turned_k(self.row):
+            yield hadamard, HadamardSpec(on.device, self.summed(on.kv), n)
+        for name in OF_HEADS:
+            info = at.file.tensors.get(at.name(name.removeprefix(".")))
+            if info is not None and len(info.shape) == 3 and on.dense is None:
+                of_rank = HeadsSpec(on.device, info.type, self.n_head, *info.shape[1:])
+                yield heads, asked(of_rank)
         if self.q_rank:
             yield norms, NormsSpec(on.device, self.q_rank, at.eps)
         if on.streams:
@@ -118,7 +127,7 @@ class Mla:
 
 
 class BoundMla:
-    """Latent attention over the slot's pages. The heads' own products are torch's, which graphs hold and recordings of CPUs do not."""
+    """Latent attention over the slot's pages."""
 
     captures_prompts = False
     fold = None
@@ -135,21 +144,22 @@ class BoundMla:
         self.q_b = w.matrix(at.name("attn_q_b.weight")) if spec.q_rank else None
         self.q_norm = w.optional(at.name("attn_q_a_norm.weight")) if spec.q_rank else None
         self.kv_norm = w.vector(at.name("attn_kv_a_norm.weight"))
-        self.k_b, self.v_b = (w.vector(at.name(f"attn_{x}_b.weight")) for x in "kv")
+        (self.k_b, holds_k), (self.v_b, holds_v) = (w.heads(at.name(name[1:])) for name in OF_HEADS)
         self.out = w.summed(at.name("attn_output.weight"))
         self.reads, self.gives = None, sum_of(self.out)
         attends, ropes = spec.attend_spec(w.device, at.kv), spec.rope_spec(w.device, at.eps, at.kv)
         self.attend, self.rope_latent = attend.bind(attends), rope_latent.bind(ropes)
-        self.turned, self.in_passes = (
-            at.kv.turned_k(spec.row),
-            current().is_exact and w.device.type == "cuda",
-        )
         capturable = attend.chosen(attends).capturable and rope_latent.chosen(ropes).capturable
+        self.back: Callable[[Tensor], Tensor] | None = None
+        if n := at.kv.turned_k(spec.row):
+            back = HadamardSpec(w.device, attends.n_value, n)
+            self.back = hadamard.bind(back)
+            capturable = capturable and hadamard.chosen(back).capturable
         if spec.q_rank:
             of_queries = NormsSpec(w.device, spec.q_rank, at.eps)
             self.of_queries = norms.bind(of_queries)
             capturable = capturable and norms.chosen(of_queries).capturable
-        self.capturable = capturable and w.device.type == "cuda"
+        self.capturable = capturable and holds_k and holds_v
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """Writes the rows' latent keys, then attends."""
@@ -157,19 +167,9 @@ class BoundMla:
         kv, q = self.latent(x, self.norm), self.queries(x, self.norm)
         if self.q_b is not None and self.q_norm is not None:
             q = self.q_b(self.of_queries(q, self.q_norm))
-        plain = self._by_head(q.view(len(x), s.n_head, -1)[..., : s.n_plain], self.k_b)
+        plain = self.k_b(q.view(len(x), s.n_head, -1)[..., : s.n_plain])
         rows, angles = run.batch.kv_rows, run.angles[self.rope]
         q = self.rope_latent(kv, q, plain, self.kv_norm, angles, pool, rows)
-        o = hadamard(self.attend(q, pool, run.batch), self.turned)[..., : s.rank]
-        return self.out(self._by_head(o, self.v_b).flatten(1), residual=residual)
-
-    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [row, head, in], weight [head, out, in] -> [row, head, out]."""
-
-        def run(part: Tensor) -> Tensor:
-            part = part.unflatten(1, (len(weight), -1))
-            return torch.einsum("nhi,hoi->nho", part, weight).flatten(1)
-
-        x = x.flatten(1)
-        y = in_passes(x, run) if self.in_passes else run(x)
-        return y.view(len(x), *weight.shape[:2])
+        o = self.attend(q, pool, run.batch)
+        o = o if self.back is None else self.back(o)
+        return self.out(self.v_b(o[..., : s.rank]).flatten(1), residual=residual)

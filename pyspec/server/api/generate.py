@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from pyspec.errors import PyspecError
-from pyspec.server.api.answers import Answer
+from pyspec.server.api.answers import Answer, Choice
 from pyspec.server.api.anthropic_answer import MessagesAnswer
 from pyspec.server.api.chat_answer import ChatAnswer
 from pyspec.server.api.constrained import NotCompiled
@@ -23,7 +23,7 @@ from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import JSON
 from pyspec.server.resume import ReplayStream, SessionKey, session_key
 from pyspec.server.service import Service
-from pyspec.server.stream import EventStream, chunks, gather, while_connected
+from pyspec.server.stream import EventStream, chunks, encoder, gather, while_connected
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 ANSWERS: dict[Kind, Callable[[PreparedBody, str, TokenizerLike], Answer]] = {
@@ -67,13 +67,13 @@ async def _answer(
     prepared = await _prepared(service, kind, raw, client)
     submission = await service.start(prepared, client)
     answer = ANSWERS[prepared.kind](prepared, service.model, service.engine.tokenizer)
-    if prepared.stream and key is not None:
-        source = chunks(submission, prepared, answer)
-        return _resumable(service, submission, source, key, _headers(prepared))
     if prepared.stream:
-        source = chunks(submission, prepared, answer)
-        on_end = partial(service.end, submission)
-        return EventStream(submission, source, on_end, answer.error, _headers(prepared))
+        choices, headers = [Choice() for _ in prepared.requests], _headers(prepared)
+        source = chunks(submission, prepared, answer, choices)
+        if key is not None:
+            return _resumable(service, submission, source, key, headers)
+        on_end, encode = partial(service.end, submission), encoder(prepared, answer, choices)
+        return EventStream(submission, source, on_end, answer.error, headers, encode)
     return await _complete(service, submission, prepared, answer)
 
 

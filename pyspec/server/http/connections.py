@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pyspec.server.http.envelope import TYPES, Refused, dumps, error_body
 from pyspec.server.http.listen import BACKLOG
+from pyspec.server.http.parts import PARTS
 from pyspec.server.http.strict import StrictConnection
 from pyspec.server.settings import Limits
 
@@ -99,6 +100,7 @@ class GuardedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.conn = self._strict = StrictConnection(self.guard.limits.header)
+        self.app_state = {**self.app_state, PARTS: self}  # copied into each request's scope
         self._header_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -131,6 +133,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.guard.leave(self)
+        self.app_state.pop(PARTS, None)
         for timer in (self._header_timer, self._probe_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
@@ -170,6 +173,24 @@ class GuardedProtocol(H11Protocol):
         self._is_half_closed = True
         self._probe(0)
         return True  # keep the transport open for writing
+
+    # -- parts of a streamed answer (parts.py) -------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        cycle = self.cycle
+        return (
+            cycle is not None
+            and cycle.response_started
+            and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+            and cycle.scope["http_version"]
+            == "1.1"  # so the answer has chunks, as its length is not known
+            and self.conn.our_state is h11.SEND_BODY
+            and not self.transport.is_closing()
+        )
+
+    def write_part(self, data: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     # -- clients that do not read --------------------------------------------------------------------------------------
 

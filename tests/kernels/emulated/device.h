@@ -302,6 +302,10 @@ inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_bf16_bf16_f32(int line, Ref
   emulator::meet(line, "mma.sync", 0xffffffffu, &p, emulator::product_bf16);
   for (int i = 0; i < 4; ++i) *d.p[i] = p.d[i];
 }
+inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_tf32_tf32_f32(int line, Refs<float, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
+                                                                   Refs<float, 4> c) {
+  product(line, d, a, b, c, emulator::product_tf32);
+}
 inline void ptx_prmt_b32(int, u32& out, u32 a, u32 b, u32 selector) { out = __byte_perm(a, b, selector); }
 inline void product(int line, Refs<int, 4> d, Refs<u32, 4> a, Refs<u32, 2> b, Refs<int, 4> c, emulator::Together* run) {
   emulator::Whole p;

@@ -54,7 +54,7 @@ struct Product {  // m16n8k16
   u32 a[4], b[2];
   float d[4];  // the sums before and after
 };
-Together product_f16, product_bf16;
+Together product_f16, product_bf16, product_tf32;  // tf32: m16n8k8
 
 struct Whole {  // m16n8k32 of bytes
   u32 a[4], b[2];

@@ -126,6 +126,32 @@ void product16(void* const* brought, Value value) {
   }
 }
 
+float tf32(u32 bits) {
+  bits &= 0xffffe000u;
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+void product8(void* const* brought) {
+  float a[16][8], b[8][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const Product& p = *static_cast<Product*>(brought[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][t + r / 2 * 4] = tf32(p.a[r]);
+    for (int r = 0; r < 2; ++r) b[g][t + r * 4] = tf32(p.b[r]);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    Product& p = *static_cast<Product*>(brought[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      double sum = 0;
+      for (int k = 0; k < 8; ++k) sum += static_cast<double>(a[g + i / 2 * 8][k]) * b[2 * t + i % 2][k];
+      p.d[i] = static_cast<float>(p.d[i] + sum);
+    }
+  }
+}
+
 template <class Byte>  // of a
 void product_whole(void* const* brought) {
   int a[16][32], b[8][32];
@@ -168,6 +194,7 @@ void load_matrices(void* const* brought) {
 
 void product_f16(void* const* brought, u32) { product16(brought, half); }
 void product_bf16(void* const* brought, u32) { product16(brought, brain); }
+void product_tf32(void* const* brought, u32) { product8(brought); }
 void product_u8_s8(void* const* brought, u32) { product_whole<u8>(brought); }
 void product_s8_s8(void* const* brought, u32) { product_whole<signed char>(brought); }
 void matrices(void* const* brought, u32) { load_matrices<false>(brought); }

@@ -109,6 +109,9 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
         RouteSpec(CPU, 7168, 384, 6, "sqrtsoftplus", scale=2.5, given=True),
         RouteSpec(CPU, 64, 512, 32, "softmax", False, biased=True),
         RouteSpec(CPU, 2880, 32, 4, "chosen", False, shifted=True),
+        RouteSpec(CPU, 7168, 256, 8, "sigmoid", scale=2.5, biased=True, n_group=8, n_group_used=4),
+        RouteSpec(CPU, 64, 300, 22, "softmax", n_group=3, n_group_used=2),
+        RouteSpec(CPU, 64, 512, 32, "sigmoid", biased=True, n_group=512, n_group_used=33),
     ):
         found = compile_cubin("moe_route", arch, moe_route_cuda.defines(spec), use_cache=False).resources
         assert found["moe_scores"].spill_bytes == found["moe_choose"].spill_bytes == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,14 +54,18 @@ def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str)
         assert torch.equal(got, whole[part]), part
 
 
+V3 = RouteSpec(GPU, 7168, 256, 8, "sigmoid", scale=2.5, biased=True, n_group=8, n_group_used=4)
 ROUTES = {
+    "DeepSeek-V3": V3,
+    "groups over two warps": replace(V3, n_in=256, n_expert=60, n_group=5, n_group_used=2),
+    "groups of more than a warp": replace(V3, n_expert=300, n_group=3, n_group_used=2, biased=False),
     "gpt-oss-20b": RouteSpec(GPU, 2880, 32, 4, "chosen", False, shifted=True, eps=1e-5),
     "gpt-oss-120b": RouteSpec(GPU, 2880, 128, 4, "chosen", False, shifted=True, eps=1e-5),
 }
 
 
 @pytest.mark.parametrize("name", ROUTES)
-def test_routers_with_biases_are_the_references(name: str) -> None:
+def test_routers_with_biases_and_groups_are_the_references(name: str) -> None:
     spec = ROUTES[name]
     for impl in (moe_route_cuda, moe_route_triton):
         if impl is moe_route_triton and tri.missing(GPU) is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
+from route_cases import GROUPED, ties_of_groups
 
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
@@ -25,6 +28,7 @@ ROUTES = {
     "gpt-oss": RouteSpec(CPU, 96, 32, 4, "chosen", False, shifted=True),
     "gpt-oss, gated": RouteSpec(CPU, 64, 70, 4, "chosen", False, scale=1.5, shifted=True, gated=True),
     "several whole warps": RouteSpec(CPU, 3072, 4, 2, "sigmoid"),
+    **{name: replace(spec, n_in=96) for name, spec in GROUPED.items()},
 }
 
 
@@ -92,6 +96,32 @@ def test_choices_are_the_references_whatever_the_logits_are_like(
     off = (scores.gather(-1, got.ids.long()) - scores.gather(-1, ids.long())).abs()
     assert not differ.any() if bias is None else bool((off <= 3e-7).all())
     assert all(len(set(row)) == spec.n_used for row in got.ids.tolist())
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("name", GROUPED)
+def test_of_groups_with_equal_sums_the_first_are_kept(name: str) -> None:
+    spec = replace(GROUPED[name], gated=False)
+    logits, bias = ties_of_groups(spec)
+    got, (ids, weights) = route_of(spec, logits, bias), moe_ref.choose(logits, spec, bias)
+    assert torch.equal(got.ids, ids)
+    assert torch.allclose(got.weights, weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("name", GROUPED)
+def test_logits_of_groups_that_are_no_numbers_choose_experts_that_exist(name: str) -> None:
+    """A row of nothing else, infinities, a group of them; rows beside it have what they have without it."""
+    spec = replace(GROUPED[name], gated=False)
+    logits, bias = ties_of_groups(spec)
+    clean = route_of(spec, logits, bias)
+    n = spec.n_expert // spec.n_group
+    logits[0], logits[1, ::2], logits[2, :n] = torch.nan, -torch.inf, torch.nan
+    logits[3, -1] = torch.inf
+    got = route_of(spec, logits, bias)
+    assert ((got.ids >= 0) & (got.ids < spec.n_expert)).all()
+    assert all(len(set(row)) == spec.n_used for row in got.ids.tolist())
+    assert torch.equal(got.ids[4:], clean.ids[4:]) and torch.equal(got.weights[4:], clean.weights[4:])
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "sqrtsoftplus"])

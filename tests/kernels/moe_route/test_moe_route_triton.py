@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
+from route_cases import GROUPED, ties_of_products
 from sampling import few
 
 from pyspec.cuda.ops.moe import ref as moe_ref
@@ -23,11 +24,14 @@ SPECS = {
     "given": RouteSpec(CPU, 96, 33, 4, "sqrtsoftplus", given=True),
     "gpt-oss": RouteSpec(CPU, 96, 33, 4, "chosen", False, shifted=True),
     "all of them": RouteSpec(CPU, 32, 4, 4, gated=True),
+    **GROUPED,
 }
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("name", few(SPECS, "softmax, gated", "sigmoid, biased", "given", "gpt-oss"))
+@pytest.mark.parametrize(
+    "name", few(SPECS, "softmax, gated", "given", "gpt-oss", "groups over two warps")
+)
 def test_choices_and_weights_are_the_references(name: str) -> None:
     spec = SPECS[name]
     assert moe_route_cuda.check(moe_route_triton.bind(spec), moe_ref.bind_route(spec), spec) is None
@@ -61,6 +65,25 @@ def test_rows_that_are_no_numbers_choose_experts_that_exist_and_harm_nobody() ->
     assert ((got.ids >= 0) & (got.ids < spec.n_expert)).all() and got.ids.sort(-1).values.diff(
         dim=-1
     ).all()
+
+
+@pytest.mark.parametrize("name", few(GROUPED, "odd sizes", "groups of one", "groups of two"))
+def test_of_groups_with_equal_sums_the_first_are_kept(name: str) -> None:
+    spec, call = ties_of_products(GROUPED[name])
+    got, want = moe_route_triton.bind(spec)(*call), moe_ref.bind_route(spec)(*call)
+    assert torch.equal(got.ids, want.ids) and torch.allclose(got.weights, want.weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", few(GROUPED, "odd sizes", "groups of one"))
+def test_groups_that_are_no_numbers_choose_experts_that_exist_and_harm_nobody(name: str) -> None:
+    spec, (x, *call) = ties_of_products(GROUPED[name])
+    clean = moe_route_triton.bind(spec)(x, *call)
+    x = x.clone()
+    x[0], x[1, 0], x[2, 1], x[3, 0] = torch.nan, torch.nan, torch.inf, -torch.inf
+    got = moe_route_triton.bind(spec)(x, *call)
+    assert ((got.ids >= 0) & (got.ids < spec.n_expert)).all()
+    assert got.ids.sort(-1).values.diff(dim=-1).all()
+    assert torch.equal(got.ids[4:], clean.ids[4:]) and torch.equal(got.weights[4:], clean.weights[4:])
 
 
 def test_given_experts_that_are_none_are_clamped() -> None:

@@ -14,7 +14,7 @@ from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-run = CpuKernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "11q" + "d")
+run = CpuKernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "12q" + "d")
 
 
 def limits(spec: AttendSpec) -> str | None:
@@ -46,12 +46,12 @@ def bind(spec: AttendSpec) -> Attend:
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
         _check(q, pool, batch, sinks, spec)
-        out = empty(*q.shape)
+        out = empty(len(q), spec.n_head, spec.value_dim)  # of keys that are values all dims are summed
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         rows = (batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq)
         size = batch.page_size
         sizes = (q.shape[0], *batch.page_table.shape, size, pool.n_row // size)
-        run(q, *planes, *rows, sinks, out, *sizes, *heads, window, *kinds, spec.scale)
-        return out[..., : spec.n_value] if spec.n_value else out  # of such keys all dims are summed
+        run(q, *planes, *rows, sinks, out, *sizes, *heads, window, *kinds, spec.value_dim, spec.scale)
+        return out
 
     return attend

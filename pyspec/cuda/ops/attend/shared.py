@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
+from pyspec.slots.kv import KVPool
 
 MAX_SEQ = 128  # sequences of a launch of attend.cu, as in attend_fold.cuh
 
@@ -38,3 +41,20 @@ class Workspace:
 @per_device
 def workspace(device: torch.device) -> Workspace:
     return Workspace(device)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendTiles:
+    """One build. keys: of a step; stages: steps under way; warps: of a program."""
+
+    columns: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
+    """Keys, values and their scales; as bytes where Triton does not have torch's type on all devices."""
+    codes = [t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in (pool.k, pool.v)]
+    scales = zip(codes, (pool.k_scale, pool.v_scale), strict=True)
+    return *codes, *(own if scale is None else scale for own, scale in scales)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
+from pyspec.cuda.ops.attend import latent_triton
 from pyspec.cuda.ops.attend.cuda import MANY
 from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
-from pyspec.cuda.ops.attend.shared import workspace
+from pyspec.cuda.ops.attend.shared import AttendTiles, planes_of, workspace
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
@@ -43,22 +43,12 @@ def limits(spec: AttendSpec) -> str | None:
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if spec.n_value:
-        return "keys are the values; the kernel takes values that stand apart"
+        return latent_triton.shape_limits(spec)
     if spec.kv.k.is_packed or spec.kv.v.is_packed:
         return f"keys and values are {spec.kv.name}"
     if spec.head_dim % 16 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 16 up to 512"
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class AttendTiles:
-    """One build. keys: of a step; stages: steps under way; warps: of a program."""
-
-    columns: int
-    keys: int
-    stages: int
-    warps: int
 
 
 def columns_for(spec: AttendSpec, widest: int) -> int:
@@ -69,14 +59,16 @@ def columns_for(spec: AttendSpec, widest: int) -> int:
 
 def fitting(spec: AttendSpec) -> Sequence[int]:
     """Columns that a tile may have."""
-    wide = 1 << (spec.head_dim - 1).bit_length()
-    return [n for n in COLUMNS if n * wide <= MOST_SUMS]
+    wide = 1 << (spec.value_dim - 1).bit_length()
+    return [n for n in COLUMNS if n * wide <= MOST_SUMS] or list(COLUMNS[:1])
 
 
 def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
     """large: a multiprocessor has more than 200 KB of shared memory."""
     if spec.kv.has_f32:
         return AttendTiles(min(columns, 16), 16, 1, 4)
+    if spec.n_value:
+        return latent_triton.tiles_for(spec, columns, large=large)
     keys = 64 if large or spec.head_dim <= 128 else 32
     stages = 3 if spec.head_dim <= 128 else 2 if spec.head_dim <= 256 else 1
     return AttendTiles(
@@ -96,7 +88,7 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 def tile_floats(spec: AttendSpec, columns: int, n_split: int) -> int:
     """Partial sums of one tile."""
-    return spec.n_kv_head * n_split * columns * (spec.head_dim + 2)
+    return spec.n_kv_head * n_split * columns * (spec.value_dim + 2)
 
 
 def at_once(size: int, room: int = MOST_FLOATS) -> int:
@@ -135,7 +127,7 @@ class AttendTriton:
         self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
         _check(q, pool, batch, sinks, self.spec)
-        out = torch.empty_like(q)
+        out = q.new_empty(len(q), self.spec.n_head, self.spec.value_dim)
         if not q.shape[0]:
             return out
         if self.tiles is not None:
@@ -180,38 +172,31 @@ class AttendTriton:
         n_once = min(n_tile, at_once(size, self.spaces.room))
         space, n_part = (
             self.spaces.take(n_once * size),
-            n_once * size // (spec.head_dim + 2) * spec.head_dim,
+            n_once * size // (spec.value_dim + 2) * spec.value_dim,
         )
         n_prog = min(n_split, max(1, PER_SM * self.n_sm // (n_once * spec.n_kv_head)))
         part, ml = space[:n_part], space[n_part:]
         pages = n_seq, n_col, pool.n_row // batch.page_size
         seen = batch.positions, batch.lo, batch.hi
-        wide = 1 << (spec.head_dim - 1).bit_length()
-        shape = {
-            "N_KV": spec.n_kv_head,
-            "GROUP": group,
-            "DIM": spec.head_dim,
-            "COLS": cols,
-            "SHORT": SHORT,
-            "LONG": LONG,
-            "FAR_KEYS": FAR,
-            "N_SEQ": seqs_of(n_seq),
-        }
-        planes, layout = planes_of(pool), (batch.page_table, *seen, batch.seq_start)
-        build = {
-            "WIDE": wide,
-            "KEYS": tiles.keys,
-            "STAGES": tiles.stages,
-            "PAGE": batch.page_size,
-            "OP": OP_ID,
-        }
-        kind = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind, "NATIVE": self.native}
-        kind |= {"K_HALF": kernels.HALVES[spec.kv.k.dtype], "V_HALF": kernels.HALVES[spec.kv.v.dtype]}
+        wide = 1 << (spec.value_dim - 1).bit_length()
+        cut = {"COLS": cols, "SHORT": SHORT, "LONG": LONG, "FAR_KEYS": FAR, "N_SEQ": seqs_of(n_seq)}
+        shape = {"N_KV": spec.n_kv_head, "GROUP": group, "DIM": spec.value_dim, **cut}
+        layout = batch.page_table, *seen, batch.seq_start
+        build = {"KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": OP_ID}
+        if spec.n_value:
+            split, planes, kind = latent_triton.kernel_of(spec, pool)
+            constants = {**cut, **build, **kind, "NATIVE": self.native}
+        else:
+            split, planes = kernels.attend_split, planes_of(pool)
+            kind = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind, "NATIVE": self.native}
+            halves = {"K_HALF": spec.kv.k.dtype, "V_HALF": spec.kv.v.dtype}
+            kind |= {name: kernels.HALVES[of] for name, of in halves.items()}
+            constants = {**shape, **build, **kind, "WIDE": wide}
         piece, sink = min(PIECE, wide), q if sinks is None else sinks
         for first in range(0, n_tile, n_once):
             n = min(n_once, n_tile - first)
             tri.launch(
-                kernels.attend_split,
+                split,
                 (n, spec.n_kv_head, n_prog),
                 (
                     q,
@@ -228,24 +213,17 @@ class AttendTriton:
                     window,
                     self.scale,
                 ),
-                {**shape, **build, **kind},
+                constants,
                 tiles.warps,
             )
             counts = n_seq, n_key, n_split, first, n, window
             tri.launch(
                 kernels.attend_merge,
-                (n_row, spec.n_head, -(-spec.head_dim // piece)),
+                (n_row, spec.n_head, -(-spec.value_dim // piece)),
                 (part, ml, *seen, batch.row_seq, batch.seq_start, sink, out, *counts),
                 {**shape, "PIECE": piece, "AT_ONCE": 16, "HAS_SINKS": sinks is not None},
                 4,
             )
-
-
-def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
-    """Keys, values and their scales; as bytes where Triton does not have torch's type on all devices."""
-    codes = [t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in (pool.k, pool.v)]
-    scales = zip(codes, (pool.k_scale, pool.v_scale), strict=True)
-    return *codes, *(own if scale is None else scale for own, scale in scales)
 
 
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:

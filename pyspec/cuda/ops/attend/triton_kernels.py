@@ -65,12 +65,13 @@ def values(
     KIND: tl.constexpr,
     HALF: tl.constexpr,
     NATIVE: tl.constexpr,
+    FIRST: tl.constexpr = 0,
 ):
-    """[key, dim] of keys or values as tensor cores take them. at: numbers of key and head in the pool."""
+    """[key, dim] of keys or values as tensor cores take them. at: numbers of key and head in the pool. FIRST: the first of the dims `d`."""
     x = tl.load(codes + at[:, None] * DIM + d[None, :], mask=mask, other=0)
     if KIND == Q8_0:
         BLOCKS: tl.constexpr = d.shape[0] // 32
-        block = tl.arange(0, BLOCKS)
+        block = FIRST // 32 + tl.arange(0, BLOCKS)
         is_there = (tl.max(mask.to(tl.int32), 1) != 0)[:, None] & (block < DIM // 32)[None, :]
         scale = tl.load(scales + at[:, None] * (DIM // 32) + block[None, :], mask=is_there, other=0.0)
         bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(

@@ -62,19 +62,14 @@ class RouteSpec:
     shifted: bool = False
 
     @property
-    def group_limit(self) -> str | None:
-        """Why kernels without groups do not run; None if there are none."""
-        return (
-            f"experts in {self.n_group} groups; the kernel has no groups" if self.n_group > 1 else None
-        )
-
-    @property
     def other_limit(self) -> str | None:
         """Why kernels of GPUs do not run: one bias a score is all that they read, and weights of the chosen alone are those of all,
         divided by their sum (`renorms`), unless a bias or a table chooses."""
         if (self.shifted or self.router == "chosen") and (self.biased or self.given):
             return "scores with a bias, or weights of the chosen scores alone, beside another choice"
-        return self.group_limit
+        if self.router == "chosen" and self.n_group > 1:
+            return "groups of experts that are ranked by scores without a softmax"
+        return None
 
     @property
     def renorms(self) -> bool:
@@ -104,12 +99,18 @@ def probabilities(logits: Tensor, router: Router) -> Tensor:
     return logits.sigmoid() if router == "sigmoid" else F.softplus(logits).sqrt()
 
 
+def worth_of_groups(scores: Tensor, spec: RouteSpec) -> Tensor:
+    """scores [row, n_expert] f32 -> the sums of the two best of each group [row, n_group]; of groups of one expert, its own."""
+    by_group = scores.unflatten(-1, (spec.n_group, -1))
+    return by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)
+
+
 def of_best_groups(scores: Tensor, spec: RouteSpec) -> Tensor:
     """scores [row, n_expert] f32 with -inf for the experts of other groups; of equal groups the first are kept."""
+    worth = worth_of_groups(scores, spec)
+    kept = worth.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_group_used]
+    is_kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(-1, kept, True)
     by_group = scores.unflatten(-1, (spec.n_group, -1))
-    best = by_group.topk(min(2, by_group.shape[-1]), -1).values.sum(-1)
-    kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_group_used]
-    is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
     return by_group.masked_fill(~is_kept[..., None], -torch.inf).flatten(-2)
 
 

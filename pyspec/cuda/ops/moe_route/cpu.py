@@ -14,7 +14,7 @@ from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.moe.ref import Route, Router, Routes, RouteSpec
 
 MOST = 1024  # experts, as in the kernel
-ROUTE = CpuKernel("pyspec_moe_route", "qq" + "qqqqq" + "qqq" + "qqqqqq" + "dd")
+ROUTE = CpuKernel("pyspec_moe_route", "qq" + "qqqqq" + "qqq" + "qqqqqqqq" + "dd")
 ROUTERS = get_args(Router)  # in the kernel's order
 
 
@@ -25,7 +25,7 @@ def limits(spec: RouteSpec) -> str | None:
         return f"rows are {spec.n_in} wide; the kernel takes multiples of 8"
     if not spec.n_used <= spec.n_expert <= MOST:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MOST}"
-    return spec.group_limit or missing()
+    return missing()
 
 
 def bind(spec: RouteSpec) -> Route:
@@ -52,7 +52,8 @@ def bind(spec: RouteSpec) -> Route:
             empty(n, k),
             empty(n, 1) if spec.gated else None,
         )
-        outs, sizes = (ids, weights, gate), (n, spec.n_in, spec.n_expert, k, router, spec.renorm)
+        outs, groups = (ids, weights, gate), (spec.n_group, spec.n_group_used)
+        sizes = (n, spec.n_in, spec.n_expert, k, router, spec.renorm, *groups)
         ROUTE(x, x.stride(0), norm, matrix, bias, shift, named, *outs, *sizes, spec.scale, spec.eps)
         return Routes(ids, weights, gate)
 

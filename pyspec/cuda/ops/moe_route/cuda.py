@@ -53,6 +53,8 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
         macros["GIVEN"] = 1
     if spec.shifted:
         macros["SHIFTED"] = 1
+    if spec.n_group > 1:
+        macros |= {"N_GROUP": spec.n_group, "N_KEPT": spec.n_group_used}
     return macros
 
 
@@ -219,13 +221,15 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
             return "rows choose experts that do not exist, or one twice"
         scores = F.linear(F.rms_norm(x, norm.shape, norm, spec.eps), matrix)[:, : spec.n_expert]
         scores = scores if shift is None else scores + shift
-        if bias is not None:
-            scores = moe_ref.probabilities(scores, spec.router) + bias
+        if bias is not None or spec.n_group > 1:
+            scores = moe_ref.probabilities(scores, spec.router)
+        scores = scores if bias is None else scores + bias
         is_same = ids == want_ids
         if spec.given and not bool(is_same.all()):
             return "rows have other experts than they were given"
         is_tie = (scores.gather(-1, ids) - scores.gather(-1, want_ids)).abs() < TIE
         is_tie[n_row // 2] &= n_row == 1
+        is_tie |= _are_groups_close(scores, spec)[:, None]
         if not bool((is_same | is_tie).all()):
             n_bad = int((~(is_same | is_tie)).any(-1).sum())
             return f"{n_bad} of {n_row} rows choose other experts than the reference"
@@ -241,6 +245,14 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
         ):
             return why
     return None
+
+
+def _are_groups_close(scores: Tensor, spec: RouteSpec) -> Tensor:
+    """Rows [row] whose last kept group and first other one are closer than rounding."""
+    if spec.n_group_used == spec.n_group:
+        return torch.zeros(len(scores), dtype=torch.bool)
+    worth = moe_ref.worth_of_groups(scores, spec).sort(-1, descending=True).values
+    return worth[:, spec.n_group_used - 1] - worth[:, spec.n_group_used] < 2 * TIE
 
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # arguments of a call

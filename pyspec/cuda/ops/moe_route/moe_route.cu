@@ -16,7 +16,7 @@
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
 // it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait.
 // Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED; where wanted
-// SQRTSOFTPLUS, GIVEN, SHIFTED.
+// SQRTSOFTPLUS, GIVEN, SHIFTED; N_GROUP and N_KEPT, where the choice is among the experts of the best groups.
 #ifndef SQRTSOFTPLUS
 #define SQRTSOFTPLUS 0
 #endif
@@ -25,6 +25,10 @@
 #endif
 #ifndef SHIFTED
 #define SHIFTED 0
+#endif
+#ifndef N_GROUP
+#define N_GROUP 1
+#define N_KEPT 1
 #endif
 #include "overlap.cuh"
 #include "prepared.cuh"
@@ -169,14 +173,19 @@ extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
 
 // ---- choice
 //
-// Scores are ranked as integers that differ for every expert. Of groups of experts the best are found first: what is below the
+// Scores are ranked as integers that differ for every expert. Of runs of experts the best are found first: what is below the
 // N_USED-th of those can not be chosen, and the few others count how many are better than each.
+//
+// Groups (N_GROUP) are ranked by the sum of their two best scores. Experts of those that are not kept score minus infinity.
 
 constexpr float kLeastSum = 6.103515625e-5f;
 constexpr int kThreads = (N_EXPERT + 31) / 32 * 32, kWarps = kThreads / 32;  // a thread an expert
-constexpr int kGroup = N_EXPERT > 256 ? 16 : N_EXPERT > 128 ? 8 : N_EXPERT > 64 ? 4 : N_EXPERT > 32 ? 2 : 1;
-constexpr int kGroups = kThreads / kGroup;
-static_assert(kGroups <= 32 && N_USED <= 32 && N_USED <= N_EXPERT, "a lane a group, a lane a choice");
+constexpr int kRun = N_EXPERT > 256 ? 16 : N_EXPERT > 128 ? 8 : N_EXPERT > 64 ? 4 : N_EXPERT > 32 ? 2 : 1;
+constexpr int kRuns = kThreads / kRun;
+constexpr int kOfGroup = N_EXPERT / N_GROUP;
+static_assert(kRuns <= 32 && N_USED <= 32 && N_USED <= N_EXPERT, "a lane a run, a lane a choice");
+static_assert(N_EXPERT % N_GROUP == 0 && N_KEPT <= N_GROUP && N_USED <= N_KEPT * kOfGroup, "as many experts in each group");
+
 
 struct alignas(16) Two {
   u64 a, b;
@@ -189,6 +198,7 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)
 __device__ __forceinline__ float sqrt_softplus(float x) { return sqrtf((x < 0.f ? 0.f : x) + log1pf(expf(-fabsf(x)))); }
 #endif
 #define EACH_ALONE (SIGMOID || SQRTSOFTPLUS)  // an expert's score needs no other's
+#define BY_P (BIASED || N_GROUP > 1)          // weights choose, not logits
 
 // Greater for the greater score, of equal ones for the lower index; no numbers are the least. Never 0.
 __device__ __forceinline__ u64 rank_of(float score, int expert) {
@@ -211,6 +221,53 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum, float (&eac
   for (int i = 1; i < kWarps; ++i) all = is_sum ? all + each[i] : fmaxf(all, each[i]);
   return all;
 }
+
+#if N_GROUP > 1 && !GIVEN
+struct Best {  // of a group; minus infinity where there is none
+  float first, second;
+};
+
+__device__ __forceinline__ Best better(Best a, Best b) {
+  return {fmaxf(a.first, b.first), fmaxf(fminf(a.first, b.first), fmaxf(a.second, b.second))};
+}
+
+__device__ __forceinline__ Best over_lanes(Best own, int n) {
+#pragma unroll
+  for (int hop = n / 2; hop > 0; hop >>= 1)
+    own = better(own, {__shfl_xor_sync(kAll, own.first, hop), __shfl_xor_sync(kAll, own.second, hop)});
+  return own;
+}
+
+// Whether the group of the thread's expert is one of the N_KEPT best, of equal ones the first. No number counts as minus infinity.
+__device__ __forceinline__ bool is_kept(float score, bool is_one) {
+  __shared__ u64 ranks[N_GROUP];
+  const int expert = threadIdx.x, lane = expert & 31;
+  const float none = -__uint_as_float(0x7f800000u);
+  const float own = is_one && !isnan(score) ? score : none;
+  if constexpr (kOfGroup == 1) {
+    if (is_one) ranks[expert] = rank_of(own, expert);
+  } else if constexpr (32 % kOfGroup == 0) {
+    const Best best = over_lanes({own, none}, kOfGroup);
+    if (is_one && expert % kOfGroup == 0) ranks[expert / kOfGroup] = rank_of(best.first + best.second, expert / kOfGroup);
+  } else {  // a warp a group
+    __shared__ float scores[kThreads];
+    scores[expert] = own;
+    __syncthreads();
+    for (int group = expert >> 5; group < N_GROUP; group += kWarps) {
+      Best best = {none, none};
+      for (int i = lane; i < kOfGroup; i += 32) best = better(best, {scores[group * kOfGroup + i], none});
+      best = over_lanes(best, 32);
+      if (lane == 0) ranks[group] = rank_of(best.first + best.second, group);
+    }
+  }
+  __syncthreads();
+  const u64 mine = ranks[is_one ? expert / kOfGroup : 0];
+  int n_better = 0;
+#pragma unroll 4
+  for (int i = 0; i < N_GROUP; ++i) n_better += ranks[i] > mine;
+  return n_better < N_KEPT;
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     moe_choose(const float* logits, const float* bias, int* ids, float* weights, float* gate, float scale) {
@@ -239,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   p = is_one ? sqrt_softplus(logit) : 0.f;
 #elif SIGMOID
   p = sigmoid(logit);
-#elif BIASED || GIVEN
+#elif BY_P || GIVEN
   __shared__ float maxima[kWarps];
   p = expf(logit - over_block(logit, false, maxima));
   p /= over_block(is_one ? p : 0.f, true, each);
@@ -253,25 +310,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     picked[expert] = p_of[chosen[expert]];
   }
 #else
-  if (BIASED) score = p + shift;
+  if (BY_P) score = BIASED ? p + shift : p;
+#if N_GROUP > 1
+  if (!is_kept(score, is_one)) score = -__uint_as_float(0x7f800000u);
+#endif
   const u64 rank = is_one ? rank_of(score, expert) : 0;
 
   u64 best = rank;
 #pragma unroll
-  for (int hop = kGroup / 2; hop > 0; hop >>= 1) {
+  for (int hop = kRun / 2; hop > 0; hop >>= 1) {
     const u64 other = __shfl_xor_sync(kAll, best, hop);
     best = other > best ? other : best;
   }
-  if (expert % kGroup == 0) leaders[expert / kGroup] = best;
+  if (expert % kRun == 0) leaders[expert / kRun] = best;
   rivals[expert] = 0;
-  if (expert == 0) n_rival = 0, least = 1;  // with fewer groups than choices everyone is a rival
+  if (expert == 0) n_rival = 0, least = 1;  // with fewer runs than choices everyone is a rival
   __syncthreads();
 
   if (expert < 32) {
-    const u64 leader = lane < kGroups ? leaders[lane] : 0;
+    const u64 leader = lane < kRuns ? leaders[lane] : 0;
     int n_better = 0;
 #pragma unroll
-    for (int i = 0; i < kGroups; i += 2) {
+    for (int i = 0; i < kRuns; i += 2) {
       const Two other = *reinterpret_cast<const Two*>(leaders + i);
       n_better += (other.a > leader) + (other.b > leader);
     }
@@ -279,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (leader && n_better == 0) first = leader;
   }
   __syncthreads();
-#if !EACH_ALONE && !BIASED
+#if !EACH_ALONE && !BY_P
   p = is_one ? expf(logit - score_of(first)) : 0.f;
   const float sum = warp_sum(p);
   if (lane == 0) each[expert >> 5] = sum;
@@ -303,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (at < N_USED) {
       chosen[at] = static_cast<int>(kAll - static_cast<u32>(mine));
       picked[at] = p_of[chosen[at]];
-#if !EACH_ALONE && !BIASED
+#if !EACH_ALONE && !BY_P
       float all = each[0];
 #pragma unroll
       for (int i = 1; i < kWarps; ++i) all += each[i];

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from pyspec.cuda.op import Impl, Op
@@ -12,10 +14,15 @@ from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 
 
 def shapes(device: torch.device) -> list[moe_ref.RouteSpec]:
-    """Routers of Qwen3.5 122B and of Nemotron 3 Super."""
+    """Routers of Qwen3.5 122B, of Nemotron 3 Super and of DeepSeek-V3."""
     return [
         moe_ref.RouteSpec(device, 3072, 256, 8, gated=True),
         moe_ref.RouteSpec(device, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
+        replace(
+            moe_ref.RouteSpec(device, 7168, 256, 8, "sigmoid", scale=2.5, biased=True),
+            n_group=8,
+            n_group_used=4,
+        ),
     ]
 
 

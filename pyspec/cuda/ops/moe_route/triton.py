@@ -80,10 +80,8 @@ class RouteTriton:
             self.none if bias is None else bias,
             ids if given is None else given.to(torch.int32).contiguous(),
         ]
-        likely, wide = (
-            torch.empty(n_row * s.n_expert, dtype=torch.float32, device=device),
-            _power_of_two(s.n_expert),
-        )
+        likely, wide = torch.empty_like(part[: n_row * s.n_expert]), _power_of_two(s.n_expert)
+        by_group, of_group = s.n_group > 1 and not s.given, s.n_expert // s.n_group
         tri.launch(
             kernels.choose,
             (n_row,),
@@ -95,6 +93,7 @@ class RouteTriton:
                 weights,
                 self.none if gate is None else gate,
                 likely,
+                torch.empty_like(likely) if by_group else self.none,
                 n_row,
                 s.eps,
                 s.scale,
@@ -113,6 +112,11 @@ class RouteTriton:
                 "GATED": int(s.gated),
                 "GIVEN": s.given,
                 "LEAST": LEAST_SUM,
+                "N_GROUP": s.n_group if by_group else 1,
+                "GROUPS": _power_of_two(s.n_group),
+                "OF_GROUP": of_group,
+                "MANY": _power_of_two(of_group),
+                "N_KEPT": s.n_group_used,
             },
             1 if wide <= 256 else 2,
         )

@@ -50,13 +50,43 @@ def ordered(score):
     return bits.to(tl.int64) << 32
 
 
+@triton.jit
+def keep_groups(
+    own, N_GROUP: tl.constexpr, GROUPS: tl.constexpr, OF_GROUP: tl.constexpr, MANY: tl.constexpr, N_KEPT: tl.constexpr
+):  # fmt: skip
+    """own [N_GROUP, OF_GROUP]: scores, which become minus infinity in all but the N_KEPT groups whose two best sum to most; of equal
+    groups the first are kept. GROUPS, MANY: powers of two that hold both sizes."""
+    g, i = tl.arange(0, GROUPS), tl.arange(0, MANY)
+    at, is_one = g[:, None] * OF_GROUP + i[None, :], (g < N_GROUP)[:, None] & (i < OF_GROUP)[None, :]
+    score = tl.load(own + at, mask=is_one, other=0.0)
+    key = tl.where(is_one, ordered(score) | (MANY - 1 - i).to(tl.int64)[None, :], NONE)
+    worth = tl.zeros((GROUPS,), tl.float32)
+    for k in tl.static_range(2):
+        if k < OF_GROUP:
+            best = (MANY - 1 - (tl.max(key, 1) & 0xFFFFFFFF)).to(tl.int32)
+            is_best = i[None, :] == best[:, None]
+            worth += tl.sum(tl.where(is_best & is_one, score, 0.0), 1)
+            key = tl.where(is_best, NONE, key)
+    rank = tl.where(g < N_GROUP, ordered(worth) | (GROUPS - 1 - g).to(tl.int64), NONE)
+    is_kept = tl.zeros((GROUPS,), tl.int32)
+    for _ in range(N_KEPT):
+        next_group = (GROUPS - 1 - (tl.max(rank, 0) & 0xFFFFFFFF)).to(tl.int32)
+        is_kept = tl.where(g == next_group, 1, is_kept)
+        rank = tl.where(g == next_group, NONE, rank)
+    tl.debug_barrier()  # every score is read
+    tl.store(own + at, tl.where(is_kept[:, None] != 0, score, float("-inf")), mask=is_one)
+    tl.debug_barrier()
+
+
 @kernel
 def choose(
-    part, squares, bias, given, ids, weights, gate, probabilities, n_row, eps, scale,
+    part, squares, bias, given, ids, weights, gate, probabilities, scored, n_row, eps, scale,
     N_IN: tl.constexpr, N_EXPERT: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr, USED: tl.constexpr, SPLITS: tl.constexpr,
     ROUTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, LEAST: tl.constexpr,
+    N_GROUP: tl.constexpr, GROUPS: tl.constexpr, OF_GROUP: tl.constexpr, MANY: tl.constexpr, N_KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the N_USED best of N_EXPERT, of equal ones the lower. probabilities [row, N_EXPERT]: weights of experts."""
+    """Grid (rows): the N_USED best of N_EXPERT, of equal ones the lower. probabilities [row, N_EXPERT]: weights of experts;
+    scored [row, N_EXPERT]: with groups, what they are chosen by."""
     row, expert, place = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE), tl.arange(0, USED)
     n_score: tl.constexpr = N_EXPERT + GATED
     is_one = expert < N_EXPERT
@@ -90,6 +120,14 @@ def choose(
         score = logit
         if BIASED:
             score = p + tl.load(bias + expert, mask=is_one, other=0.0)
+        if N_GROUP > 1:
+            if not BIASED:
+                score = p
+            own = scored + row * N_EXPERT
+            tl.store(own + expert, score, mask=is_one)
+            tl.debug_barrier()
+            keep_groups(own, N_GROUP, GROUPS, OF_GROUP, MANY, N_KEPT)
+            score = tl.load(own + expert, mask=is_one, other=0.0)
         key = tl.where(is_one, ordered(score) | (WIDE - 1 - expert).to(tl.int64), NONE)
         chosen = tl.zeros((USED,), tl.int32)
         for i in range(N_USED):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.attend.triton import planes_of
+from pyspec.cuda.ops.attend.shared import planes_of
 from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 

@@ -8,8 +8,10 @@ import torch
 
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.rope_kv.op import N_POOL, OFF
+from pyspec.cuda.ops.rope_latent import cpu as rope_latent_cpu
 from pyspec.cuda.ops.rope_latent import cuda as rope_latent_cuda
 from pyspec.cuda.ops.rope_latent import ref as rope_latent_ref
+from pyspec.cuda.ops.rope_latent import triton as rope_latent_triton
 from pyspec.cuda.ops.rope_latent.ref import RopeLatent, RopeLatentSpec
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import Q8_0
@@ -60,7 +62,9 @@ rope_latent: Op[RopeLatentSpec, RopeLatent] = Op(
             rope_latent_cuda.limits,
             capturable=True,
             programs=rope_latent_cuda.programs,
-        )
+        ),
+        Impl("triton", rope_latent_triton.bind, rope_latent_triton.limits, capturable=True),
+        Impl("cpu", rope_latent_cpu.bind, rope_latent_cpu.limits, capturable=True),
     ],
     check,
     guard=rope_latent_ref.GUARD,

@@ -1,0 +1,53 @@
+"""What `attend` in Triton has of its own where one key head's keys are its values, too: limits, builds, the kernel. triton.py launches it.
+
+Rounding is attend_triton's: q and weights to f16, of bf16 pools to bf16, of f32 pools not at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.attend.shared import AttendTiles, planes_of
+from pyspec.slots.kv import KVPool
+
+MOST_DIM, MOST_VALUE = 1024, 1024
+
+
+def shape_limits(spec: AttendSpec) -> str | None:
+    """Why the kernel does not take such heads; None if it does."""
+    if spec.n_kv_head != 1 or spec.has_sinks:
+        return "keys that are values have one head and no sinks in this kernel"
+    if not spec.kv.is_one or spec.kv.k.is_packed:
+        return f"keys that are values are {spec.kv.name}; the kernel takes one type whose codes are whole bytes"
+    if not 16 <= spec.head_dim <= MOST_DIM or spec.head_dim % 8:
+        return f"keys are {spec.head_dim} wide; the kernel takes multiples of 8 from 16 to {MOST_DIM}"
+    return None
+
+
+def pieces_of(spec: AttendSpec) -> tuple[int, int]:
+    """Widths of a key's two pieces, powers of two: the largest that it has, and one that holds the rest, 0 if there is none."""
+    first = 1 << (spec.head_dim.bit_length() - 1)
+    rest = spec.head_dim - first
+    return first, max(16, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
+    """large: a multiprocessor has more than 200 KB of shared memory. Queries and keys lie there together."""
+    wide = sum(pieces_of(spec))
+    keys = 64 if large or wide <= 128 else 32 if wide <= 320 else 16
+    return AttendTiles(columns, keys, 2 if wide <= 320 else 1, 4 if wide <= 128 else 8)
+
+
+def kernel_of(spec: AttendSpec, pool: KVPool) -> tuple[Any, tuple[Tensor, ...], dict[str, object]]:
+    """The kernel, the pool's planes that it reads, and its constants besides those of all heads."""
+    from pyspec.cuda.ops.attend.latent_triton_kernels import latent_split
+    from pyspec.cuda.ops.attend.triton_kernels import HALVES
+
+    first, rest = pieces_of(spec)
+    codes, _, scales, _ = planes_of(pool)
+    sizes = {"N_HEAD": spec.n_head, "DIM": spec.head_dim, "N_VALUE": spec.n_value}
+    kind = {"K_KIND": spec.kv.k.kind, "HALF": HALVES[spec.kv.k.dtype]}
+    return latent_split, (codes, scales), {**sizes, "FIRST": first, "REST": rest, **kind}

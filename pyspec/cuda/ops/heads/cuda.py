@@ -1,0 +1,86 @@
+"""`heads` on NVIDIA GPUs: one launch from the bytes of the file (heads.cu). A row's bits do not depend on the rows beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.context import per_device
+from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.ops.heads.ref import Heads, HeadsRun, HeadsSpec
+from pyspec.gguf import GGMLType
+
+PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
+TYPES = tuple(GGMLType[name] for name in ("F32", "F16", "BF16", *PACKED))
+SHARED = 48 << 10  # bytes of weights of a CTA at most
+MOST_GRID = 65535  # heads, and tiles of rows
+TILES = (1, 2, 4)  # of 8 rows: the builds
+
+
+def limits(spec: HeadsSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.type not in TYPES:
+        return f"the matrices are {spec.type.name}; the kernel takes {', '.join(t.name for t in TYPES)}"
+    if (why := spec.shape_limit) is not None:
+        return why
+    if spec.n_in % 4 or spec.n_out * spec.row_bytes % 16:
+        return f"matrices of {spec.n_out} by {spec.n_in}; the kernel takes multiples of 4 columns and of 16 bytes"
+    if 16 * spec.row_bytes > SHARED or spec.n_head > MOST_GRID:
+        return f"{spec.n_head} heads of {spec.row_bytes} bytes an output; the kernel takes up to {SHARED // 16}"
+    return None
+
+
+def warps_of(spec: HeadsSpec) -> int:
+    """Of a CTA, each of which has 16 outputs."""
+    return 2 if 32 * spec.row_bytes <= SHARED else 1
+
+
+def defines(spec: HeadsSpec) -> dict[str, int | str]:
+    """Macros of heads.cu."""
+    return {
+        "TYPE": int(spec.type),
+        "N_IN": spec.n_in,
+        "N_OUT": spec.n_out,
+        "ROW_BYTES": spec.row_bytes,
+        "WARPS": warps_of(spec),
+    }
+
+
+@per_device
+def _kernels(device: torch.device, spec: HeadsSpec) -> dict[int, Kernel]:
+    code = compile_cubin("heads", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
+    return {n: code.kernel(f"heads_{n}", "pllppii") for n in TILES}
+
+
+def programs(spec: HeadsSpec, target: GpuKind) -> list[Program]:
+    return [target.program("heads", defines(spec))]
+
+
+def bind(spec: HeadsSpec) -> Heads:
+    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+    kernels, n_out = _kernels(spec.device, spec), 16 * warps_of(spec)
+
+    def load(data: Tensor) -> HeadsRun:
+        data = data.view(torch.uint8).reshape(-1)
+        assert data.numel() == spec.n_head * spec.n_out * spec.row_bytes and data.data_ptr() % 16 == 0
+
+        def heads(x: Tensor) -> Tensor:
+            assert x.dtype == torch.float32 and x.shape[1:] == (spec.n_head, spec.n_in)
+            if x.stride(2) != 1 or x.stride(0) % 4 or x.stride(1) % 4 or x.data_ptr() % 16:
+                x = x.contiguous()
+            n = len(x)
+            out = torch.empty(n, spec.n_head, spec.n_out, dtype=torch.float32, device=x.device)
+            if not n:
+                return out
+            tiles = next((t for t in TILES if n <= 8 * t), TILES[-1])
+            grid = (-(-spec.n_out // n_out), spec.n_head, -(-n // (8 * tiles)))
+            steps = np.int64(x.stride(0)), np.int64(x.stride(1))
+            args = (x, *steps, data, out, np.int32(n), np.int32(spec.n_head))
+            kernels[tiles].launch(grid, 2 * n_out, args, overlap=overlap)
+            return out
+
+        return heads
+
+    return load

@@ -1,0 +1,56 @@
+"""`rope_latent` on CPUs (cpu/native/rope_latent.cpp): keys and queries of all rows shared by the threads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cuda.ops.rope_kv.ref import Angles
+from pyspec.cuda.ops.rope_latent.ref import RopeLatent, RopeLatentSpec
+from pyspec.slots.kv import KVPool
+
+MAX_DIM = 1024
+_RUN = CpuKernel("pyspec_rope_latent", "6q" + "4q" + "11q" + "d")
+
+
+def limits(spec: RopeLatentSpec) -> str | None:
+    if spec.device.type != "cpu":
+        return "runs on CPUs only"
+    if spec.dim > MAX_DIM:
+        return f"keys are {spec.dim} wide; the kernel takes up to {MAX_DIM}"
+    if spec.n_rot % 2:
+        return f"{spec.n_rot} dimensions turn; the kernel takes even numbers"
+    return missing()
+
+
+def bind(spec: RopeLatentSpec) -> RopeLatent:
+    sizes = (spec.n_head, spec.n_plain, spec.rank, spec.n_rot, int(spec.neox))
+    kind = spec.kv.k.kind, spec.kv.turned_k(spec.dim)
+
+    def rope_latent(
+        kv: Tensor,
+        q: Tensor,
+        plain: Tensor,
+        norm: Tensor,
+        angles: Angles,
+        pool: KVPool,
+        rows: Tensor,
+    ) -> Tensor:
+        n, (cos, sin) = len(kv), angles
+        own = (kv, q, plain, norm, cos, sin)
+        assert all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in own)
+        assert kv.shape == (n, spec.dim) and norm.shape == (spec.rank,)
+        assert q.shape == (n, spec.n_head * (spec.n_plain + spec.n_rot))
+        assert plain.shape == (n, spec.n_head, spec.rank) and plain.is_contiguous()
+        assert cos.is_contiguous() and sin.is_contiguous()
+        assert cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
+        assert (pool.n_head, pool.head_dim, pool.kv) == (1, spec.dim, spec.kv) and pool.keys_only
+        assert all(plane.is_contiguous() for plane in pool.planes)
+        out = empty(n, spec.n_head, spec.dim)
+        counts = n, kv.stride(0), q.stride(0), pool.n_row
+        _RUN(*own, rows, out, pool.k, pool.k_scale, *counts, *sizes, *kind, spec.eps)
+        return out
+
+    return rope_latent

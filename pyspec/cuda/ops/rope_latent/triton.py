@@ -1,0 +1,71 @@
+"""`rope_latent` in Triton: one launch, a program for a row's key and for each of its queries (triton_kernels.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, tri
+from pyspec.cuda.ops.attend.shared import planes_of
+from pyspec.cuda.ops.rope_kv.ref import Angles
+from pyspec.cuda.ops.rope_latent.ref import GUARD, RopeLatent, RopeLatentSpec
+from pyspec.slots.kv import KVPool
+
+MAX_DIM = 1024
+
+
+def limits(spec: RopeLatentSpec) -> str | None:
+    if (why := tri.missing(spec.device)) is not None:
+        return why
+    if spec.kv.k.is_packed:
+        return f"keys are {spec.kv.name}"
+    if spec.dim % 8 or spec.dim > MAX_DIM:
+        return f"keys are {spec.dim} wide; the kernel takes multiples of 8 up to {MAX_DIM}"
+    if spec.n_rot % 2 or not spec.n_rot:
+        return f"{spec.n_rot} dimensions turn; the kernel takes even numbers above 0"
+    return None
+
+
+def bind(spec: RopeLatentSpec) -> RopeLatent:
+    fault = faults.record(spec.device)
+    constants = {
+        "RANK": spec.rank,
+        "N_ROT": spec.n_rot,
+        "PLAIN": spec.n_plain,
+        "BLOCKS": 1 << (-(-spec.dim // 32) - 1).bit_length(),
+        "NEOX": spec.neox,
+        "K_KIND": spec.kv.k.kind,
+        "OP": GUARD.number,
+    }
+
+    def rope_latent(
+        kv: Tensor,
+        q: Tensor,
+        plain: Tensor,
+        norm: Tensor,
+        angles: Angles,
+        pool: KVPool,
+        rows: Tensor,
+    ) -> Tensor:
+        from pyspec.cuda.ops.rope_latent import triton_kernels as kernels
+
+        n, (cos, sin) = len(kv), angles
+        own = (kv, q, plain, norm, cos, sin)
+        assert all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in own)
+        assert kv.shape == (n, spec.dim) and norm.shape == (spec.rank,)
+        assert q.shape == (n, spec.n_head * (spec.n_plain + spec.n_rot))
+        assert plain.shape == (n, spec.n_head, spec.rank) and plain.is_contiguous()
+        assert cos.is_contiguous() and sin.is_contiguous()
+        assert cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
+        assert (pool.n_head, pool.head_dim, pool.kv) == (1, spec.dim, spec.kv) and pool.keys_only
+        assert all(plane.is_contiguous() for plane in pool.planes)
+        out = torch.empty(n, spec.n_head, spec.dim, dtype=torch.float32, device=kv.device)
+        if not n:
+            return out
+        codes, _, scales, _ = planes_of(pool)
+        args = (*own, rows, out, codes, scales, fault, kv.stride(0), q.stride(0), pool.n_row, spec.eps)
+        tri.launch(kernels.rope_latent, (n, spec.n_head + 1), args, constants, 1)
+        return out
+
+    return rope_latent
