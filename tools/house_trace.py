@@ -4,7 +4,7 @@
     python tools/house_trace.py ROOT --walk   the walk of a load, a function a line: climbs are numbered, files that are new have a star
 
 Definitions. A reader follows the calls of `Engine.load` in the thread that loads. Each function is read once, at its first call, if it
-has LEAST lines or more (a shorter one is read where it is called) and a file above the kernels' layer calls it. `files` are the
+has LEAST lines or more (a shorter one is read where it is called), and a file above the kernels' layer calls it, not an import. `files` are the
 distinct files of that walk. `climbs` count the steps of the walk from a file to one of a higher layer, by the layers of the checkout's
 pyproject.toml. (A load on a GPU ends with rounds that warm up, and those on a CPU did until 2026-11-27.) `hops` are the frames of the package between a round's step function and the first frame of the op `attend`, and the
 most frames that any call of a round has.
@@ -49,8 +49,14 @@ class Trace:
         path = frame.f_code.co_filename if frame is not None else ""
         return path.removeprefix(self._package) if path.startswith(self._package) else ""
 
+    def is_import(self, frame: FrameType | None) -> bool:
+        """A module of the package is being imported: its body calls."""
+        while frame is not None and not (frame.f_code.co_name == "<module>" and self.name(frame)):
+            frame = frame.f_back
+        return frame is not None
+
     def on_load(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and (file := self.name(frame)):
+        if event == "call" and (file := self.name(frame)) and not self.is_import(frame):
             caller = frame.f_back
             while caller is not None and not self.name(caller):
                 caller = caller.f_back
@@ -129,9 +135,9 @@ def main() -> None:
     sys.path.insert(0, str(root))
     import pyspec
 
-    load, rounds, loads = Trace(root), Trace(root), pyspec.Engine.load  # type: ignore[attr-defined]
+    load, rounds = Trace(root), Trace(root)
     options = {"np": 1, "ctx": 512, "device": "cpu"}
-    with traced(load.on_load, lambda: loads("demo", **options), threads=False):  # type: ignore[arg-type]
+    with traced(load.on_load, lambda: pyspec.Engine.load("demo", **options), threads=False):  # type: ignore[attr-defined,arg-type]
         pass
     engine = traced(rounds.on_round, lambda: pyspec.Engine.load("demo", None, **options), threads=True)  # type: ignore[arg-type]
     with engine:  # type: ignore[attr-defined]
