@@ -71,6 +71,15 @@ class Speculator:
             int, int
         ] = {}  # by slot, the index of the drafted token that its grammar refused
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
+        # the drafter that was asked last whether it has windows, and its answer
+        self._asked_windows: tuple[Drafter | None, bool] = (None, False)
+
+    @property
+    def has_windows(self) -> bool:
+        """The drafter may read windows of a text. Asked for each slot in each round, so a protocol is compared once: that takes 10 us."""
+        if self._asked_windows[0] is not self.drafter:
+            self._asked_windows = self.drafter, isinstance(self.drafter, WindowedDrafter)
+        return self._asked_windows[1]
 
     @property
     def drafter(self) -> Drafter | None:
@@ -261,9 +270,7 @@ class Speculator:
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
         n_past = self.worker.table.slots[slot].n_past
-        if isinstance(self.drafter, WindowedDrafter) and self.decay.add(
-            slot, n_past, n_draft, n_accepted
-        ):
+        if self.has_windows and self.decay.add(slot, n_past, n_draft, n_accepted):
             log.info("slot %d: %s", slot, self.decay.reason(slot))
             self.controller.restart(slot)
 
