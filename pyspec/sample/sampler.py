@@ -162,18 +162,16 @@ class SlotSampler:
     def edits(self, drafts: Sequence[int]) -> Edits:
         """Changes to the len(drafts) + 1 rows of a span. `drafts` must be usable."""
         n_row = len(drafts) + 1
-        ids, values = self.bias
-        rows = np.repeat(np.arange(n_row), len(ids))
-        bias = (rows, np.tile(ids, n_row), np.tile(values, n_row))
-        self._reserve(self.n_history + len(drafts))
-        # Scratch beyond the end
-        self._tokens[self.n_history : self.n_history + len(drafts)] = drafts
+        bias = _on_rows(n_row, *self.bias)
+        if drafts:
+            self._reserve(self.n_history + len(drafts))
+            # Scratch beyond the end
+            self._tokens[self.n_history : self.n_history + len(drafts)] = drafts
         return Edits(self._row_bans(n_row), bias, self._row_counts(drafts), self._row_dry(n_row))
 
     def _row_bans(self, n_row: int) -> tuple[Ints, Ints, Floats]:
         n = min(n_row, max(0, self.n_banned - self.n_history)) if len(self.bans) else 0
-        rows = np.repeat(np.arange(n), len(self.bans))
-        return rows, np.tile(self.bans, n), np.full(len(rows), -math.inf, np.float32)
+        return _on_rows(n, self.bans, np.full(len(self.bans), -math.inf, np.float32))
 
     def _reserve(self, n: int) -> None:
         if n > len(self._tokens):
@@ -241,3 +239,12 @@ def _bias(params: SamplingParams, n_vocab: int, eog_ids: frozenset[int]) -> tupl
     if params.ignore_eos:
         total.update((token, -math.inf) for token in eog_ids if 0 <= token < n_vocab)
     return np.fromiter(total, np.int64), np.fromiter(total.values(), np.float32)
+
+
+def _on_rows(n_row: int, ids: Ints, values: Floats) -> tuple[Ints, Ints, Floats]:
+    """The same values on each of the first rows: (rows, ids, values). Most slots have one row, and many have no ids."""
+    if not n_row or not len(ids):
+        return _NO_IDS, _NO_IDS, values[:0]
+    if n_row == 1:
+        return np.zeros(len(ids), np.int64), ids, values
+    return np.repeat(np.arange(n_row), len(ids)), np.tile(ids, n_row), np.tile(values, n_row)
