@@ -404,7 +404,8 @@ class Weights:
         if self.dense is not None or factor != 1.0:
             spec = replace(spec, type=OF_DTYPE[self.dense or torch.float32])
         else:
-            spec = next((way for way in heads_ways(spec) if heads.has_own(way)), spec)
+            found = heads_ways(spec)
+            spec = next((way for way in found if heads.has_own(way)), found[-1])
         if spec.type is info.type and factor == 1.0:
             data = self._raw(name)
         else:
@@ -413,7 +414,8 @@ class Weights:
             if spec.type is GGMLType.F16 and not unpacked.half().isfinite().all():
                 spec = replace(spec, type=GGMLType.BF16)
             data = unpacked.to(next(t for t, of in OF_DTYPE.items() if of is spec.type), copy=True)
-        return heads.bind(spec)(data), heads.chosen(spec).capturable
+        # on GPUs torch multiplies with plain types only, which graphs hold
+        return heads.bind(spec)(data), heads.chosen(spec).capturable or self.device.type == "cuda"
 
     def optional(self, name: str) -> Tensor | None:
         return self.vector(name) if self.has(name) else None

@@ -24,8 +24,10 @@ from pyspec.cuda.ops.heads.op import heads
 from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.rope_latent.op import rope_latent
 from pyspec.cuda.ops.short_conv.op import short_conv
+from pyspec.gguf import open_gguf
 from pyspec.models.blocks.mla import BoundMla
 from pyspec.models.blocks.short_conv import BoundShortConv
+from pyspec.models.weights import Weights
 from pyspec.synth.decoders import Deepseek2
 from pyspec.synth.dims import find
 
@@ -37,6 +39,7 @@ from emulated.machine import needs_compiler
 EMULATED = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"
 )
+CPU = torch.device("cpu")
 OPS: tuple[Op[Any, Any], ...] = (attend, rope_latent, heads, short_conv)
 
 
@@ -120,6 +123,25 @@ def test_graphs_and_recordings_hold_both_where_kernels_run() -> None:
     if DEVICE.type == "cpu":  # a GPU's kernel takes no keys as narrow as this file's
         assert build.compiler() is None or all(p.capturable for p in latent)
     assert all(p.capturable for p in convolved)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the file's bytes are a CPU's")
+@pytest.mark.parametrize(("quant", "dense"), [("q8_0", None), ("f16", None), ("q8_0", torch.bfloat16)])
+def test_matrices_of_heads_are_those_of_the_file(
+    quant: str, dense: torch.dtype | None, tmp_path: Path
+) -> None:
+    dims = find("deepseek2", tiny=True)
+    assert isinstance(dims, Deepseek2)
+    sizes = {"rank": 64, "n_rot": 16, "head_dim": 48, "n_value": 24}
+    with open_gguf(synth.write(replace(dims, **sizes), tmp_path / "m.gguf", quant=quant)) as file:
+        weights, x = Weights(file, CPU, dense), torch.randn(3, dims.n_head, 64)
+        for name, n_in in (("blk.0.attn_k_b.weight", 32), ("blk.1.attn_v_b.weight", 64)):
+            run, holds = weights.heads(name)
+            want = torch.einsum("nhi,hoi->nho", x[..., :n_in], weights.vector(name))
+            assert float((run(x[..., :n_in]) - want).norm() / want.norm()) < (
+                1e-4 if dense is None else 5e-3
+            )
+            assert holds == (build.compiler() is not None)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu" or build.compiler() is None, reason="the tier of CPUs")

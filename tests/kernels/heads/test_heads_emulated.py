@@ -67,3 +67,5 @@ def test_what_it_does_not_take_is_said() -> None:
     wide = replace(spec, type=GGMLType.F32, n_in=1024)
     assert "4096 bytes" in (heads_cuda.limits(wide) or "")
     assert heads_cuda.limits(replace(wide, n_in=768)) is None and heads_cuda.warps_of(wide) == 1
+    pitches = {n: heads_cuda.pitch_of(replace(wide, n_in=n)) for n in (16, 20, 512, 752, 768)}
+    assert pitches == {16: 80, 20: 80, 512: 2064, 752: 3024, 768: 3072}

@@ -32,9 +32,15 @@ def limits(spec: HeadsSpec) -> str | None:
     return None
 
 
+def pitch_of(spec: HeadsSpec) -> int:
+    """Bytes from one output to the next in shared memory: rows of whole banks are put 16 bytes farther apart, where there is room."""
+    wide = spec.row_bytes + 16
+    return wide if spec.row_bytes % 64 == 0 and 16 * wide <= SHARED else spec.row_bytes
+
+
 def warps_of(spec: HeadsSpec) -> int:
     """Of a CTA, each of which has 16 outputs."""
-    return 2 if 32 * spec.row_bytes <= SHARED else 1
+    return 2 if 32 * pitch_of(spec) <= SHARED else 1
 
 
 def defines(spec: HeadsSpec) -> dict[str, int | str]:
@@ -44,6 +50,7 @@ def defines(spec: HeadsSpec) -> dict[str, int | str]:
         "N_IN": spec.n_in,
         "N_OUT": spec.n_out,
         "ROW_BYTES": spec.row_bytes,
+        "PITCH": pitch_of(spec),
         "WARPS": warps_of(spec),
     }
 

@@ -10,13 +10,15 @@
 // not finite come out as no numbers.
 //
 // Bound by weights for few rows (8.4 million in each of DeepSeek-V3's two), by products for many.
-// Macros: TYPE (ggml's number), N_IN, N_OUT, ROW_BYTES, WARPS.
+// Macros: TYPE (ggml's number), N_IN, N_OUT, ROW_BYTES, PITCH (from one output to the next in shared memory: eight of them are read at once,
+// from other banks), WARPS.
 #include "mma.cuh"
 #include "overlap.cuh"
 #include "unpacked.cuh"
 
 constexpr int kOut = 16 * WARPS;  // of a CTA
 static_assert(N_IN % 4 == 0 && N_OUT * ROW_BYTES % 16 == 0, "whole quads of columns, whole copies");
+static_assert(PITCH == ROW_BYTES || (ROW_BYTES % 16 == 0 && PITCH % 16 == 0), "no copy has bytes of two outputs");
 
 struct Cut {  // x to 22 bits: both are numbers of TF32
   u32 high, low;
@@ -39,20 +41,21 @@ __device__ __forceinline__ void put(Eight& to, int at, float x) {
 // Lane 4 g + t has columns 4 t to 4 t + 3 of each 16, of outputs g and g + 8 and of row g: two to each product.
 template <int kTiles>
 __device__ __forceinline__ void heads_of(const float* x, i64 row_step, i64 head_step, const u8* weights, float* out, int n_row, int n_head) {
-  __shared__ __align__(16) u8 tile[kOut * ROW_BYTES];
+  __shared__ __align__(16) u8 tile[kOut * PITCH];
   let_successor_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.y, first = blockIdx.x * kOut, n = min(kOut, N_OUT - first), first_row = blockIdx.z * 8 * kTiles;
   const u8* const from = weights + (static_cast<i64>(head) * N_OUT + first) * ROW_BYTES;
-  for (int i = 16 * threadIdx.x; i < n * ROW_BYTES; i += 16 * 32 * WARPS) copy16(shared_address(tile + i), from + i);
+  for (int i = 16 * threadIdx.x; i < n * ROW_BYTES; i += 16 * 32 * WARPS)
+    copy16(shared_address(tile + (PITCH == ROW_BYTES ? i : i / ROW_BYTES * PITCH + i % ROW_BYTES)), from + i);
   copies_commit();
   wait_for_predecessor();
   copies_wait<0>();
   __syncthreads();
   if (16 * warp >= n) return;
 
-  const u8* const upper = tile + min(16 * warp + g, n - 1) * ROW_BYTES;  // an output too many is the last one, and is not kept
-  const u8* const lower = tile + min(16 * warp + g + 8, n - 1) * ROW_BYTES;
+  const u8* const upper = tile + min(16 * warp + g, n - 1) * PITCH;  // an output too many is the last one, and is not kept
+  const u8* const lower = tile + min(16 * warp + g + 8, n - 1) * PITCH;
   const float* rows[kTiles];
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) rows[i] = x + min(first_row + 8 * i + g, n_row - 1) * row_step + head * head_step;
