@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -11,14 +12,17 @@
 namespace pyspec {
 
 thread_local int n_thread = 1;
+}
+extern "C" { int64_t pyspec_pool_stats[8]; }
+namespace pyspec {
 
 namespace {
 
 constexpr int SPINS = 4000;  // about 40 us: a pause between two loops of one forward, not one between two forwards
 constexpr int N_MOST = 256;
-// A worker that a neighbour's thread displaced keeps the caller waiting for a time slice. Loops run with one thread less for a while
-// then: a time that doubles while it happens again, and is the shortest one after a quiet second.
-constexpr int64_t LATE_NS = 500'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000, QUIET_NS = 1'000'000'000;
+// A worker that a neighbour's thread displaced keeps the caller waiting for a time slice. Where that takes more of the loops' time than the
+// worker saves, they run with one thread less for a while: a time that doubles while it happens again. One slice in a hundred does not count.
+constexpr int64_t LATE_NS = 500'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000;
 constexpr uint64_t OPEN = 1, INSIDE = 2;  // low half of `door`: open or not, and the workers inside; high half: the loop's number
 
 inline int64_t now_ns() {
@@ -43,17 +47,21 @@ struct Pool {
   int64_t n_chunk = 0;
   std::atomic_flag taken = ATOMIC_FLAG_INIT;  // a loop inside a loop finds it taken, too
   int n_worker = 0;
-  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the next time
+  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the last time; the loops' time
+  // since then or since the last late worker
   int spared = 0;
-  int64_t spared_until = 0, spare_for = SHORTEST_NS;
+  int64_t spared_until = 0, spare_for = 0, shared_ns = 0;
 
   // The caller's part of a loop took from `began` to `ended`, and it waited for others until now. A wait much longer than its own part
-  // means that a worker lost its core.
-  void judge(int64_t began, int64_t ended) {
-    const int64_t now = now_ns();
-    if (now - ended <= LATE_NS + 2 * (ended - began)) return;
-    spare_for = now - spared_until > QUIET_NS ? SHORTEST_NS : (spare_for * 2 < LONGEST_NS ? spare_for * 2 : LONGEST_NS);
-    spared_until = now + spare_for, spared++;
+  // means that a worker lost its core. n threads that stand still for w of t do n (t - w), and n - 1 without waits do (n - 1) t.
+  void judge(int64_t began, int64_t ended, int n) {
+    const int64_t now = now_ns(), waited = now - ended;
+    shared_ns += now - began;
+    if (waited <= LATE_NS + 2 * (ended - began)) return;
+    const bool pays = n * waited < shared_ns;
+    shared_ns = 0;
+    if (pays) spare_for = 0;
+    else spare_for = std::clamp(2 * spare_for, SHORTEST_NS, LONGEST_NS), spared_until = now + spare_for, spared++;
   }
 
   void run() {
@@ -107,6 +115,7 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
   }
   const int64_t began = now_ns();
   if (began > p->spared_until) p->spared = 0;
+  pyspec_pool_stats[0]++; if (p->spared) pyspec_pool_stats[1]++;
   const int most = n_thread - 1 - p->spared;
   const int helpers = int(n_chunk - 1 < most ? n_chunk - 1 : most);
   if (helpers < 1) {
@@ -129,7 +138,7 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
     if (++spins < SPINS) pause();
     else sched_yield();
   }
-  p->judge(began, ended);
+  const int was = p->spared; p->judge(began, ended, helpers + 1); if (p->spared > was) pyspec_pool_stats[2]++; pyspec_pool_stats[3] += now_ns() - ended;
   p->taken.clear(std::memory_order_release);
 }
 
