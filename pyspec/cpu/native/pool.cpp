@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 
 #include <algorithm>
 #include <atomic>
@@ -21,12 +22,18 @@ namespace {
 constexpr int SPINS = 4000;  // about 40 us: a pause between two loops of one forward, not one between two forwards
 constexpr int N_MOST = 256;
 // A worker that a neighbour's thread displaced keeps the caller waiting for a time slice. Where that takes more of the loops' time than the
-// worker saves, they run with one thread less for a while: a time that doubles while it happens again. One slice in a hundred does not count.
+// worker saves, they run with one thread less for a while: a time that doubles while it happens again.
 constexpr int64_t LATE_NS = 500'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000;
 constexpr uint64_t OPEN = 1, INSIDE = 2;  // low half of `door`: open or not, and the workers inside; high half: the loop's number
 
 inline int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+// Of this thread
+inline int64_t processor_ns() {
+  timespec t;
+  return clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) == 0 ? t.tv_sec * int64_t(1'000'000'000) + t.tv_nsec : 0;
 }
 
 inline void pause() {
@@ -47,21 +54,27 @@ struct Pool {
   int64_t n_chunk = 0;
   std::atomic_flag taken = ATOMIC_FLAG_INIT;  // a loop inside a loop finds it taken, too
   int n_worker = 0;
-  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the last time; the loops' time
-  // since then or since the last late worker
+  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the last time; and the processor
+  // time of the calling thread at the last late worker, or when workers came back
   int spared = 0;
-  int64_t spared_until = 0, spare_for = 0, shared_ns = 0;
+  int64_t spared_until = 0, spare_for = 0, ran_ns = 0;
 
-  // The caller's part of a loop took from `began` to `ended`, and it waited for others until now. A wait much longer than its own part
-  // means that a worker lost its core. n threads that stand still for w of t do n (t - w), and n - 1 without waits do (n - 1) t.
-  void judge(int64_t began, int64_t ended, int n) {
+  // The caller's part of a loop took from `began` to `ended`, and it waited for others until now; `ran`: its processor time early in the
+  // wait, 0 if that was short. A wait much longer than its own part means that a worker lost its core. In the time t + w that n threads
+  // take with a wait w for t of work each, n - 1 do n t of it if w = t / (n - 1). What the caller loses itself it loses either way, so t
+  // is its processor time.
+  void judge(int64_t began, int64_t ended, int64_t ran, int n) {
     const int64_t now = now_ns(), waited = now - ended;
-    shared_ns += now - began;
-    if (waited <= LATE_NS + 2 * (ended - began)) return;
-    const bool pays = n * waited < shared_ns;
-    shared_ns = 0;
-    if (pays) spare_for = 0;
-    else spare_for = std::clamp(2 * spare_for, SHORTEST_NS, LONGEST_NS), spared_until = now + spare_for, spared++;
+    if (ran == 0 || waited <= LATE_NS + 2 * (ended - began)) return;
+    const int64_t worked = ran - ran_ns;
+    ran_ns = processor_ns();
+    if ((n - 1) * waited < worked) return void(spare_for /= 4);
+    spare_for = std::clamp(2 * spare_for, SHORTEST_NS, LONGEST_NS), spared_until = now + spare_for, spared++;
+  }
+
+  void give_back(int64_t now) {
+    if (spared == 0 || now <= spared_until) return;
+    spared = 0, ran_ns = processor_ns();
   }
 
   void run() {
@@ -114,7 +127,7 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
     return;
   }
   const int64_t began = now_ns();
-  if (began > p->spared_until) p->spared = 0;
+  p->give_back(began);
   pyspec_pool_stats[0]++; if (p->spared) pyspec_pool_stats[1]++;
   const int most = n_thread - 1 - p->spared;
   const int helpers = int(n_chunk - 1 < most ? n_chunk - 1 : most);
@@ -134,11 +147,16 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
   p->run();
   const int64_t ended = now_ns();
   p->door.fetch_and(~OPEN, std::memory_order_acq_rel);
+  int64_t ran = 0;
   for (int spins = 0; (p->door.load(std::memory_order_acquire) & 0xffffffffu) != 0;) {
-    if (++spins < SPINS) pause();
-    else sched_yield();
+    if (++spins < SPINS) {
+      pause();
+      continue;
+    }
+    if (ran == 0) ran = processor_ns();
+    sched_yield();
   }
-  const int was = p->spared; p->judge(began, ended, helpers + 1); if (p->spared > was) pyspec_pool_stats[2]++; pyspec_pool_stats[3] += now_ns() - ended;
+  const int was = p->spared; p->judge(began, ended, ran, helpers + 1); if (p->spared > was) pyspec_pool_stats[2]++; pyspec_pool_stats[3] += now_ns() - ended;
   p->taken.clear(std::memory_order_release);
 }
 
