@@ -13,9 +13,6 @@
 namespace pyspec {
 
 thread_local int n_thread = 1;
-}
-extern "C" { int64_t pyspec_pool_stats[8]; }
-namespace pyspec {
 
 namespace {
 
@@ -36,6 +33,8 @@ inline int64_t processor_ns() {
   return clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) == 0 ? t.tv_sec * int64_t(1'000'000'000) + t.tv_nsec : 0;
 }
 
+thread_local int64_t ran_ns = 0;  // `processor_ns` at this thread's last late worker, or when workers came back
+
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -54,10 +53,9 @@ struct Pool {
   int64_t n_chunk = 0;
   std::atomic_flag taken = ATOMIC_FLAG_INIT;  // a loop inside a loop finds it taken, too
   int n_worker = 0;
-  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the last time; and the processor
-  // time of the calling thread at the last late worker, or when workers came back
+  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the last time
   int spared = 0;
-  int64_t spared_until = 0, spare_for = 0, ran_ns = 0;
+  int64_t spared_until = 0, spare_for = 0;
 
   // The caller's part of a loop took from `began` to `ended`, and it waited for others until now; `ran`: its processor time early in the
   // wait, 0 if that was short. A wait much longer than its own part means that a worker lost its core. In the time t + w that n threads
@@ -128,7 +126,6 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
   }
   const int64_t began = now_ns();
   p->give_back(began);
-  pyspec_pool_stats[0]++; if (p->spared) pyspec_pool_stats[1]++;
   const int most = n_thread - 1 - p->spared;
   const int helpers = int(n_chunk - 1 < most ? n_chunk - 1 : most);
   if (helpers < 1) {
@@ -156,7 +153,7 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
     if (ran == 0) ran = processor_ns();
     sched_yield();
   }
-  const int was = p->spared; p->judge(began, ended, ran, helpers + 1); if (p->spared > was) pyspec_pool_stats[2]++; pyspec_pool_stats[3] += now_ns() - ended;
+  p->judge(began, ended, ran, helpers + 1);
   p->taken.clear(std::memory_order_release);
 }
 
