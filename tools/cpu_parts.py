@@ -52,14 +52,17 @@ class Clock:
     """Stands in for `Tape.replay` and notes each call's time."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
-        lib.pyspec_replay_timed.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        lib.pyspec_replay_timed.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+        ]
         lib.pyspec_replay_timed.restype = None
         texts = (path.read_text() for path in build.SOURCES.glob("*.cpp"))
         names = {n for text in texts for n in re.findall(r'extern "C" void pyspec_(\w+)\(const', text)}
         self.lib = lib
-        self.names = {
-            ctypes.cast(getattr(lib, f"pyspec_{n}"), ctypes.c_void_p).value: n for n in names
-        }
+        self.names = {ctypes.cast(getattr(lib, f"pyspec_{n}"), ctypes.c_void_p).value: n for n in names}
         self.clear()
 
     def clear(self) -> None:
@@ -129,8 +132,8 @@ def main() -> None:
         run(engine, n, options.n)  # warms up
         clock.clear()
         seconds = run(engine, n, options.n)
-        print(f"\n{n} streams: {n * options.n / seconds:,.1f} tokens a second")  # noqa: T201
-        print(*clock.table(options.top), sep="\n", flush=True)  # noqa: T201
+        print(f"\n{n} streams: {n * options.n / seconds:,.1f} tokens a second")
+        print(*clock.table(options.top), sep="\n", flush=True)
     os._exit(0)
 
 

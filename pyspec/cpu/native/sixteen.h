@@ -21,8 +21,7 @@ UNROLL(4)
     }
     fours(x, out);
   }
-  // Bytes from to from + 31: those of the first sixteen, then the others. Rows are often a multiple of 64 bytes apart, and of such
-  // addresses a core reads one a cycle, so long reads are better than many.
+  // Bytes from to from + 31: those of the first sixteen, then the others. Half the reads of `sixteen` twice.
   ALWAYS void thirty_two(int64_t from, __m512i *out) const {
     __m512i of[2][4];
 UNROLL(2)
