@@ -124,7 +124,7 @@ def main() -> None:
     if isinstance(lib, str):
         raise SystemExit(lib)
     clock = Clock(lib)
-    Tape.replay = lambda tape: clock.replay(tape)  # type: ignore[method-assign]
+    Tape.replay = lambda tape: clock.replay(tape)  # type: ignore[assignment, method-assign]
     values: dict[str, object] = {"np": max(options.streams), "ctx": 64 + options.n}
     values |= {"threads": options.threads, "cpu_activations": options.cpu_activations}
     engine = Engine.open(options.model, options.draft, values)
