@@ -63,6 +63,7 @@ def use(context: KernelContext) -> None:
     """Set this thread's."""
     _HERE.context = context
     if context.n_thread:
+        torch.get_num_threads()  # a thread's first question sets its number to that of any thread's last call, behind this one too
         torch.set_num_threads(context.n_thread)
 
 

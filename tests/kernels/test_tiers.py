@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
 
 from pyspec.config import EngineSettings
+from pyspec.cpu.kernels import n_thread
 from pyspec.cuda.kernel_context import KernelContext, current, use, within
 from pyspec.cuda.op import Impl, Op, op_names, tiers_of, unmet_tiers
 from pyspec.cuda.ops.gdn.op import gdn
@@ -73,6 +74,29 @@ def test_a_context_is_a_thread_s_own_or_handed_to_bind() -> None:
         thread.join()
         assert current() == other
     assert seen == [KernelContext()]
+
+
+def test_a_thread_keeps_its_number_of_threads_whatever_another_one_sets() -> None:
+    """A thread's first question to torch takes over the number that any thread set last: an engine with -t 2 ran with one thread."""
+    before, has_set, goes_on = torch.get_num_threads(), Event(), Event()
+    seen: list[int] = []
+
+    def run() -> None:
+        use(KernelContext(n_thread=3))
+        has_set.set()
+        goes_on.wait(60)
+        seen.extend((torch.get_num_threads(), n_thread()))
+
+    thread = Thread(target=run)
+    try:
+        thread.start()
+        has_set.wait(60)
+        torch.set_num_threads(1)
+        goes_on.set()
+        thread.join()
+        assert seen == [3, 3]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_is_left_out_says_who_wanted_that(caplog: pytest.LogCaptureFixture) -> None:

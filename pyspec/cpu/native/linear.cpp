@@ -6,6 +6,7 @@
 #include "matrix.h"
 #include "pool.h"
 #include "product.h"
+#include "sixteen.h"
 #include "unpacked.h"
 
 using namespace pyspec;
@@ -26,9 +27,32 @@ constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk 
 using Pair = f8[2];
 
 #if defined(__AVX512VNNI__)
+// `some` of a type that is unpacked in registers
+template <typename T>
+void direct(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
+  using Multiply = void(Sixteen, const Rows &, int64_t, int64_t, Pair *);
+  Multiply *multiply = nullptr;
+  with_constant<Direct<T>::MOST>(part.n, [&](auto n_) ALWAYS_LAMBDA { multiply = &Direct<T>::template multiply<decltype(n_)::value>; });
+  Pair acc[FEW];
+  for (int64_t o = part.first_o; o < part.last_o; o += 2 * LANES) {
+    const int n_side = o + LANES < part.last_o ? 2 : 1;  // a panel alone goes twice
+    std::fill_n(&acc[0][0], 2 * part.n, all(0.0f));
+    Sixteen here{matrix.from(o), matrix.from(o + (n_side - 1) * LANES)};
+    for (int64_t c = 0; c < rows.n_chunk; c++, here.a.at += T::BYTES, here.b.at += T::BYTES) {
+      for (int side = 0; side < n_side; side++) fetch_ahead<T>(matrix.from(o + (n_side + side) * LANES), c);
+      multiply(here, rows, part.first, c, acc);
+    }
+    for (int64_t r = 0; r < part.n; r++)
+      for (int side = 0; side < n_side; side++) put(p, part.first + r, o + side * LANES, acc[r][side]);
+  }
+}
+
 // Outputs first_o to last_o of at most FEW rows in one pass over their panels, two at a time
 template <typename T>
 void some(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
+  if constexpr (Direct<T>::MOST > 0) {
+    if (part.n <= Direct<T>::MOST) return direct<T>(p, rows, matrix, part);
+  }
   using Multiply = void(const Panel &, const Panel &, const Rows &, int64_t, int64_t, Pair *);
   Multiply *multiply = nullptr;
   with_constant<FEW>(part.n, [&](auto n_) ALWAYS_LAMBDA { multiply = &multiply_pair<ShapeOf<T>, decltype(n_)::value>; });

@@ -2,7 +2,9 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -16,14 +18,22 @@ namespace {
 
 constexpr int SPINS = 4000;  // about 40 us: a pause between two loops of one forward, not one between two forwards
 constexpr int N_MOST = 256;
-// A worker that a neighbour's thread displaced keeps the caller waiting for a time slice. Loops run with one thread less for a while
-// then: a time that doubles while it happens again, and is the shortest one after a quiet second.
-constexpr int64_t LATE_NS = 500'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000, QUIET_NS = 1'000'000'000;
+// A worker that a neighbour's thread displaced keeps the caller waiting for a time slice. Where that takes more of the loops' time than the
+// worker saves, they run with one thread less for a while: a time that doubles while it happens again.
+constexpr int64_t LATE_NS = 500'000, SHORTEST_NS = 10'000'000, LONGEST_NS = 320'000'000;
 constexpr uint64_t OPEN = 1, INSIDE = 2;  // low half of `door`: open or not, and the workers inside; high half: the loop's number
 
 inline int64_t now_ns() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
+
+// Of this thread
+inline int64_t processor_ns() {
+  timespec t;
+  return clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t) == 0 ? t.tv_sec * int64_t(1'000'000'000) + t.tv_nsec : 0;
+}
+
+thread_local int64_t ran_ns = 0;  // `processor_ns` at this thread's last late worker, or when workers came back
 
 inline void pause() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -43,17 +53,26 @@ struct Pool {
   int64_t n_chunk = 0;
   std::atomic_flag taken = ATOMIC_FLAG_INIT;  // a loop inside a loop finds it taken, too
   int n_worker = 0;
-  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the next time
+  // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the last time
   int spared = 0;
-  int64_t spared_until = 0, spare_for = SHORTEST_NS;
+  int64_t spared_until = 0, spare_for = 0;
 
-  // The caller's part of a loop took from `began` to `ended`, and it waited for others until now. A wait much longer than its own part
-  // means that a worker lost its core.
-  void judge(int64_t began, int64_t ended) {
-    const int64_t now = now_ns();
-    if (now - ended <= LATE_NS + 2 * (ended - began)) return;
-    spare_for = now - spared_until > QUIET_NS ? SHORTEST_NS : (spare_for * 2 < LONGEST_NS ? spare_for * 2 : LONGEST_NS);
-    spared_until = now + spare_for, spared++;
+  // The caller's part of a loop took from `began` to `ended`, and it waited for others until now; `ran`: its processor time early in the
+  // wait, 0 if that was short. A wait much longer than its own part means that a worker lost its core. In the time t + w that n threads
+  // take with a wait w for t of work each, n - 1 do n t of it if w = t / (n - 1). What the caller loses itself it loses either way, so t
+  // is its processor time.
+  void judge(int64_t began, int64_t ended, int64_t ran, int n) {
+    const int64_t now = now_ns(), waited = now - ended;
+    if (ran == 0 || waited <= LATE_NS + 2 * (ended - began)) return;
+    const int64_t worked = ran - ran_ns;
+    ran_ns = processor_ns();
+    if ((n - 1) * waited < worked) return void(spare_for /= 4);
+    spare_for = std::clamp(2 * spare_for, SHORTEST_NS, LONGEST_NS), spared_until = now + spare_for, spared++;
+  }
+
+  void give_back(int64_t now) {
+    if (spared == 0 || now <= spared_until) return;
+    spared = 0, ran_ns = processor_ns();
   }
 
   void run() {
@@ -106,7 +125,7 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
     return;
   }
   const int64_t began = now_ns();
-  if (began > p->spared_until) p->spared = 0;
+  p->give_back(began);
   const int most = n_thread - 1 - p->spared;
   const int helpers = int(n_chunk - 1 < most ? n_chunk - 1 : most);
   if (helpers < 1) {
@@ -125,11 +144,16 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
   p->run();
   const int64_t ended = now_ns();
   p->door.fetch_and(~OPEN, std::memory_order_acq_rel);
+  int64_t ran = 0;
   for (int spins = 0; (p->door.load(std::memory_order_acquire) & 0xffffffffu) != 0;) {
-    if (++spins < SPINS) pause();
-    else sched_yield();
+    if (++spins < SPINS) {
+      pause();
+      continue;
+    }
+    if (ran == 0) ran = processor_ns();
+    sched_yield();
   }
-  p->judge(began, ended);
+  p->judge(began, ended, ran, helpers + 1);
   p->taken.clear(std::memory_order_release);
 }
 

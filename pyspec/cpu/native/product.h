@@ -131,6 +131,9 @@ NEVER void widen_panel(const Panel &p, int side, Wide &wide) {
 ALWAYS __m512i both_of(b32 a, b32 b) { return _mm512_inserti64x4(_mm512_castsi256_si512(__m256i(a)), __m256i(b), 1); }
 ALWAYS __m512 both_of(f8 a, f8 b) { return __m512(both_of(b32(bits(a)), b32(bits(b)))); }
 
+// sum + w . pair, in each lane. Left alone, the compiler takes a register and an instruction more for each pair, and spills sums.
+ALWAYS void add_dot(__m512i &sum, __m512i w, const int32_t &pair) { asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(pair)); }
+
 // Both panels in one vector, widened on the way: the same sums in the same order
 template <typename S, int R>
 NEVER void multiply_pair(const Panel &p, const Panel &q, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
@@ -148,12 +151,9 @@ UNROLL(2)
       const __m512i even = S::SIGNED ? _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8) : _mm512_and_si512(y, _mm512_set1_epi16(255));
       const __m512i odd = S::SIGNED ? _mm512_srai_epi16(y, 8) : _mm512_srli_epi16(y, 8);
 UNROLL(16)
-      for (int r = 0; r < R; r++) sum[r] = _mm512_dpwssd_epi32(sum[r], even, _mm512_set1_epi32(x[r][2 * k]));
+      for (int r = 0; r < R; r++) add_dot(sum[r], even, x[r][2 * k]);
 UNROLL(16)
-      for (int r = 0; r < R; r++) {
-        __m512i &to = R < IN_FLIGHT ? of_odd[r] : sum[r];
-        to = _mm512_dpwssd_epi32(to, odd, _mm512_set1_epi32(x[r][2 * k + 1]));
-      }
+      for (int r = 0; r < R; r++) add_dot(R < IN_FLIGHT ? of_odd[r] : sum[r], odd, x[r][2 * k + 1]);
     }
     if (R < IN_FLIGHT)
       for (int r = 0; r < R; r++) sum[r] = _mm512_add_epi32(sum[r], of_odd[r]);
@@ -186,7 +186,7 @@ UNROLL(2)
     for (int k = 0; k < PAIRS; k++) {
       const __m512i w = _mm512_loadu_si512(p.w[g * PAIRS + k]);
 UNROLL(16)
-      for (int r = 0; r < R; r++) sum[r] = _mm512_dpwssd_epi32(sum[r], w, _mm512_set1_epi32(x[r][g * PAIRS + k]));
+      for (int r = 0; r < R; r++) add_dot(sum[r], w, x[r][g * PAIRS + k]);
     }
 UNROLL(16)
     for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both(p.d[g]), total[r]);

@@ -1,4 +1,5 @@
 // Calls of kernels from Python: one at a time, or a recorded list of them.
+#include <chrono>
 #include <cstdint>
 
 #include "pool.h"
@@ -21,6 +22,14 @@ void pyspec_run(Kernel kernel, const void *args, int64_t n_thread) {
 void pyspec_replay(const Step *steps, int64_t n_step, int64_t n_thread) {
   pyspec::n_thread = int(n_thread);
   for (int64_t i = 0; i < n_step; i++) steps[i].kernel(steps[i].args);
+}
+
+// The same, with the clock in `times` [n_step + 1], in ns: before the first step and behind each
+void pyspec_replay_timed(const Step *steps, int64_t n_step, int64_t n_thread, int64_t *times) {
+  const auto now = [] { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); };
+  pyspec::n_thread = int(n_thread);
+  times[0] = now();
+  for (int64_t i = 0; i < n_step; i++) steps[i].kernel(steps[i].args), times[i + 1] = now();
 }
 
 const char *pyspec_isa() {
