@@ -82,7 +82,7 @@ def test_a_table_has_both_rates_and_the_acceptance_that_was_set(
     found = [cells(row) for row in rows]
     assert [row[0] for row in found] == [1, 3]
     for n, by_tpot, e2e, tpot_ms, first50, first90, length in found:
-        assert by_tpot == pytest.approx(1e3 * n / tpot_ms, rel=0.01)
+        assert by_tpot == pytest.approx(1e3 * n / tpot_ms, rel=0.01 + 0.006 / tpot_ms), "as printed"
         assert 0 < first50 <= first90 and e2e > 0
         assert length == pytest.approx(3.39, abs=0.5)
 
