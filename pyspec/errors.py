@@ -135,7 +135,7 @@ class PromptTooLong(RequestError):
     def __init__(self, n_prompt: int, n_ctx: int) -> None:
         super().__init__(
             f"the request exceeds the available context size: its prompt has {n_prompt} tokens, and a request holds {n_ctx}"
-            " (raise it with -c)"
+            " (-c raises it up to the length that the model was trained for)"
         )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx

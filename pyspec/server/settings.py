@@ -139,7 +139,7 @@ class ServerSettings:
 
 
 def keys_of(path: str) -> tuple[str, ...]:
-    """The keys of a file, one per line; # starts a comment. Raises ConfigError, also for a file without keys, which would switch access control off."""
+    """The keys of a file, one per line; lines that begin with # are comments. Raises ConfigError, also for a file without keys, which would switch access control off."""
     try:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as e:
