@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -22,6 +23,7 @@ from test_slot_files import load as load_kind
 
 from pyspec.engine.api import Engine
 from pyspec.engine.loop import disk_tier
+from pyspec.engine.loop.disk_read import EntryReader
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.request import Delta, Done, Event, Timings
 from pyspec.server.api.answers import timings_dict
@@ -406,3 +408,25 @@ def test_texts_stay_the_same_while_pages_and_files_come_and_go(kind: str, tmp_pa
         assert sum(f.stat().st_size for f in files(tmp_path)) <= 6 << 20
         n_buffer = e.loop.disk.reader.buffers.qsize()
     assert n_disk > 1000 and n_damaged > 10 and n_buffer == n_before
+
+
+def test_a_request_that_waits_for_the_disk_keeps_its_clients_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client asks meanwhile, and neither owes for what the first one is only expected to take."""
+    prompt = tuple(random.Random(1).choices(range(250), k=800))
+    goes_on, look = threading.Event(), EntryReader.look
+    monkeypatch.setattr(EntryReader, "look", lambda *a: goes_on.wait(60) and look(*a))
+    with load_demo(tmp_path, ctx=1000, np=2) as e:
+        begun = threading.Thread(
+            target=lambda: e.run(replace(e.request(prompt, params=GREEDY, max_tokens=3), client="a"))
+        )
+        begun.start()
+        while not e.loop.admission.restoring:
+            time.sleep(0.001)
+        e.run(replace(e.request((1, 2, 3), params=GREEDY, max_tokens=2), client="b"))
+        given = e.loop.queue._given
+        assert given["a"] > 800 and given["b"] < 10
+        goes_on.set()
+        begun.join()
+        assert 0 < given["a"] < 810

@@ -523,3 +523,14 @@ def test_what_requests_took_is_what_the_loop_gave_them() -> None:
         t = h.done.timings
         assert h.job.charged == t.prompt_n + t.predicted_n, h.job.client
     assert heard[0].done.timings.prompt_n == 20 and heard[1].job.charged < 50 + 90
+
+
+def test_groups_that_have_ended_are_forgotten_though_their_client_stays() -> None:
+    queue: Queue[Item] = Queue(8)
+    for i in range(100):
+        first, second = Item(group=f"{i}"), Item(group=f"{i}")
+        queue.push(first)
+        queue.push(second)
+        queue.remove(first)
+        queue.remove(second)
+    assert len(queue._groups) == 1

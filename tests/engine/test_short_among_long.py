@@ -158,3 +158,17 @@ def test_a_short_one_waits_a_little_before_others_make_room() -> None:
     assert not short.tokens and long.job.n_suspended == 0
     now[0] = time.perf_counter() + PATIENCE_S
     assert rounds_until(r, short) <= 2
+
+
+def test_a_suspended_request_that_is_cancelled_counts_what_it_took() -> None:
+    r = long_rig(1)
+    long = r.submit(ids(1, 1500), 400, client="a")
+    for _ in range(3):
+        r.loop.step()
+    short = r.submit(ids(99, 40), 60, client="b")
+    assert rounds_until(r, short) <= 3 and long.job.n_suspended == 1
+    took = long.job.work
+    assert 0 < took < 1000 < long.job.charged
+    r.loop.cancel(long.job)
+    r.loop.step()
+    assert long.finish == "cancelled" and r.loop.queue._given["a"] == long.job.charged == took

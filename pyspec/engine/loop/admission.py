@@ -59,7 +59,7 @@ class Admission:
         cache: PrefixCache,
         stats: Stats,
     ) -> None:
-        self.queue, queue.running = queue, jobs.values
+        self.queue, queue.running = queue, self._seated
         self.jobs = jobs
         self.worker = worker
         self.speculator = speculator
@@ -76,6 +76,7 @@ class Admission:
         """Drop requests that were cancelled while waiting, and seat the next ones."""
         for gone in [job for job in self.queue.waiting() if job.cancelled]:
             self.queue.remove(gone)
+            self.queue.leave(gone)
             gone.done("cancelled")
         for seated in list(self.restoring):
             self._go_on(seated)
@@ -157,6 +158,10 @@ class Admission:
         for seated in list(self.restoring):
             self._give_up(seated)
             self._fail(seated.job, error)
+
+    def _seated(self) -> list[Job]:
+        """Requests that have a slot, those that the disk is asked for, too."""
+        return [*self.jobs.values(), *(seated.job for seated in self.restoring)]
 
     @property
     def restoring_jobs(self) -> dict[int, Job]:

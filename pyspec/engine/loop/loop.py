@@ -483,6 +483,7 @@ class Loop:
     def _turn_away(self, error: PyspecError) -> None:
         """Fail everything that waits for a slot."""
         for job in self.queue.drain():
+            self.queue.leave(job)
             self.reject(job, error)
         tasks, self.slot_tasks = self.slot_tasks, []
         for task in tasks:

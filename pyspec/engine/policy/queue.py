@@ -103,7 +103,7 @@ class Queue(Generic[W]):
         # by client: tokens it was given, by all its requests; after an absence, at least the minimum of the others
         self._given: dict[str, float] = {}
         self._clock: dict[str, float] = {}  # by client: tokens it was given, per waiting request
-        self._groups: dict[tuple[str, str], float] = {}  # tag of the group's last request
+        self._groups: dict[tuple[str, str], float] = {}  # by client and group: tag of its last request
         self._is_sorted = True
         self._numbers = itertools.count()
         self._refused: tuple[
@@ -139,8 +139,17 @@ class Queue(Generic[W]):
             start = max(start, self._groups.get(group, 0.0))
         tag = start + size
         if item.group:
+            if group not in self._groups:
+                self._forget_groups()
             self._groups[group] = tag
         return tag
+
+    def _forget_groups(self) -> None:
+        """Forget groups without a request here."""
+        items = itertools.chain(self.running(), (p.item for p in self._places))
+        here = {(item.client, item.group) for item in items}
+        for group in self._groups.keys() - here:
+            del self._groups[group]
 
     def _taken(self) -> dict[str, float]:
         """By client: tokens that it was given, without those that its requests are only expected to take."""
