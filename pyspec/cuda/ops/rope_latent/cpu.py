@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty, missing
@@ -37,17 +36,8 @@ def bind(spec: RopeLatentSpec) -> RopeLatent:
         pool: KVPool,
         rows: Tensor,
     ) -> Tensor:
-        n, (cos, sin) = len(kv), angles
-        own = (kv, q, plain, norm, cos, sin)
-        assert all(t.dtype == torch.float32 and t.stride(-1) == 1 for t in own)
-        assert kv.shape == (n, spec.dim) and norm.shape == (spec.rank,)
-        assert q.shape == (n, spec.n_head * (spec.n_plain + spec.n_rot))
-        assert plain.shape == (n, spec.n_head, spec.rank) and plain.is_contiguous()
-        assert cos.is_contiguous() and sin.is_contiguous()
-        assert cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
-        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert (pool.n_head, pool.head_dim, pool.kv) == (1, spec.dim, spec.kv) and pool.keys_only
-        assert all(plane.is_contiguous() for plane in pool.planes)
+        n, own = len(kv), (kv, q, plain, norm, *angles)
+        spec.check_given(*own, pool, rows)
         out = empty(n, spec.n_head, spec.dim)
         counts = n, kv.stride(0), q.stride(0), pool.n_row
         _RUN(*own, rows, out, pool.k, pool.k_scale, *counts, *sizes, *kind, spec.eps)

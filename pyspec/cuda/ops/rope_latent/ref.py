@@ -51,6 +51,31 @@ class RopeLatentSpec:
         """Of a stored row, and of a query."""
         return self.rank + self.n_rot
 
+    def check_given(
+        self,
+        kv: Tensor,
+        q: Tensor,
+        plain: Tensor,
+        norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        pool: KVPool,
+        rows: Tensor,
+    ) -> None:
+        """Assert the layout that kernels read."""
+        n = len(kv)
+        assert all(
+            t.dtype == torch.float32 and t.stride(-1) == 1 for t in (kv, q, plain, norm, cos, sin)
+        )
+        assert kv.shape == (n, self.dim) and norm.shape == (self.rank,)
+        assert q.shape == (n, self.n_head * (self.n_plain + self.n_rot))
+        assert plain.shape == (n, self.n_head, self.rank) and plain.is_contiguous()
+        assert cos.is_contiguous() and sin.is_contiguous()
+        assert cos.shape == sin.shape == (n, 1, self.n_rot // 2)
+        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
+        assert (pool.n_head, pool.head_dim, pool.kv) == (1, self.dim, self.kv) and pool.keys_only
+        assert all(plane.is_contiguous() for plane in pool.planes)
+
 
 def bind(spec: RopeLatentSpec) -> RopeLatent:
     n = spec.kv.turned_k(spec.dim)
