@@ -188,7 +188,8 @@ def test_a_rank_whose_disk_is_full_is_said_and_ends_nothing(
         again = e.generate(PROMPT, params=GREEDY, max_tokens=3)
         assert again.tokens == want.tokens and again.timings.disk_n == 0
     warned = [s for s in said() if "can not be written" in s]
-    assert len(warned) == 1 and "rank 1: " in warned[0] and "no regular file" in warned[0]
+    assert 1 <= len(warned) <= 2, "the second file of an entry may have been under way"
+    assert all("rank 1: " in line and "no regular file" in line for line in warned)
 
 
 @pytest.mark.parametrize("seed", range(4))
