@@ -36,7 +36,9 @@ def test_one_that_fails_leaves_the_results_of_the_others(engine: Engine) -> None
         progress=lambda done, of: seen.append((done, of)),
     )
     assert [i for i, r in enumerate(found) if not isinstance(r, Result)] == [77]
-    assert isinstance(found[77], PromptTooLong) and str(found[77]).endswith("(raise it with ctx)")
+    assert isinstance(found[77], PromptTooLong) and str(found[77]).endswith(
+        "(ctx raises it up to the length that the model was trained for)"
+    )
     assert seen == [(i + 1, 200) for i in range(200)]
     again = found[3]
     assert (
