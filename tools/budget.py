@@ -24,6 +24,7 @@ Deciders, all over the same texts:
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -111,7 +112,7 @@ class Seat:
         return rates
 
 
-class Decider:
+class Decider(ABC):
     """Lengths to draft, and lengths to verify once the drafts are known."""
 
     late = False  # verdicts come a round late, and drafts are never seen
@@ -122,8 +123,9 @@ class Decider:
     def begin(self, slot: int) -> None:
         pass
 
+    @abstractmethod
     def ask(self, caps: list[tuple[int, int]]) -> list[int]:
-        raise NotImplementedError
+        """Tokens to draft in each slot."""
 
     def cut(self, caps: list[tuple[int, int]], asked: list[int], probs: list[Floats]) -> list[int]:
         return asked
