@@ -120,7 +120,7 @@ class Decider(ABC):
     def __init__(self, sim: Machine) -> None:
         self.sim, self.card = sim, sim.card
 
-    def begin(self, slot: int) -> None:
+    def begin(self, slot: int) -> None:  # noqa: B027 - not every policy learns
         pass
 
     @abstractmethod
@@ -130,10 +130,10 @@ class Decider(ABC):
     def cut(self, caps: list[tuple[int, int]], asked: list[int], probs: list[Floats]) -> list[int]:
         return asked
 
-    def record(self, slot: int, n_draft: int, n_right: int) -> None:
+    def record(self, slot: int, n_draft: int, n_right: int) -> None:  # noqa: B027 - not every policy learns
         pass
 
-    def timed(self, rows: int, busy: int, verify: float, live: int, passes: int, draft: float) -> None:
+    def timed(self, rows: int, busy: int, verify: float, live: int, passes: int, draft: float) -> None:  # noqa: B027 - not every policy learns
         pass
 
 
