@@ -117,7 +117,7 @@ def find(isa: str) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-def library_of(source: str) -> Path:
+def built_alone(source: str) -> Path:
     """A library with this source: that of all kernels, or one of its own, compiled if it has to be. Raises CannotBuild.
 
     For sources that need no other, where waiting for all kernels is not worth it.

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 
-from pyspec.cpu.build import CannotBuild, library_of
+from pyspec.cpu.build import CannotBuild, built_alone
 from pyspec.draft.suffix_chances import Promise
 from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
 from pyspec.draft.suffix_text import GrowingText, Learned, PythonTexts, SlotText, SuffixAsk, SuffixKind
@@ -48,10 +48,10 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 @cache
-def library() -> ctypes.CDLL | str:
+def compiled() -> ctypes.CDLL | str:
     """The library with these functions, compiled if it has to be (a second or two, once); or the reason why there is none."""
     try:
-        lib = ctypes.CDLL(str(library_of("suffix")))
+        lib = ctypes.CDLL(str(built_alone("suffix")))
         for name, (result, arguments) in CALLS.items():
             function = getattr(lib, f"pyspec_suffix_{name}")
             function.restype, function.argtypes = result, arguments
@@ -63,7 +63,7 @@ def library() -> ctypes.CDLL | str:
 
 def fastest() -> SuffixKind:
     """In C++, or in Python where there is neither a library nor a compiler."""
-    lib = library()
+    lib = compiled()
     return PythonTexts() if isinstance(lib, str) else NativeTexts(lib)
 
 

@@ -11,7 +11,7 @@ from pyspec.draft.suffix_answers import MOST_SHELVES, Answers
 from pyspec.draft.suffix_automaton import Branch
 from pyspec.draft.suffix_chances import SuffixChances, TextFactor
 from pyspec.draft.suffix_drafts import PER_ROUND, SuffixDrafts
-from pyspec.draft.suffix_native import NativeTexts, library
+from pyspec.draft.suffix_native import NativeTexts, compiled
 from pyspec.draft.suffix_text import LATE, PythonTexts, SuffixKind
 from pyspec.slots.table import Slot
 
@@ -21,7 +21,7 @@ TEXT = random.Random(7).choices(range(1000), k=80)
 @pytest.fixture(autouse=True, params=["Python", "C++"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SuffixKind:
     """Each test with both."""
-    lib = library()
+    lib = compiled()
     if request.param == "C++" and isinstance(lib, str):
         pytest.skip(lib)
     kind = PythonTexts() if request.param == "Python" or isinstance(lib, str) else NativeTexts(lib)

@@ -12,13 +12,13 @@ from pyspec.cpu import build
 from pyspec.draft import suffix_native
 from pyspec.draft.suffix_automaton import SuffixAutomaton
 from pyspec.draft.suffix_drafts import SuffixDrafts
-from pyspec.draft.suffix_native import NativeAutomaton, NativeTexts, fastest, library
+from pyspec.draft.suffix_native import NativeAutomaton, NativeTexts, compiled, fastest
 from pyspec.draft.suffix_text import LATE, MOST_TEXT, PythonTexts
 from pyspec.slots.table import Slot
 
 N_VOCAB = 262_144
 
-lib = library()
+lib = compiled()
 pytestmark = pytest.mark.skipif(isinstance(lib, str), reason=str(lib))
 
 
@@ -269,12 +269,12 @@ def test_without_a_compiler_drafts_are_made_in_python(monkeypatch: pytest.Monkey
     def none(source: str) -> None:
         raise build.CannotBuild("there is no C++ compiler (c++, g++ or clang++)")
 
-    monkeypatch.setattr(suffix_native, "library_of", none)
-    suffix_native.library.cache_clear()
+    monkeypatch.setattr(suffix_native, "built_alone", none)
+    suffix_native.compiled.cache_clear()
     try:
-        assert isinstance(fastest(), PythonTexts) and isinstance(library(), str)
+        assert isinstance(fastest(), PythonTexts) and isinstance(compiled(), str)
     finally:
-        suffix_native.library.cache_clear()
+        suffix_native.compiled.cache_clear()
 
 
 def test_a_library_of_its_own_is_compiled_if_that_of_the_kernels_is_missing(
@@ -284,9 +284,9 @@ def test_a_library_of_its_own_is_compiled_if_that_of_the_kernels_is_missing(
         pytest.skip("no compiler")
     monkeypatch.setattr(build, "find", lambda isa: None)
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    path = build.library_of("suffix")
-    assert path.is_file() and "-suffix-" in path.name and path == build.library_of("suffix")
-    suffix_native.library.cache_clear()
+    path = build.built_alone("suffix")
+    assert path.is_file() and "-suffix-" in path.name and path == build.built_alone("suffix")
+    suffix_native.compiled.cache_clear()
     try:
         kind = fastest()
         assert isinstance(kind, NativeTexts)
@@ -295,7 +295,7 @@ def test_a_library_of_its_own_is_compiled_if_that_of_the_kernels_is_missing(
         drafts.begin(slot, slot.tokens)
         assert drafts.draft(slot, 2, 5).tokens[:1] == [3]
     finally:
-        suffix_native.library.cache_clear()
+        suffix_native.compiled.cache_clear()
 
 
 def test_no_memory_ends_suffix_drafts_and_nothing_else() -> None:
