@@ -102,6 +102,11 @@ class Collective:
                 f"NCCL ({why})" if why else "one launch in each other's memory (peer_sum)",
             )
 
+    @property
+    def most_summed(self) -> int:
+        """Numbers of the largest sum that one launch in the others' memory makes, and that a CUDA graph may hold; 0: none."""
+        return self.peers.layout.most if self.peers is not None and self.capturable else 0
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on each of them."""
         if not x.numel():

@@ -77,8 +77,9 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int =
             worker.forward(lay_out(table, seqs, device, arena=worker.arena))
     if isinstance(worker.drafter, GraphedDrafter):
         worker.drafter.capture()
-    if worker.target.captures_prompts and device.type == "cuda":
-        _capture_prompts(worker, worker.arena, min(n_prompt_row, table.n_row // len(slots)))
+    most = min(n_prompt_row, table.n_row // len(slots), worker.target.most_captured_prompt)
+    if most and device.type == "cuda":
+        _capture_prompts(worker, worker.arena, most)
     worker.forward.seal()
     # Run prompts once: their memory is allocated, and libraries are loaded, before the first request.
     hold(device, n_bytes)

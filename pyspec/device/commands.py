@@ -23,6 +23,7 @@ class RunForward:
     moves     move the rows behind those that `AcceptRows` kept
     reads     gather the logits of all ranks; else the first rank gets each row's best token only
     absorbs   a divided drafter makes its context of the rows
+    prompt    rows that a whole prompt is padded to, because the first rank has a graph of so many; 0: no such graph
     """
 
     seqs: tuple[Seq, ...]
@@ -33,6 +34,7 @@ class RunForward:
     moves: bool = False
     reads: LogitsNeed = ALL
     absorbs: bool = False
+    prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,10 @@ class Leader:
         )
         rows = tuple(batch.seqs) if self.moving is None else self.moving, tuple(batch.pages)
         self.last, self.has_accepted = batch, False
-        with self.together(RunForward(*rows, tuple(taps), in_arena, is_moved, moves, reads, absorbs)):
+        prompt = batch.bucket or 0 if batch.prompt else 0
+        with self.together(
+            RunForward(*rows, tuple(taps), in_arena, is_moved, moves, reads, absorbs, prompt)
+        ):
             self._is_running = True
             try:
                 if self.moved is not None:

@@ -26,6 +26,7 @@ from pyspec.models.tables import Tables
 from pyspec.models.target import Bend, Lead, MtpSpec, Out, Target, out_of
 from pyspec.models.wants import Want
 from pyspec.models.weights import EMBEDDING, HEAD, Weights
+from pyspec.slots.arena import PROMPTS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts
@@ -186,13 +187,12 @@ class Decoder:
         return may and self.residual.capturable and all(block.capturable for block in self.blocks)
 
     @property
-    def captures_prompts(self) -> bool:
-        """True if one may hold that of a prompt that stands alone."""
-        return (
-            self.ranks is None
-            and not current().is_exact
-            and all(block.captures_prompts for block in self.blocks)
-        )
+    def most_captured_prompt(self) -> int:
+        """Rows of the longest prompt whose forward one may hold, if it stands alone; 0: none."""
+        if current().is_exact or not all(block.captures_prompts for block in self.blocks):
+            return 0
+        # NCCL's sums of many rows are left out of graphs
+        return PROMPTS[-1] if self.ranks is None else self.ranks.most_summed // self.n_embd
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding(tokens)

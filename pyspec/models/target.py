@@ -229,8 +229,8 @@ class Target(Protocol):
         ...
 
     @property
-    def captures_prompts(self) -> bool:
-        """Whether a CUDA graph may hold the forward of a prompt that stands alone."""
+    def most_captured_prompt(self) -> int:
+        """Rows of the longest prompt whose forward a CUDA graph may hold, if it stands alone; 0: none."""
         ...
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:

@@ -157,7 +157,7 @@ def start(d: Description) -> None:
         arena=Arena(d.settings.np, describe.arena_pages(d), torch.device("cpu"), d.width),
         forward=Lays(),
         drafter=None,
-        target=SimpleNamespace(captures_prompts=False),
+        target=SimpleNamespace(most_captured_prompt=0),
         memory=SimpleNamespace(reset=lambda slot: None),
     )
     capture(worker, d.batch, 0, d.settings.ubatch)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class FakeTarget:
 
     n_vocab, n_embd, n_layer = N_VOCAB, 8, 1
     device = torch.device("cpu")
-    captures_prompts = False
+    most_captured_prompt = 0
 
     def __init__(self, table: SlotTable) -> None:
         self.pool = KVPool(table.n_row, 1, 1, KvFormat.named("f32"), self.device)

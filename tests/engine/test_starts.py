@@ -145,7 +145,7 @@ def captured(
         arena=Arena(np, table.pages_for(n_ctx + overhang), CPU, needs.n_draft + 1),
         forward=forward,
         drafter=drafter_of(kind, needs, table),
-        target=SimpleNamespace(captures_prompts=False),
+        target=SimpleNamespace(most_captured_prompt=0),
         memory=SimpleNamespace(reset=lambda slot: None),
     )
     limits = RowLimits(decoding=ubatch, prompts=batch)

@@ -72,7 +72,7 @@ struct Patience {  // limit > 0: how often a thread looks around, each time afte
 // A block's part in one call: where its numbers lie. To be made behind wait_for_predecessor.
 struct Meeting {
   float* own;
-  u32 place;  // of 2^25 numbers at most
+  u32 place;  // of 2^26 numbers at most
   int rank, block;
   u32 call;
 

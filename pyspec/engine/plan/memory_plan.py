@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from pyspec.cuda.ops.peer_sum.places import Places
 from pyspec.cuda.packed_cpu import runs_experts, runs_packed
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
@@ -32,7 +33,7 @@ NO_COPIES: tuple[
 
 def rank_bytes(n: int) -> int:
     """Additional workspace of each of `n` ranks on GPUs: the library's, and buffers for sums from others (ops/peer_sum)."""
-    return LIBRARY_BYTES + n * (17 << 20)
+    return LIBRARY_BYTES + Places(n).n_bytes + PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.linear import unpacked
+from pyspec.cuda.ops.peer_sum.places import Places
 from pyspec.draft.drafter import OWN_HEAD
 from pyspec.engine.plan.describe import Description, arena_pages, rings_of
 from pyspec.engine.plan.memory_plan import (
@@ -208,9 +209,11 @@ def _library_bytes(attention: Iterable[AttentionShape], kv: KvFormat) -> int:
 
 def _prompt_rows(d: Description) -> int:
     """Rows of all graphs of prompts, if the model has any."""
-    if not d.is_cuda or d.settings.tp > 1 or d.settings.exact or not d.own.captures_prompts:
+    if not d.is_cuda or d.settings.exact or not d.own.captures_prompts:
         return 0
-    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx))
+    tp = d.settings.tp
+    most = PROMPTS[-1] if tp == 1 else Places(tp).most // d.own.n_embd
+    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx, most))
 
 
 def _scratch(d: Description) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.kernel_context import current
+from pyspec.cuda.ops.peer_sum.places import CHUNK, MOST_RANKS, Places
 from pyspec.errors import DeviceError
 
-THREADS, CHUNK, BLOCKS, MOST_RANKS = 256, 1024, 256, 8
-PLACE = 8192  # numbers of a block, so that a sum takes up to 8 MiB, and 16 MiB of memory a rank
+THREADS = 256
 NOTHING = 0x80000000  # no rank has written here yet (peers.cuh)
 HANDLE = 64  # bytes of the driver's handle of memory, for other processes
 LIMIT = 400_000  # times that a thread of a check looks around: seconds
@@ -33,34 +32,6 @@ SHARED = (
 Place = Tensor | np.int64
 Meet = Callable[[], None]
 Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Of the memory that `n` ranks send to (peers.cuh). place: numbers of one rank's for one block, whole chunks."""
-
-    n: int
-    chunk: int = CHUNK
-    blocks: int = BLOCKS
-    place: int = PLACE
-
-    @property
-    def most(self) -> int:
-        """Numbers of a sum."""
-        return self.place * self.blocks
-
-    @property
-    def n_number(self) -> int:
-        """Flags of every block and rank, for even and odd calls."""
-        return self.blocks * 2 * self.n * self.place
-
-    @property
-    def n_bytes(self) -> int:
-        return 4 * (self.n_number + self.blocks + 1)
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {"RANKS": self.n, "CHUNK": self.chunk, "BLOCKS": self.blocks, "PLACE": self.place}
 
 
 class PeerSum:
