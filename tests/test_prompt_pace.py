@@ -10,10 +10,11 @@ import pytest
 from sampling import slow
 
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.forward_costs import ForwardCosts
+from pyspec.engine.policy.prompt_alone import PromptsAlone
 from pyspec.engine.policy.prompt_pace import (
     LEAST,
     PAUSE_MS,
-    ForwardCosts,
     PaceTargets,
     PromptPace,
 )
@@ -42,6 +43,8 @@ class Server:
     beside  the controller knows of prompts
     rows    of a forward with decoding slots; 0: by the pace
     host    ms that a forward with prompts takes at least beyond a graph's, because it is none
+    launch  ms that the host needs to launch such a forward, beside what the device does
+    graph   ms of the graph of one prompt; 0: there is none
     """
 
     n_slot: int
@@ -53,6 +56,8 @@ class Server:
     beside: bool = True
     rows: int = 0
     host: float = 0.0
+    launch: float = 0.0
+    graph: float = 0.0
     targets: PaceTargets = field(default_factory=PaceTargets)
 
     def __post_init__(self) -> None:
@@ -67,6 +72,9 @@ class Server:
         c.forget_acceptance()
         least = self.rows or 512
         self.pace = PromptPace(least, self.rows or MOST, c.forward_costs, self.targets)
+        if self.graph:
+            self.pace.alone.graph_of = lambda n: 320 if 96 <= n <= 320 else None
+        self.n_alone = 0
         self.parts = [Part(left=self.rng.randrange(8, ANSWER)) for _ in range(self.n_slot)]
         for i in range(self.n_slot):
             c.begin(i)
@@ -82,6 +90,9 @@ class Server:
         reading = [p for p in self.parts if not p.is_decoding]
         n_drafted = sum(c.lanes[i].n_draft for i in decoding) if self.mode != "plain" else 0
         limit = MOST
+        n_verify = len(decoding) + n_drafted
+        if reading and self.read_alone(reading, n_verify, c.verify_ms(n_verify) if n_verify else 0.0):
+            return
         if decoding:
             limit = self.pace.rows(self.parts, self.ms / 1e3, len(decoding) + n_drafted)
         beside = min(sum(p.to_read for p in reading), limit - len(decoding))
@@ -98,7 +109,9 @@ class Server:
             n = min(p.to_read, free)
             p.to_read, free, n_row = p.to_read - n, free - n, n_row + n
             work += [p] if n else []
-        took = self.cost(n_row) + (self.host if n_row > n_verify else 0.0)
+        took = self.cost(n_row)
+        if n_row > n_verify:
+            took = max(took + self.host, self.launch)
         draft_ms = self.pass_ms * max(picked, default=0)
         self.ms += took + draft_ms
         for p in work:
@@ -125,6 +138,21 @@ class Server:
             c.timed(n_row, len(decoding), took, len(live), max(live, default=0), draft_ms)
         else:
             c.timed_beside(took + draft_ms)
+
+    def read_alone(self, reading: list[Part], n_verify: int, verify_ms: float) -> bool:
+        """A round of one prompt, if the policy chooses one."""
+        whole = [p.to_read if p.to_read == PROMPT else 0 for p in reading]
+        n_other = sum(p.to_read for p, n in zip(reading, whole, strict=True) if not n)
+        at = self.pace.alone.pick(whole, n_other, n_verify, verify_ms)
+        if at is None:
+            return False
+        reading[at].to_read = 0
+        self.n_alone += 1
+        self.ms += self.graph
+        self.firsts.append(self.ms - 1e3 * reading[at].started)
+        self.pace.landed_alone(320, self.graph)
+        self.controller.timed_beside(self.graph)
+        return True
 
     def rate(self, rounds: int = 1500) -> float:
         """Tokens a second, once the first requests are gone."""
@@ -246,3 +274,47 @@ def test_a_target_for_output_tokens_holds_in_the_mean() -> None:
         server.rate(600)
     mean, without = (sum(server.gaps) / len(server.gaps) for server in (slow, free))
     assert mean < 34 < without
+
+
+FOUR_CARDS = {"floor": 4.5, "each": 0.046, "launch": 62.0}  # a 27B model, milliseconds
+ONE_CARD = {"floor": 11.0, "each": 0.111, "launch": 43.0}
+
+
+@pytest.mark.parametrize("mode", ["plain", "chosen"])
+@pytest.mark.parametrize("n_slot", [8, 30, pytest.param(64, marks=pytest.mark.slow)])
+def test_prompts_run_alone_where_the_host_launches_slowly(n_slot: int, mode: str) -> None:
+    together = Server(n_slot, mode=mode, **FOUR_CARDS)  # type: ignore[arg-type]
+    apart = Server(n_slot, mode=mode, graph=19.0, **FOUR_CARDS)  # type: ignore[arg-type]
+    assert apart.rate() > 1.1 * together.rate() and apart.n_alone > 30
+
+
+@pytest.mark.parametrize("mode", ["plain", "chosen"])
+@pytest.mark.parametrize("n_slot", [8, 30, pytest.param(64, marks=pytest.mark.slow)])
+def test_prompts_alone_cost_nothing_where_the_device_is_the_limit(n_slot: int, mode: str) -> None:
+    together = Server(n_slot, mode=mode, **ONE_CARD)  # type: ignore[arg-type]
+    apart = Server(n_slot, mode=mode, graph=39.0, **ONE_CARD)  # type: ignore[arg-type]
+    assert apart.rate() > 0.98 * together.rate()
+
+
+def test_a_prompt_alone_is_chosen_by_measured_times() -> None:
+    costs = ForwardCosts()
+    alone = PromptsAlone(costs)
+    assert alone.pick([300], 0, 8, 5.0) is None, "there is no graph"
+    alone.graph_of = lambda n: 320 if 96 <= n <= 320 else None
+    assert alone.pick([300], 0, 8, 5.0) is None, "nothing is known of a forward for all"
+    costs.add(308, 62.0)
+    assert alone.pick([300], 0, 0, 0.0) is None, "it is alone in any case"
+    assert alone.pick([50, 400, 300], 0, 8, 5.0) == 2, "one round tells"
+    alone.landed(320, 20.0)
+    assert alone.pick([300], 0, 8, 5.0) == 0
+    assert alone.pick([300], 0, 8, 45.0) is None, "a round of the decoding slots behind is too much"
+    assert alone.pick([300], 200, 8, 5.0) is None, "a forward for the other prompts is needed anyway"
+    assert alone.pick([300] * 2, 0, 8, 5.0) == 0 and alone.pick([300] * 3, 0, 8, 5.0) is None
+    alone.rested = PAUSE_MS - 10
+    assert alone.pick([300], 0, 8, 5.0) is None, "decoding slots have waited enough"
+    assert alone.pick([300] * 2, 0, 0, 0.0) == 0, "and these do not wait"
+    pace = PromptPace(512, 2048, costs, PaceTargets(tpot=20.0))
+    pace.landed_alone(320, 20.0)
+    assert pace.balance == -20.0 and pace.alone.rested == 20.0
+    pace.landed(8, 5.0, 0, decodes=True)
+    assert pace.alone.rested == 0.0 and pace.balance == -5.0

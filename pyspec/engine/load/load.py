@@ -55,7 +55,8 @@ from pyspec.engine.plan.planned_bytes import (
     start_bytes,
 )
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.prompt_pace import ForwardCosts, PaceTargets, PromptPace
+from pyspec.engine.policy.forward_costs import ForwardCosts
+from pyspec.engine.policy.prompt_pace import PaceTargets, PromptPace
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended
 from pyspec.errors import RankLost
@@ -263,7 +264,10 @@ def _loop(
         else Timer(),
         forward_costs=costs,
     )
-    pace = PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, PaceTargets(s.tpot, s.ttft))
+    targets = PaceTargets(s.tpot, s.ttft)
+    pace = PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, targets)
+    if arena is not None:
+        pace.alone.graph_of = arena.prompt_bucket
     if arena is not None and isinstance(drafter, GraphedDrafter):
         drafter.use_graphs(partial(make_arena, d.draft_width))
     kind = Worker if memory.is_whole else TpWorker

@@ -175,6 +175,13 @@ class Job:
         return self.n_prefill - done, min(to_cut or SCORED, SCORED) if self.n_to_score else to_cut
 
     @property
+    def is_unread(self) -> bool:
+        """Whether one forward may read its prompt as a whole, from the first token on."""
+        assert self.slot is not None
+        left, cut = self.todo
+        return not (self.slot.n_past or self.slot.n_fold or self.n_to_score) and (not cut or cut >= left)
+
+    @property
     def n_to_score(self) -> int:
         """Prompt rows left whose logits are needed for prompt logprobs."""
         if self.request.prompt_logprobs is None or self.slot is None:

@@ -24,7 +24,7 @@ from pyspec.engine.loop.grammar_turns import Turns
 from pyspec.engine.loop.job import End, Job, blamed
 from pyspec.engine.loop.lookahead import Lookahead
 from pyspec.engine.loop.pending_round import PendingRound
-from pyspec.engine.loop.round import RowLimits, Work, logits_need, n_beside, plan_work
+from pyspec.engine.loop.round import RowLimits, Work, alone_of, logits_need, n_beside, plan_work
 from pyspec.engine.loop.slot_actions import run_task
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import SlotTask
@@ -194,6 +194,11 @@ class Loop:
         if len(decoding) == len(self.awake):
             return self.speculator.draft(decoding)
         n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
+        if (
+            alone := alone_of(self.awake, self.pace.alone, n_verify, self.controller.verify_ms)
+        ) is not None:
+            self.awake = [alone]
+            return {}
         self.limits = replace(self.limits, decoding=self.pace.rows(self.awake, self.clock(), n_verify))
         return self.speculator.draft(decoding, n_beside(self.awake, self.limits))
 
@@ -263,9 +268,7 @@ class Loop:
     def wait(self, pending: PendingRound) -> Fault | None:
         """Wait for the forward and return its fault record."""
         self.committer.flush_deferred()
-        with (
-            self.worker.lock.released()
-        ):  # listeners are the caller's code, and may wait for another engine
+        with self.worker.lock.released():  # listeners are the caller's, and may wait for another engine
             self.on_wait()
             if pending.is_behind:
                 pending.refuse(self.jobs)
@@ -288,15 +291,11 @@ class Loop:
         self.landed = pending.arrived
         self.throttle.landed(self.landed, pending.work)
         if self.controller.force is None:
-            took, n_row = 1e3 * (self.landed - pending.since), pending.launched.batch.n_row
-            read = [w.seq.width for w in pending.work if w.is_prompt]
-            self.pace.landed(n_row, took, sum(read), decodes=len(read) < len(pending.work))
+            pending.count(self.pace, 1e3 * (self.landed - pending.since))
         return fault
 
     def _hand_out(self) -> None:
-        with (
-            self.worker.lock.released()
-        ):  # listeners are the caller's code, and may wait for another engine
+        with self.worker.lock.released():  # listeners are the caller's, and may wait for another engine
             self.on_wait()
 
     def ask_masked(self, pending: PendingRound) -> tuple[list[Span], Tensor] | None:

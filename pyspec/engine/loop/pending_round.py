@@ -11,6 +11,7 @@ from pyspec.device.worker import Launched, is_device_error
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.prompt_scores import send_scores
 from pyspec.engine.loop.round import Work
+from pyspec.engine.policy.prompt_pace import PromptPace
 from pyspec.errors import SlotError
 from pyspec.repeats import limited
 from pyspec.sample.choose import Chosen, Span, choose
@@ -53,6 +54,14 @@ class PendingRound:
     @property
     def batch_starts(self) -> Sequence[int]:
         return self.launched.batch.starts
+
+    def count(self, pace: PromptPace, ms: float) -> None:
+        """Tell the policy of prompts how long it took, in milliseconds."""
+        batch, read = self.launched.batch, [w.seq.width for w in self.work if w.is_prompt]
+        if batch.prompt:
+            pace.landed_alone(batch.bucket or batch.n_row, ms)
+        else:
+            pace.landed(batch.n_row, ms, sum(read), decodes=len(read) < len(self.work))
 
     @property
     def is_watched(self) -> bool:

@@ -5,10 +5,11 @@ The device gets `slots.round.Round`, plain integers. Planning is arithmetic: no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspec.engine.loop.job import Job
+from pyspec.engine.policy.prompt_alone import PromptsAlone
 from pyspec.slots.batch import Seq, SeqMode
 from pyspec.slots.drafts import NO_DRAFTS, Drafts
 from pyspec.slots.round import ALL, LogitsNeed
@@ -92,6 +93,17 @@ def n_beside(jobs: Iterable[Job], limits: RowLimits) -> int:
     n_left = sum(job.todo[0] for job in jobs if not job.is_decoding)
     n_decoding = sum(job.is_decoding for job in jobs)
     return min(n_left, max(limits.decoding - n_decoding, 1)) if n_decoding else n_left
+
+
+def alone_of(
+    jobs: Iterable[Job], alone: PromptsAlone, n_verify: int, verify_ms: Callable[[int], float]
+) -> Job | None:
+    """The prompt that the next round reads by itself, as a graph; None: all jobs take part. n_verify: rows of those that decode."""
+    reading = [job for job in jobs if not job.is_decoding]
+    whole = [job.n_prefill if job.is_unread else 0 for job in reading]
+    n_other = sum(job.todo[0] for job, n in zip(reading, whole, strict=True) if not n)
+    at = alone.pick(whole, n_other, n_verify, verify_ms(n_verify) if n_verify else 0.0)
+    return None if at is None else reading[at]
 
 
 def plan_work(

@@ -25,7 +25,7 @@ from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
-from pyspec.engine.policy.prompt_pace import ForwardCosts
+from pyspec.engine.policy.forward_costs import ForwardCosts
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
 from pyspec.slots.table import Slot

@@ -8,76 +8,18 @@ output token makes it smaller, a time to first token larger.
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from pyspec.engine.policy.forward_costs import ForwardCosts
+from pyspec.engine.policy.prompt_alone import PromptsAlone
 
 PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer
 LEAST = 64  # prompt rows that a forward has in any case, so that prompts go on
-N_SAMPLE = 5  # forwards of a size that costs are taken from
-FAR = 1000.0  # factor beyond the largest forward that was measured
 CREDIT = 8.0  # rounds of the target that saved time counts for
 URGENT = 0.5  # share of the time to first token after which a waiting prompt takes all rows
 NEWER = 0.1  # weight of the last round in the mean tokens of a slot
-
-Floats = NDArray[np.float64]
-
-
-class ForwardCosts:
-    """Milliseconds of forwards that read prompts, by rows: medians of the last ones of a size, and straight lines between sizes.
-
-    A forward has a fixed part, which is large on a GPU, where it is no graph. What is smaller than all that was measured counts as if half of
-    the smallest were fixed; what is larger, as if nothing were.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[int, deque[tuple[int, float]]] = {}  # by size class: rows and milliseconds
-        self._curve: tuple[Floats, Floats] | None = None
-
-    def add(self, n_row: int, ms: float) -> None:
-        """A forward of so many rows took so long, its wait for the results included."""
-        self._last.setdefault(size_class(n_row), deque(maxlen=N_SAMPLE)).append((n_row, ms))
-        self._curve = None
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self._last)
-
-    @property
-    def curve(self) -> tuple[Floats, Floats]:
-        """Rows, from 0 to more than any forward has, and milliseconds, which never fall."""
-        if self._curve is None:
-            medians = [np.median(np.array(last), axis=0) for _, last in sorted(self._last.items())]
-            rows, ms = np.array(medians).T
-            rows = np.concatenate(([0.0], rows, [FAR * rows[-1]]))
-            ms = np.concatenate(([ms[0] / 2], ms, [FAR * ms[-1]]))
-            self._curve = rows, np.maximum.accumulate(ms)
-        return self._curve
-
-    def ms(self, n_row: Floats) -> Floats:
-        """Of forwards of so many rows."""
-        return np.interp(n_row, *self.curve)
-
-    def rows(self, ms: float) -> int:
-        """Most rows of a forward that takes no longer."""
-        rows, took = self.curve
-        at = int(np.searchsorted(took, ms, side="right"))
-        if at == len(rows):
-            return int(rows[-1])
-        if not at:
-            return 0
-        share = (ms - took[at - 1]) / (took[at] - took[at - 1])
-        return int(rows[at - 1] + share * (rows[at] - rows[at - 1]))
-
-
-def size_class(n_row: int) -> int:
-    """Rows that are measured together: two classes an octave."""
-    return int(2 * math.log2(max(n_row, 1)))
 
 
 class PacedRequest(Protocol):
@@ -106,6 +48,7 @@ class PromptPace:
     """Rows of a forward with decoding slots: `least` to `most`, or a fixed number where both are equal.
 
     costs    of forwards with prompts
+    alone    whether a prompt runs by itself, as a graph
     balance  milliseconds that decoding slots have left of the target, by all rounds so far
     """
 
@@ -118,7 +61,7 @@ class PromptPace:
     ) -> None:
         self.least, self.most = min(least, most), most
         self.targets = PaceTargets() if targets is None else targets
-        self.costs = costs
+        self.costs, self.alone = costs, PromptsAlone(costs)
         self.balance = 0.0
         self._tokens = 1.0  # of a slot, in the mean of rounds
 
@@ -145,9 +88,17 @@ class PromptPace:
         """A forward of so many rows took so long. n_read: rows of prompts among them; decodes: other slots decoded in it."""
         if n_read:
             self.costs.add(n_row, ms)
+        if decodes:
+            self.alone.rested = 0.0
         if decodes and self.targets.tpot:
             most = CREDIT * self._allowed
             self.balance = min(max(self.balance + self._allowed - ms, -most), most)
+
+    def landed_alone(self, rows: int, ms: float) -> None:
+        """A prompt's graph of so many rows took so long, and decoding slots, if there are any, waited for it."""
+        self.alone.landed(rows, ms)
+        if self.targets.tpot:
+            self.balance = max(self.balance - ms, -CREDIT * self._allowed)
 
     def committed(self, n_tokens: Sequence[int]) -> None:
         """Decoding slots were given so many tokens each in a round."""

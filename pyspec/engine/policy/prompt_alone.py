@@ -1,0 +1,82 @@
+"""Whether a prompt runs alone, as a CUDA graph, while other requests rest for a round. Arithmetic only: no torch, and no clock of its own.
+
+A forward with prompts and decoding slots is no graph. The host launches its kernels one by one, which takes it longer than the device needs
+if the model is small or divided over several GPUs: 62 ms for a forward of a 27B model on four H100, where the graph of a prompt of 300 tokens
+takes about 20. One such forward for all requests is then slower than a graph for each prompt and a round of the decoding slots behind.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import numpy as np
+
+from pyspec.engine.policy.forward_costs import ForwardCosts
+
+N_SAMPLE = 5  # graphs of a size that costs are taken from
+PAUSE_MS = 400.0  # most that decoding slots wait for such rounds, one after the other
+DOUBT_EVERY = 50  # such choices, one forward for all is measured anew
+BETTER = 0.95  # of the time of one forward for all; above it nothing is gained that noise does not take
+
+GraphOf = Callable[[int], int | None]
+
+
+class PromptsAlone:
+    """Chooses rounds of one prompt.
+
+    graph_of  rows of the graph that holds a whole prompt of so many tokens; None: there is none
+    costs     of forwards with prompts that are no graphs
+    rested    milliseconds that decoding slots have waited for such rounds, since their own last one
+    """
+
+    def __init__(self, costs: ForwardCosts) -> None:
+        self.graph_of: GraphOf = lambda n_row: None
+        self.costs = costs
+        self.rested = 0.0
+        self._last: dict[int, deque[float]] = {}  # by rows of the graph: milliseconds
+        self._n_picked = 0
+
+    def landed(self, rows: int, ms: float) -> None:
+        """The graph of a prompt, of so many rows, took so long."""
+        self._last.setdefault(rows, deque(maxlen=N_SAMPLE)).append(ms)
+        self.rested += ms
+
+    def pick(self, whole: Sequence[int], n_other: int, n_verify: int, verify_ms: float) -> int | None:
+        """The prompt that runs alone in this round; None: all requests run together.
+
+        whole: tokens of each prompt that waits from its first token on, oldest first, 0 if it can not be a graph; n_other: rows of the other
+        prompts; n_verify: rows of the decoding slots, in `verify_ms` milliseconds by themselves.
+        """
+        graphs = [(i, rows) for i, n in enumerate(whole) if (rows := self.graph_of(n))]
+        if not graphs or not self.costs.is_known:
+            return None
+        n_together = sum(whole) + n_other + n_verify
+        if n_together == whole[graphs[0][0]]:  # it is alone in any case
+            return None
+        times = [self._ms(rows) for _, rows in graphs]
+        if times[0] is None:
+            return graphs[0][0]  # one round tells
+        n_rest = n_together - sum(whole[i] for i, _ in graphs)
+        rest = verify_ms if n_rest == n_verify else self._joint_ms(n_rest)
+        apart = sum(times[0] if ms is None else ms for ms in times) + (rest if n_rest else 0.0)
+        if n_verify and self.rested + times[0] > PAUSE_MS:
+            return None
+        if apart >= BETTER * self._joint_ms(n_together):
+            return None
+        self._n_picked += 1
+        return graphs[0][0] if self._n_picked % DOUBT_EVERY else None
+
+    def _ms(self, rows: int) -> float | None:
+        """Milliseconds of a graph: of the smallest one that has run and is no smaller, else of the largest; None: none has run."""
+        known = sorted(self._last)
+        if not known:
+            return None
+        return median(self._last[next((n for n in known if n >= rows), known[-1])])
+
+    def _joint_ms(self, n_row: int) -> float:
+        """Milliseconds of one forward of so many rows, at least: what is smaller than all that was measured counts as if nothing were fixed,
+        and what is larger as if it took no longer. So a size that nothing is known of is tried."""
+        (_, *rows, _), (_, *ms, _) = self.costs.curve
+        return float(np.interp(n_row, [0.0, *rows], [0.0, *ms]))
