@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 VERDICT = "this machine runs pyspec with its own kernels"
 ON_CPU = "this machine runs pyspec on its CPU"
 NUMBA = "numba is not installed"
+ELSEWHERE = frozenset(
+    {"runs on NVIDIA GPUs only", "runs on GPUs only", "runs on CPUs only", "for GPUs"}
+)  # reasons that say nothing about this machine
 FAILED = ("failed its check", "outputs differ", "its check")
 """Beginnings of refusals that show a wrong kernel, not a limit."""
 
@@ -240,8 +243,10 @@ def _show(about: dict[str, Any]) -> None:
     has_cost = any("lower" in f for f in about["ops"])
     t = table("op", "shape", "runs as", *(["a tier lower"] if has_cost else []), "refused")
     for f in about["ops"]:
-        refused = "\n".join(f"{r['impl']}: {r['reason']}" for r in f["refused"]) or "-"
+        here = (r for r in f["refused"] if r["reason"] not in ELSEWHERE)
+        refused = "\n".join(f"{r['impl']}: {r['reason']}" for r in here) or "-"
         lower = [_lower(f["lower"])] if has_cost else []
         row(t, f["op"], f["shape"], f["choice"], *lower, refused)
     show(t)
+    click.echo("Implementations for other kinds of devices are left out; --json has them.")
     click.echo(about["verdict"])

@@ -61,7 +61,8 @@ class SynthFlags:
 def synth(entry: str, out: Path, flags: SynthFlags) -> None:
     """Write a random model with real dimensions.
 
-    The text is meaningless; the speed is the real model's. Example: pyspec synth qwen3 /tmp/tiny.gguf --tiny
+    The text is meaningless; the speed is the real model's. MODEL: a published size such as qwen3.6-27b or gemma-3-270m, or with --tiny an
+    architecture; a wrong name gets a list of all. Example: pyspec synth qwen3 /tmp/tiny.gguf --tiny
     """
     from pyspec.synth import write
 
