@@ -148,7 +148,8 @@ def test_all_ways_to_put_partials_together_give_the_same_bits(
         attend_cuda.Kernels.merge,
     )
     made = make(case, CPU)
-    for n_part in (1, attend_cuda.WIDE_WARPS, 10 * attend_cuda.WIDE_WARPS):
+    for i, n_part in enumerate((1, attend_cuda.WIDE_WARPS, 10 * attend_cuda.WIDE_WARPS)):
+        monkeypatch.setattr(attend_cuda, "MERGE_FINDS", (1, 7, 0)[i])
         monkeypatch.setattr(
             attend_cuda.Kernels, "merge", lambda k, _, dim, n=n_part: merge(k, n // (dim // 32), dim)
         )

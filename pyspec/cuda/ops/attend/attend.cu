@@ -31,7 +31,7 @@
 //
 // Macros: DIM, N_TILE (columns / 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
 // OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
-// soon), KEYS_AHEAD (most items of a launch that fetch their keys before the predecessor is over), MERGE_FINDS.
+// soon), KEYS_AHEAD (most items of a launch that fetch their keys before the predecessor is over), MERGE_FINDS (1 thin, 2 long, 4 wide).
 #include "kv_kinds.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
@@ -195,6 +195,7 @@ __device__ __forceinline__ void fetch_ahead(const Shared& s, const Item& item, c
   constexpr int K_CODES = n_code(K_KIND, DIM), V_CODES = n_code(V_KIND, DIM);
   constexpr int K_BYTES = K_CODES * sizeof(KeyCode), V_BYTES = V_CODES * sizeof(ValueCode);
   const int end = min(s.hull[1] - base, RANGE);
+#pragma unroll 1
   for (int key = max(s.hull[0] - base, 0) + threadIdx.x; key < end; key += THREADS) {
     const i64 at = (s.row16[key / 16] + key % 16) * static_cast<i64>(n_kv) + item.head;
     if (K_BYTES % 16 == 0) bulk_prefetch(k + at * K_CODES, K_BYTES);
@@ -429,13 +430,14 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
   const int of = a.row_seq[row], seq = of < 0 ? 0 : clamped(of, a.n_seq, OP_ID, -1, a.fault);
   if (of < 0) seen = {0, 0};
   const int group = a.n_head / a.n_kv, col = (row - a.seq_start[seq]) * group + head % group;
-  wait_for_predecessor();
+  if (!FINDS) wait_for_predecessor();
   const int per_item = FINDS ? items.per_item : a.plan[0], keys = per_item * RANGE;
   const int tiles = FINDS ? items.seq_hi[seq] : a.plan[1 + 2 * MAX_SEQ + seq];
   const int from = FINDS ? items.seq_lo[seq] : a.plan[1 + MAX_SEQ + seq];
   const int stride = tiles * a.n_kv;  // items from one split to the next
   const int at0 = (FINDS ? items.first[seq] : a.plan[1 + seq]) + (head / group) * tiles + col / COLS - from * stride;
   const int first = seen.lo / keys, end = seen.hi > seen.lo ? (seen.hi - 1) / keys + 1 : first;
+  if (FINDS) wait_for_predecessor();
 
   Running<OWN> row_sum, split_sum;
   const bool are_splits = per_item == FOLD;
@@ -465,8 +467,7 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
     }
   }
 #if HAS_SINKS
-  const float no_value[OWN] = {};
-  row_sum.add(a.sinks[head] * 1.44269504f, 1.f, no_value);  // log2(e): partials count in log2
+  row_sum.add(a.sinks[head] * 1.44269504f, 1.f, {});  // log2(e): partials count in log2
 #endif
   const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
   float* to = a.out + (static_cast<i64>(row) * a.n_head + head) * DIM + dim;
@@ -494,6 +495,6 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
   {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, SINKS_VALUE out, n_seq, n_head, n_kv, max_key, window, max_item, fault, n_block}
 
 // Few rows with many partials each want loads in flight, many rows want many warps, and the fewest rows both: the same sums.
-extern "C" __global__ void __launch_bounds__(128) attend_merge_thin(MERGE_ARGS) { merge<32, 1, MERGE_FINDS>(MERGE_VALUES); }
-extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16, 4, false>(MERGE_VALUES); }
-extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4, 4, false>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128) attend_merge_thin(MERGE_ARGS) { merge<32, 1, (MERGE_FINDS & 1) != 0>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16, 4, (MERGE_FINDS & 2) != 0>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4, 4, (MERGE_FINDS & 4) != 0>(MERGE_VALUES); }

@@ -42,7 +42,8 @@ WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 
 # Items (128 keys of a head, or as many as it has dims) of a launch that fetch their keys and values to L2 while the predecessor runs: a few
 # rows' are 64 KB each, two for a multiprocessor. 0: none does
 KEYS_AHEAD = 264
-MERGE_FINDS = 1  # 0: who puts few partials together reads which there are, in place of finding it out meanwhile
+# Merges that find out which partials there are while the others are made, in place of reading it behind them: 1 thin, 2 long, 4 wide
+MERGE_FINDS = 1
 SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "pi"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
