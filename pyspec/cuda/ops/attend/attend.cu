@@ -423,7 +423,7 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
   __shared__ Items items;
   if constexpr (FINDS) {
     find_items<128>(items, a, gridDim.x, a.n_block);
-    __syncthreads();
+    __syncthreads();  // the first warp has found them
   }
   if (head >= a.n_head) return;
   Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.max_key);
