@@ -44,7 +44,12 @@ WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 
 KEYS_AHEAD = 264
 # Merges that find out which partials there are while the others are made, in place of reading it behind them: 1 thin, 2 long, 4 wide
 MERGE_FINDS = 1
-WAITING = ("sm_80", "sm_86", "sm_87", "sm_89")  # where no kernel starts before its predecessor is over: no merge finds anything
+WAITING = (
+    "sm_80",
+    "sm_86",
+    "sm_87",
+    "sm_89",
+)  # where no kernel starts before its predecessor is over: no merge finds anything
 SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "pi"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
