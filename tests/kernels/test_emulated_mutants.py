@@ -74,6 +74,7 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
         ("attend", "__syncwarp();", i, lambda seed, name=name: attended(name, seed))
         for i, name in ((3, "q8_0"), (5, "f8"), (7, "q4_0"), (9, "q4_0"))
     ),
+    ("attend", "__syncthreads();  // the first warp has found them", 0, lambda seed: attended("ragged", seed)),
     ("attend_latent", "copies_wait<0>();", 0, lambda seed: latently("ragged", seed)),
     *(("attend_latent", "__syncthreads();", i, lambda seed: latently("ragged", seed)) for i in (0, 1, 2, 3, 5, 6, 7)),
     ("attend_latent", "if (BUFFERS == 1) __syncthreads();", 0, lambda seed: latently("q8_0", seed)),

@@ -1,7 +1,8 @@
 """Compiles the launches of launchers, for GPUs that are not here: `python triton_targets.py OP...` in a process of its own.
 
 Not in the interpreter's process: there the same functions are no kernels. A launcher is given tensors of the CPU; instead of running
-its kernels `tri.launch` compiles them for every target. Prints a line for each; exits with 1 if one does not compile, or does not fit.
+its kernels `tri.launch` compiles them for every target. Prints a line for each; exits with 1 if one does not compile, or does not fit,
+or if its machine code is wrong in a way that can be told (machine_code.py).
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import triton
+from machine_code import broken_sums, disassembled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -63,6 +66,7 @@ CPU = torch.device("cpu")
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99, "gfx942": 64, "gfx1100": 64}
 """By target: NVIDIA's compute capabilities, AMD's names."""
 LARGE = (80, 90, 100)
+NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 NUMBERS = [t for t in KV_TYPES.values() if not t.is_packed]
 TYPES = {
     torch.float32: "fp32",
@@ -84,7 +88,7 @@ def target_of(name: int | str) -> GPUTarget:
 
 
 def compiled(name, kernel, args, constants, warps) -> str:
-    """The result as text; RuntimeError if it takes more shared memory than there is."""
+    """The result as text; RuntimeError if it takes more shared memory than there is, or its machine code is wrong."""
     signature, attributes = {}, {}
     given = iter(args)
     for i, parameter in enumerate(kernel.arg_names):
@@ -100,7 +104,10 @@ def compiled(name, kernel, args, constants, warps) -> str:
             signature[parameter] = "fp32" if isinstance(value, float) else "i32"
     assert next(given, None) is None, f"{kernel.__name__} is given more than it takes"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    shared = triton.compile(source, target=target_of(name), options={"num_warps": warps}).metadata.shared
+    build = triton.compile(source, target=target_of(name), options={"num_warps": warps})
+    shared = build.metadata.shared
+    if "cubin" in build.asm and (wrong := broken_sums(disassembled(build.asm["cubin"], NVDISASM))):
+        raise RuntimeError(f"{kernel.__name__}: the compiler has mixed the halves of addresses: {wrong}")
     if shared > SHARED[name] * 1024:
         raise RuntimeError(f"{shared} bytes of shared memory, there are {SHARED[name]} KB")
     return f"{kernel.__name__} {name}: {shared} bytes of shared memory"

@@ -148,12 +148,30 @@ def test_all_ways_to_put_partials_together_give_the_same_bits(
         attend_cuda.Kernels.merge,
     )
     made = make(case, CPU)
-    for n_part in (1, attend_cuda.WIDE_WARPS, 10 * attend_cuda.WIDE_WARPS):
+    for i, n_part in enumerate((1, attend_cuda.WIDE_WARPS, 10 * attend_cuda.WIDE_WARPS)):
+        monkeypatch.setattr(attend_cuda, "MERGE_FINDS", (1, 7, 0)[i])
         monkeypatch.setattr(
             attend_cuda.Kernels, "merge", lambda k, _, dim, n=n_part: merge(k, n // (dim // 32), dim)
         )
         with emulated_gpu(seed=3):
             found.append(attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("name", ["ragged", "sinks", "small window", "q5_1 window"])
+def test_a_row_has_the_same_bits_whoever_finds_its_partials_and_fetches_its_keys(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, found = CASES[name], []
+    made = make(case, CPU)
+    for ahead, finds in ((0, 0), (264, 1), (264, 0)):
+        monkeypatch.setattr(attend_cuda, "KEYS_AHEAD", ahead)
+        monkeypatch.setattr(attend_cuda, "MERGE_FINDS", finds)
+        with emulated_gpu(seed=3 + finds, n_multiprocessor=3 + 9 * finds):
+            attend = attend_cuda.bind(spec_of(case, CPU))
+            found.append(attend(made.q, made.pool, made.batch, case.window, made.sinks))
+            assert faults.record(CPU).tolist() == [0] * 5
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 

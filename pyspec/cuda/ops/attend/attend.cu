@@ -31,7 +31,7 @@
 //
 // Macros: DIM, N_TILE (columns / 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
 // OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
-// soon).
+// soon), KEYS_AHEAD (most items of a launch that fetch their keys before the predecessor is over), MERGE_FINDS (1 thin, 2 long, 4 wide).
 #include "kv_kinds.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
@@ -49,6 +49,12 @@ __device__ constexpr int step_bytes(int kind, bool is_keys) {
 constexpr int STEP_BYTES = most(step_bytes(K_KIND, true), step_bytes(V_KIND, false));
 constexpr u32 ALL = 0xffffffffu;
 
+struct Items {  // of a launch, see attend_items.cuh
+  int first[MAX_SEQ + 1];                                // first item of each sequence
+  int seq_lo[MAX_SEQ], seq_hi[MAX_SEQ], width[MAX_SEQ];  // first split, tiles and rows of each
+  int per_item;                                          // ranges per item
+};
+
 struct alignas(16) Shared {
   uint2 q[WARPS][2][N_TILE][32];    // fragment order: 4 of 32 dims of a column per lane and half
   uint2 p[WARPS][2][N_TILE][32];    // 4 of 32 keys of a column per lane and half
@@ -58,9 +64,7 @@ struct alignas(16) Shared {
   int lo[COLS], hi[COLS];
   int q_row[COLS];                  // row * n_head + head of a column; -1: none
   int row16[SPLIT / 16];            // pool row of every 16th key of the item
-  int first[MAX_SEQ + 1];           // first item of each sequence
-  int seq_lo[MAX_SEQ], seq_hi[MAX_SEQ], width[MAX_SEQ];
-  int per_item;                     // ranges per item
+  Items items;
   int hull[4];                      // of the tile: min lo, max hi, max lo, min hi
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
@@ -184,6 +188,22 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
 #include "prefetch.cuh"
 #endif
 
+#if __CUDA_ARCH__ >= 900
+// Keys and values of an item of one range on their way to L2, where this forward's newest rows may be written meanwhile.
+__device__ __forceinline__ void fetch_ahead(const Shared& s, const Item& item, const KeyCode* k, const ValueCode* v, int n_kv,
+                                            int base) {
+  constexpr int K_CODES = n_code(K_KIND, DIM), V_CODES = n_code(V_KIND, DIM);
+  constexpr int K_BYTES = K_CODES * sizeof(KeyCode), V_BYTES = V_CODES * sizeof(ValueCode);
+  const int end = min(s.hull[1] - base, RANGE);
+#pragma unroll 1
+  for (int key = max(s.hull[0] - base, 0) + threadIdx.x; key < end; key += THREADS) {
+    const i64 at = (s.row16[key / 16] + key % 16) * static_cast<i64>(n_kv) + item.head;
+    if (K_BYTES % 16 == 0) bulk_prefetch(k + at * K_CODES, K_BYTES);
+    if (V_BYTES % 16 == 0) bulk_prefetch(v + at * V_CODES, V_BYTES);
+  }
+}
+#endif
+
 // Scaled, rounded to the type of keys, in fragment order: a thread has 8 dims of one column of every N tile.
 __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
   const int in_tile = threadIdx.x / (DIM / 8), piece = threadIdx.x % (DIM / 8);
@@ -246,19 +266,24 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
                   n_row, n_seq, n_head, n_kv,       n_page_col, page_size, n_page, window,  max_item,  scale};
   const int lane = threadIdx.x % 32;
   const Lane me = {static_cast<int>(threadIdx.x) / 32, lane / 4, lane % 4};
-  find_items(s, a);
+  find_items<THREADS>(s.items, a, n_row, gridDim.x);
   __syncthreads();
-  const int per_item = s.per_item, total = s.first[n_seq];
+  const int per_item = s.items.per_item, total = s.items.first[n_seq];
   const auto begin = [&] {  // the batch's layout was there before the forward: q, k, v and readers of the last plan are not
     wait_for_predecessor();
-    if (blockIdx.x == 0) tell_items(s, a);
+    if (blockIdx.x == 0) tell_items(s.items, a);
   };
 
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
-    const Item item = item_of(s, a, index);
+    const Item item = item_of(s.items, a, index);
     const int base = item.split * per_item * RANGE;
     find_columns(s, a, item, base, per_item * RANGE);
-    if (index == blockIdx.x) begin();
+    if (index == blockIdx.x) {
+#if __CUDA_ARCH__ >= 900
+      if (per_item == 1 && total <= KEYS_AHEAD) fetch_ahead(s, item, k, v, n_kv, base);
+#endif
+      begin();
+    }
     Stream f;
     f.k = k + item.head * n_code(K_KIND, DIM);
     f.v = v + item.head * n_code(V_KIND, DIM);
@@ -343,7 +368,10 @@ struct MergeArgs {
   float* out;
   int n_seq, n_head, n_kv, max_key, window, max_item;
   int* fault;
+  int n_block;  // of attend_split
 };
+
+__device__ __forceinline__ int max_key_of(const MergeArgs& a) { return a.max_key; }
 
 // Adds partials i0 to i0 + n - 1, of up to 32 splits, to the row's sum, in order. What each counts for hangs on maxima alone: a lane finds
 // that for one of them, so that a chain of as many products and sums is left, where maxima and exponentials were one as well.
@@ -384,23 +412,32 @@ __device__ __forceinline__ void add_splits(Running<OWN>& sum, const MergeArgs& a
 }
 
 // Ranges fold into splits, splits into the row, in order. One warp per row, head and 32 * OWN dims, BATCH partials in flight.
-// Grid (row, head * PIECES / 4), block 128.
-template <int BATCH, int OWN>
+// Grid (row, head * PIECES / 4), block 128. FINDS: a block finds the items itself while attend_split runs, which leaves one read of L2
+// behind the wait in place of two; for few rows and blocks, as finding takes a look at each row.
+template <int BATCH, int OWN, bool FINDS>
 __device__ __forceinline__ void merge(const MergeArgs& a) {
   constexpr int PIECES = (DIM + 32 * OWN - 1) / (32 * OWN);
   const int row = blockIdx.x, warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = warp / PIECES, dim = (warp % PIECES * 32 + lane) * OWN;
   let_successor_start();
+  __shared__ Items items;
+  if constexpr (FINDS) {
+    find_items<128>(items, a, gridDim.x, a.n_block);
+    __syncthreads();  // the first warp has found them
+  }
   if (head >= a.n_head) return;
   Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.max_key);
   const int of = a.row_seq[row], seq = of < 0 ? 0 : clamped(of, a.n_seq, OP_ID, -1, a.fault);
   if (of < 0) seen = {0, 0};
   const int group = a.n_head / a.n_kv, col = (row - a.seq_start[seq]) * group + head % group;
-  wait_for_predecessor();
-  const int per_item = a.plan[0], tiles = a.plan[1 + 2 * MAX_SEQ + seq], keys = per_item * RANGE;
+  if (!FINDS) wait_for_predecessor();
+  const int per_item = FINDS ? items.per_item : a.plan[0], keys = per_item * RANGE;
+  const int tiles = FINDS ? items.seq_hi[seq] : a.plan[1 + 2 * MAX_SEQ + seq];
+  const int from = FINDS ? items.seq_lo[seq] : a.plan[1 + MAX_SEQ + seq];
   const int stride = tiles * a.n_kv;  // items from one split to the next
-  const int at0 = a.plan[1 + seq] + (head / group) * tiles + col / COLS - a.plan[1 + MAX_SEQ + seq] * stride;
+  const int at0 = (FINDS ? items.first[seq] : a.plan[1 + seq]) + (head / group) * tiles + col / COLS - from * stride;
   const int first = seen.lo / keys, end = seen.hi > seen.lo ? (seen.hi - 1) / keys + 1 : first;
+  if (FINDS) wait_for_predecessor();
 
   Running<OWN> row_sum, split_sum;
   const bool are_splits = per_item == FOLD;
@@ -411,10 +448,10 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
     float o[BATCH][OWN];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const int item = i0 + j < end ? clamped(at0 + (i0 + j) * stride, a.max_item, OP_ID, seq, a.fault) : 0;
-      const i64 at = static_cast<i64>(item) * COLS + col % COLS;
+      if (i0 + j >= end) break;  // few keys have few partials: the others' instructions would be fetched, too
+      const i64 at = static_cast<i64>(clamped(at0 + (i0 + j) * stride, a.max_item, OP_ID, seq, a.fault)) * COLS + col % COLS;
       ml[j] = make_float2(none_seen(), 0.f);
-      if (i0 + j < end && dim < DIM) {
+      if (dim < DIM) {
         ml[j] = *reinterpret_cast<const float2*>(a.part_ml + 2 * at);
         load<OWN>(o[j], a.part + at * DIM + dim);
       }
@@ -430,8 +467,7 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
     }
   }
 #if HAS_SINKS
-  const float no_value[OWN] = {};
-  row_sum.add(a.sinks[head] * 1.44269504f, 1.f, no_value);  // log2(e): partials count in log2
+  row_sum.add(a.sinks[head] * 1.44269504f, 1.f, {});  // log2(e): partials count in log2
 #endif
   const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
   float* to = a.out + (static_cast<i64>(row) * a.n_head + head) * DIM + dim;
@@ -454,11 +490,11 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
 #define MERGE_ARGS                                                                                                  \
   const float *part, const float *part_ml, const int *plan, const i64 *positions, const i64 *lo, const i64 *hi,     \
       const int *row_seq, const int *seq_start, SINKS_ARG float *out, int n_seq, int n_head, int n_kv, int max_key, \
-      int window, int max_item, int *fault
+      int window, int max_item, int *fault, int n_block
 #define MERGE_VALUES \
-  {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, SINKS_VALUE out, n_seq, n_head, n_kv, max_key, window, max_item, fault}
+  {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, SINKS_VALUE out, n_seq, n_head, n_kv, max_key, window, max_item, fault, n_block}
 
 // Few rows with many partials each want loads in flight, many rows want many warps, and the fewest rows both: the same sums.
-extern "C" __global__ void __launch_bounds__(128) attend_merge_thin(MERGE_ARGS) { merge<32, 1>(MERGE_VALUES); }
-extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16, 4>(MERGE_VALUES); }
-extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4, 4>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128) attend_merge_thin(MERGE_ARGS) { merge<32, 1, (MERGE_FINDS & 1) != 0>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16, 4, (MERGE_FINDS & 2) != 0>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4, 4, (MERGE_FINDS & 4) != 0>(MERGE_VALUES); }

@@ -1,5 +1,7 @@
 // The work list of attend.cu: every block finds the same items (a run of keys, a KV head, a tile of columns) from the
 // batch's layout, and what an item's columns see. Reads nothing that the forward writes.
+//
+// A thread goes through these loops once, or hardly more often: unrolled, they are 2,000 instructions that each launch fetches anew.
 #pragma once
 
 struct Args {
@@ -13,25 +15,33 @@ struct Args {
   float scale;  // times log2(e)
 };
 
-__device__ __forceinline__ int tiles_of(const Args& a, int width) {
+__device__ __forceinline__ int max_key_of(const Args& a) { return a.n_page_col * a.page_size; }
+
+template <class A>
+__device__ __forceinline__ int tiles_of(const A& a, int width) {
   return (width * (a.n_head / a.n_kv) + COLS - 1) / COLS;
 }
 
-__device__ __forceinline__ int width_of(const Args& a, int seq) {
+template <class A>
+__device__ __forceinline__ int width_of(const A& a, int n_row, int seq) {
   const int start = a.seq_start[seq], end = a.seq_start[seq + 1];
-  return start >= 0 && end <= a.n_row && start < end ? end - start : 0;
+  return start >= 0 && end <= n_row && start < end ? end - start : 0;
 }
 
-// The span of positions each sequence's rows see, then how many items that makes: the same numbers in every block.
-__device__ void find_items(Shared& s, const Args& a) {
-  for (int i = threadIdx.x; i < a.n_seq; i += THREADS) {
+// The span of positions each sequence's rows see, then how many items that makes: the same numbers in every block, of N threads, of
+// attend_split (n_block of them) and of those who put partials together.
+template <int N, class A>
+__device__ void find_items(Items& s, const A& a, int n_row, int n_block) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < a.n_seq; i += N) {
     s.seq_lo[i] = 0x7fffffff;
     s.seq_hi[i] = 0;
-    s.width[i] = width_of(a, i);
+    s.width[i] = width_of(a, n_row, i);
   }
   __syncthreads();
-  for (int row = threadIdx.x; row < a.n_row; row += THREADS) {
-    const Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
+#pragma unroll 1
+  for (int row = threadIdx.x; row < n_row; row += N) {
+    const Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, max_key_of(a));
     const int of = a.row_seq[row];
     if (of < 0 || seen.lo >= seen.hi) continue;
     const int seq = clamped(of, a.n_seq, OP_ID, -1, a.fault);
@@ -41,6 +51,7 @@ __device__ void find_items(Shared& s, const Args& a) {
   __syncthreads();
   if (threadIdx.x >= 32) return;
   int fine = 0, coarse = 0;
+#pragma unroll 1
   for (int i = threadIdx.x; i < a.n_seq; i += 32) {
     const int n = tiles_of(a, s.width[i]) * a.n_kv;
     if (s.seq_lo[i] >= s.seq_hi[i]) continue;
@@ -50,8 +61,9 @@ __device__ void find_items(Shared& s, const Args& a) {
   coarse = __reduce_add_sync(ALL, coarse);
   fine = __reduce_add_sync(ALL, fine);
   // Splits as items write less; ranges as items are FOLD times as many, for when splits would leave the machine idle.
-  const int keys = 4 * coarse <= 3 * static_cast<int>(gridDim.x) && fine <= a.max_item ? RANGE : SPLIT;
+  const int keys = 4 * coarse <= 3 * n_block && fine <= a.max_item ? RANGE : SPLIT;
   int before = 0;
+#pragma unroll 1
   for (int i0 = 0; i0 < a.n_seq; i0 += 32) {
     const int i = i0 + threadIdx.x;
     int n = 0, tiles = 0, from = 0;
@@ -79,9 +91,10 @@ __device__ void find_items(Shared& s, const Args& a) {
   }
 }
 
-// For attend_merge: one block tells what all know.
-__device__ __forceinline__ void tell_items(const Shared& s, const Args& a) {
+// For those who put partials together: one block tells what all know.
+__device__ __forceinline__ void tell_items(const Items& s, const Args& a) {
   if (threadIdx.x == 0) a.plan[0] = s.per_item;
+#pragma unroll 1
   for (int i = threadIdx.x; i < a.n_seq; i += THREADS) {
     a.plan[1 + i] = s.first[i];
     a.plan[1 + MAX_SEQ + i] = s.seq_lo[i];
@@ -93,7 +106,7 @@ struct Item {
   int seq, head, split, tile, start, n_col;
 };
 
-__device__ __forceinline__ Item item_of(const Shared& s, const Args& a, int index) {
+__device__ __forceinline__ Item item_of(const Items& s, const Args& a, int index) {
   Item item;
   item.seq = 0;
   while (s.first[item.seq + 1] <= index) item.seq++;
@@ -109,6 +122,7 @@ __device__ __forceinline__ Item item_of(const Shared& s, const Args& a, int inde
 // The key ranges of the tile's columns, and where the item's pages lie.
 __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Item& item, int base, int n_key) {
   const int group = a.n_head / a.n_kv;
+#pragma unroll 1
   for (int c = threadIdx.x; c < COLS; c += THREADS) {
     Seen seen = {0x7fffffff, 0};
     int q_row = -1;
@@ -126,6 +140,7 @@ __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Ite
     s.run_m[c] = none_seen();
     s.run_l[c] = 0.f;
   }
+#pragma unroll 1
   for (int i = THREADS - 1 - threadIdx.x; i < n_key / 16; i += THREADS) {  // other threads than the columns'
     const int p = base + 16 * i, col = min(p / a.page_size, a.n_page_col - 1);
     const i64 page = a.page_table[static_cast<i64>(item.seq) * a.n_page_col + col];
@@ -135,6 +150,7 @@ __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Ite
   __syncthreads();
   if (threadIdx.x < 32) {
     int min_lo = 0x7fffffff, max_hi = 0, max_lo = 0, min_hi = 0x7fffffff;
+#pragma unroll 1
     for (int c = threadIdx.x; c < min(COLS, item.n_col); c += 32) {
       min_lo = min(min_lo, s.lo[c]), max_lo = max(max_lo, s.lo[c]);
       min_hi = min(min_hi, s.hi[c]), max_hi = max(max_hi, s.hi[c]);

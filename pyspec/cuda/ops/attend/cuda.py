@@ -39,8 +39,19 @@ SPLIT, STEP_BYTES, SCALE_BYTES = 1024, 2048, 256  # as in attend_fold.cuh and at
 FEW, MANY = 16, 192
 MAX_DEPTH = 6
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
+# Items (128 keys of a head, or as many as it has dims) of a launch that fetch their keys and values to L2 while the predecessor runs: a few
+# rows' are 64 KB each, two for a multiprocessor. 0: none does
+KEYS_AHEAD = 264
+# Merges that find out which partials there are while the others are made, in place of reading it behind them: 1 thin, 2 long, 4 wide
+MERGE_FINDS = 1
+WAITING = (
+    "sm_80",
+    "sm_86",
+    "sm_87",
+    "sm_89",
+)  # where no kernel starts before its predecessor is over: no merge finds anything
 SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
-MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "p"
+MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "pi"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
 
@@ -113,6 +124,8 @@ class AttendBuild:
             "MIN_BLOCKS": self.blocks,
             "SHARED_BYTES": self.shared_bytes,
             "L2_FETCH": f'"{self.fetch}B"',
+            "KEYS_AHEAD": KEYS_AHEAD,
+            "MERGE_FINDS": 0 if self.arch in WAITING else MERGE_FINDS,
         }
 
 
@@ -345,7 +358,7 @@ class AttendLaunch:
         grid = min(kernels.grid, n_item)
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
         args = [part, part_ml, plan, *seen, *rows, *sink, out, i32(n_seq), *self.heads]
-        args += [i32(n_key), i32(window), i32(n_item), self.fault]
+        args += [i32(n_key), i32(window), i32(n_item), self.fault, i32(grid)]
         merge, own = kernels.merge(n_row * spec.n_head, spec.head_dim)
         pieces = -(-spec.head_dim // own)
         merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=self.overlap)

@@ -35,9 +35,13 @@ def pieces_of(spec: AttendSpec) -> tuple[int, int]:
 
 
 def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
-    """large: a multiprocessor has more than 200 KB of shared memory. Queries and keys lie there together."""
+    """large: a multiprocessor has more than 200 KB of shared memory. Queries and keys lie there together.
+
+    More than 32 wide keys at a time fill all registers on sm_90, with a descriptor for each 16 dims of a key, and ptxas 12.8 (of Triton 3.6)
+    then mixes the halves of some: an illegal memory access, or wrong numbers. tests/kernels/triton_targets.py looks for such code.
+    """
     wide = sum(pieces_of(spec))
-    keys = 64 if large or wide <= 128 else 32 if wide <= 320 else 16
+    keys = 64 if wide <= 128 else 32 if large or wide <= 320 else 16
     return AttendTiles(columns, keys, 2 if wide <= 320 else 1, 4 if wide <= 128 else 8)
 
 
