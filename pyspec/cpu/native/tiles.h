@@ -1,6 +1,7 @@
 // The few instructions of AMX that products use: eight tiles of at most 16 rows of 64 bytes. With PYSPEC_TILES_EMULATED they work on arrays, for
 // tests on CPUs without AMX, and end the process where the CPU would fault.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +32,7 @@ struct EmulatedTiles {
   uint8_t data[8][16][64];
 };
 inline thread_local EmulatedTiles tiles_here = {{.palette = 0}, {}};
+inline std::atomic<int64_t> n_tile_dot{0};
 
 inline void tiles_fault(const char *why) {
   std::fprintf(stderr, "tiles: %s\n", why);
@@ -80,6 +82,7 @@ inline void tile_store(void *to, int64_t stride) {
 template <int C, int A, int B, bool SIGNED_A>
 inline void tile_dot() {
   static_assert(C != A && C != B && A != B);
+  n_tile_dot.fetch_add(1, std::memory_order_relaxed);
   tile_is_there<C>(), tile_is_there<A>(), tile_is_there<B>();
   const TileShapes &s = tiles_here.shapes;
   tiles_want(s.n_row[C] == s.n_row[A] && s.n_byte[C] == s.n_byte[B] && s.n_byte[A] == 4 * s.n_row[B] && s.n_byte[C] % 4 == 0, "shapes do not fit");

@@ -1,7 +1,7 @@
 // Whether this process may use AMX's tiles. The first tile instruction runs in a child, because on some virtual machines that announce AMX it faults.
 #include "tiles.h"
 
-#if PYSPEC_TILES && !defined(PYSPEC_TILES_EMULATED)
+#if PYSPEC_TILES
 #include <cpuid.h>
 #include <errno.h>
 #include <signal.h>
@@ -14,6 +14,7 @@ using namespace pyspec;
 
 namespace {
 
+#if !defined(PYSPEC_TILES_EMULATED)
 bool cpu_has_tiles() {
   constexpr unsigned INT8 = 1u << 25, TILE = 1u << 24;
   unsigned a, b, c, d;
@@ -28,6 +29,7 @@ bool system_saves_tiles() {
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low & BOTH) == BOTH;
 }
+#endif
 
 // A product of two rows with two columns, whose sums are known
 bool tile_product_is_right() {
@@ -79,11 +81,19 @@ bool child_multiplies() {
 
 // 0: it may; else the number of a reason (build.py)
 extern "C" int32_t pyspec_tiles_ready() {
+#if !defined(PYSPEC_TILES_EMULATED)
   if (!cpu_has_tiles()) return 1;
   if (!system_saves_tiles()) return 2;
   if (!tiles_permitted()) return 3;
+#endif
   return child_multiplies() ? 0 : 4;
 }
+
+#if defined(PYSPEC_TILES_EMULATED)
+// Products of tiles since the start, and whether this thread holds tiles
+extern "C" int64_t pyspec_tiles_multiplied() { return n_tile_dot.load(); }
+extern "C" int32_t pyspec_tiles_held() { return tiles_here.shapes.palette; }
+#endif
 #else
-extern "C" int32_t pyspec_tiles_ready() { return PYSPEC_TILES ? 0 : 1; }
+extern "C" int32_t pyspec_tiles_ready() { return 1; }
 #endif
