@@ -15,15 +15,16 @@ import test_linear
 import torch
 from forced import EMULATED
 from sampling import few
-from test_linear import LONG, SHORT, product
+from test_linear import LONG, SHORT, product, table, weights
 
 from pyspec.cache import cache_root
 from pyspec.cpu import build, kernels
+from pyspec.cuda.ops.linear.cpu import prepared
 from pyspec.gguf import GGMLType as G
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 needs_vectors = pytest.mark.skipif("avx512" not in build.isas(), reason="this CPU has no AVX-512")
-SOURCES = ("linear", "plain", "pool", "run", "tiles_ready")
+SOURCES = ("linear", "linear_eight", "plain", "pool", "run", "tiles_ready")
 REFUSED = tuple(build.TILES_REFUSED)
 HERE = Path(__file__).parent
 AMX_FLAGS = build.SETS["x86_64"]["amx"][1]
@@ -65,6 +66,25 @@ def test_tiles_give_the_bits_of_vectors(tiles: ctypes.CDLL, kind: G) -> None:
                 got = product(kind, n_out, x[:n], isa="amx", n_thread=3)
                 want = product(kind, n_out, x[:n], isa="avx512")
                 assert got.allclose(want, rtol=0, atol=0, equal_nan=True), (n_out, n)
+
+
+@needs_vectors
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", few([*SHORT, *LONG], G.Q6_K), ids=lambda k: k.name)
+def test_tiles_of_eight_bits_give_the_bits_of_vectors(tiles: ctypes.CDLL, kind: G) -> None:
+    n_in = 768 if kind in LONG else 320
+    x = torch.randn(71, n_in, generator=torch.Generator().manual_seed(6))
+    x[3], x[4], x[5] = torch.nan, 0.0, torch.where(torch.arange(n_in) % 2 == 0, 1.0, -1.0)
+    for n_out in (37, 1, 72):
+        raw, _ = weights(kind, n_out, n_in)
+        for n in (1, 2, 3, 5, 11, 16, 17, 33, 71):
+            rows = prepared(x[:n], None, whole=False, eight=True)
+            sizes = (None, table(kind), int(kind), n, n_in, n_out, n_out, 0, 1.0)
+            got, want = torch.full((2, n, n_out), torch.nan)
+            for isa, y in (("amx", got), ("avx512", want)):
+                given = (raw, rows.x, rows.eight, None, None, y, None, *sizes)
+                test_linear.call(isa, 3, "pyspec_product_eight", "15qd", *given)
+            assert got.allclose(want, rtol=0, atol=0, equal_nan=True), (n_out, n)
 
 
 @needs_vectors

@@ -128,19 +128,12 @@ void many(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t 
 }
 
 #if PYSPEC_TILES
-// With fewer rows, products of tiles take longer than those of vectors (docs/kernels.md counts them).
-#if !defined(PYSPEC_TILES_FROM)
-#define PYSPEC_TILES_FROM 5
-#endif
-bool by_tiles(int64_t n_row) { return n_row >= PYSPEC_TILES_FROM && tiles_permitted(); }
-
 // A part whose rows are split here
 template <typename T>
 void tiled_part(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
-  Split split(part.n, rows.n_chunk, T::MINS);
-  split.take();
+  const SplitRows<T> split(part.n, rows.n_chunk);
   for (int64_t t = 0; t < split.n_tile; t++)
-    for (int64_t c = 0; c < split.n_chunk; c++) split.fill<T>(rows, part.first, t, c);
+    for (int64_t c = 0; c < split.n_chunk; c++) split.fill_chunk(rows, part.first, t, c);
   tiled<T>(p, matrix, split, part.first, part.first_o, part.last_o);
 }
 
@@ -148,10 +141,9 @@ void tiled_part(const ProductArgs &p, const Rows &rows, const Matrix &matrix, co
 template <typename T>
 void tiled_product(const ProductArgs &p, const Rows &rows) {
   const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
-  Split split(p.n_row, rows.n_chunk, T::MINS);
-  split.take();
+  const SplitRows<T> split(p.n_row, rows.n_chunk);
   each_range(split.n_tile * split.n_chunk, SPLIT_ALONE / split.m, [&](int64_t a, int64_t b) {
-    for (int64_t i = a; i < b; i++) split.fill<T>(rows, 0, i / split.n_chunk, i % split.n_chunk);
+    for (int64_t i = a; i < b; i++) split.fill_chunk(rows, 0, i / split.n_chunk, i % split.n_chunk);
   });
   const int64_t n_panel = (p.n_out + LANES - 1) / LANES, fair = n_panel / (8 * n_thread) / 2 * 2, size = std::clamp<int64_t>(fair, 2, PANELS);
   each((n_panel + size - 1) / size, [&](int64_t k) {

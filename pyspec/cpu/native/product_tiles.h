@@ -13,6 +13,12 @@
 #if PYSPEC_TILES
 namespace pyspec {
 
+// With fewer rows, products of tiles take longer than those of vectors (docs/kernels.md counts them).
+#if !defined(PYSPEC_TILES_FROM)
+#define PYSPEC_TILES_FROM 5
+#endif
+inline bool by_tiles(int64_t n_row) { return n_row >= PYSPEC_TILES_FROM && tiles_permitted(); }
+
 // 256 weights of sixteen outputs, a lane each: weights 4k to 4k + 3 in w[k], as a tile's row wants them; scales of their groups and offsets
 struct TileWeights {
   __m512i w[CHUNK / 4];
@@ -125,7 +131,10 @@ struct Split {
 
   // Memory of this thread, until its next call
   void take() {
-    static thread_local std::vector<__m512i> memory;
+    struct alignas(64) Line {
+      uint8_t of[64];
+    };
+    static thread_local std::vector<Line> memory;
     const size_t n_line = size_t(n_byte() / 64);
     if (memory.size() < n_line) memory.resize(n_line + n_line / 4);
     at = reinterpret_cast<uint8_t *>(memory.data());
@@ -218,6 +227,21 @@ UNROLL(16)
   for (int r = 0; r < M; r++) acc[r] = _mm512_fmadd_ps(total[r], _mm512_set1_ps(scale[r]), acc[r]);
 }
 
+// Rows of 16 bits as `tiled` wants them
+template <typename T>
+struct SplitRows : Split {
+  using Multiply = void(const TileWeights &, const uint8_t *, __m512 *);
+  Multiply *of_tile = nullptr;
+
+  SplitRows(int64_t n, int64_t n_chunk) : Split(n, n_chunk, T::MINS) {
+    with_constant<8>(m / 2, [&](auto half) ALWAYS_LAMBDA { of_tile = &multiply_tiles<ShapeOf<T>, 2 * decltype(half)::value>; });
+    take();
+  }
+  int64_t start(int64_t tile) const { return tile * m; }
+  void multiply(const TileWeights &w, int64_t tile, int64_t chunk, __m512 *acc) const { of_tile(w, of(tile, chunk), acc); }
+  void fill_chunk(const Rows &rows, int64_t first, int64_t tile, int64_t chunk) const { fill<T>(rows, first, tile, chunk); }
+};
+
 // Asks for the next chunk of eight outputs.
 template <typename T>
 ALWAYS void fetch_next(const Eight &b, int64_t chunk) {
@@ -238,21 +262,19 @@ struct TiledRoom {
   }
 };
 
-// Outputs first_o to last_o of rows `first` to first + split.n
-template <typename T>
-void tiled(const ProductArgs &p, const Matrix &matrix, const Split &split, int64_t first, int64_t first_o, int64_t last_o) {
+// Outputs first_o to last_o of rows `first` to first + rows.n. `rows` has n_tile tiles of m rows, of which tile t has rows start(t) and on, and
+// multiply(weights, tile, chunk, acc).
+template <typename T, typename R>
+void tiled(const ProductArgs &p, const Matrix &matrix, const R &rows, int64_t first, int64_t first_o, int64_t last_o) {
   TiledRoom &room = TiledRoom::here();
-  using Multiply = void(const TileWeights &, const uint8_t *, __m512 *);
-  Multiply *multiply = nullptr;
-  with_constant<8>(split.m / 2, [&](auto half) ALWAYS_LAMBDA { multiply = &multiply_tiles<ShapeOf<T>, 2 * decltype(half)::value>; });
-  const int64_t m = split.m, most = split.n_tile == 1 ? 1 : TiledRoom::PAIRS, n_at_once = TiledRoom::ROWS / m;
+  const int64_t m = rows.m, most = rows.n_tile == 1 ? 1 : TiledRoom::PAIRS, n_at_once = TiledRoom::ROWS / m;
   const Tiles tiles(m, T::GROUP);
   for (int64_t o = first_o; o < last_o; o += 2 * LANES * most) {
     const int64_t n_pair = std::min(most, (last_o - o + 2 * LANES - 1) / (2 * LANES));
-    for (int64_t t = 0; t < split.n_tile; t += n_at_once) {
-      const int64_t n_tile = std::min(n_at_once, split.n_tile - t);
+    for (int64_t t = 0; t < rows.n_tile; t += n_at_once) {
+      const int64_t n_tile = std::min(n_at_once, rows.n_tile - t);
       std::fill_n(room.acc, n_tile * n_pair * m, _mm512_setzero_ps());
-      for (int64_t c = 0; c < split.n_chunk; c++) {
+      for (int64_t c = 0; c < rows.n_chunk; c++) {
         for (int64_t k = 0; k < n_pair; k++) {
           const int64_t at = o + 2 * LANES * k;
           for (int64_t side = 0; side < 2; side++) {
@@ -262,16 +284,17 @@ void tiled(const ProductArgs &p, const Matrix &matrix, const Split &split, int64
           fill_tiles<T>(matrix, at, p.n_in, c, p.table, room.weights[k]);
         }
         for (int64_t i = 0; i < n_tile; i++)
-          for (int64_t k = 0; k < n_pair; k++) multiply(room.weights[k], split.of(t + i, c), room.acc + (i * n_pair + k) * m);
+          for (int64_t k = 0; k < n_pair; k++) rows.multiply(room.weights[k], t + i, c, room.acc + (i * n_pair + k) * m);
       }
-      for (int64_t r = t * m; r < std::min((t + n_tile) * m, split.n); r++)
-        for (int64_t k = 0; k < n_pair; k++) {
-          const f8 *of = reinterpret_cast<const f8 *>(room.acc + ((r / m - t) * n_pair + k) * m + r % m);
-          for (int64_t side = 0; side < 2; side++) {
-            const int64_t at = o + (2 * k + side) * LANES;
-            if (at < last_o) put(p, first + r, at, of[side]);
+      for (int64_t i = 0; i < n_tile; i++)
+        for (int64_t r = rows.start(t + i), end = std::min(r + m, rows.n), l = 0; r < end; r++, l++)
+          for (int64_t k = 0; k < n_pair; k++) {
+            const f8 *of = reinterpret_cast<const f8 *>(room.acc + (i * n_pair + k) * m + l);
+            for (int64_t side = 0; side < 2; side++) {
+              const int64_t at = o + (2 * k + side) * LANES;
+              if (at < last_o) put(p, first + r, at, of[side]);
+            }
           }
-        }
     }
   }
 }
