@@ -5,28 +5,29 @@
     python tools/cpu_builds.py run avx512 bench MODEL.gguf ...   a command of pyspec with this build and none that is better
 
 `products` times matrices that together pass the caches (`--mib`), the builds in turns, and prints the best of them: microseconds of one
-product, and its GB of weights and billion products a second. The first call of each compiles it, in half a minute.
+product, and its GB of weights and billion products a second. The first call of each compiles it, in half a minute; `--rows` alone does no more.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
+from pyspec.cache import cache_root
 from pyspec.cpu import build, kernels
 from pyspec.cuda.ops.linear.cpu import CpuRows, prepared, sample, table_of
-from pyspec.cuda.ops.linear.cpu import _PRODUCT as PRODUCT
 from pyspec.gguf import GGMLType
 
 SHORTEST_S = 0.02  # of one turn
+PRODUCT = struct.Struct("<15qd")  # linear.h's ProductArgs
 
 
 def force(isa: str) -> None:
@@ -39,14 +40,16 @@ def force(isa: str) -> None:
         raise SystemExit(f"this process cannot run {isa}: {known.get(isa, 'the CPU does not have it')}")
 
 
-def call_of(lib: ctypes.CDLL, rows: CpuRows, type: GGMLType, raws: Sequence[Tensor]) -> Callable[[], Tensor]:
+def call_of(
+    lib: ctypes.CDLL, rows: CpuRows, type: GGMLType, raws: Sequence[Tensor]
+) -> Callable[[], Tensor]:
     """One product with each of the matrices, in order; the result of the last one."""
     n, n_in, n_out = *rows.x.shape, raws[0].shape[0]
     out, table = torch.full((n, n_out), torch.nan), table_of(type)
     address = ctypes.cast(lib.pyspec_product, ctypes.c_void_p)
     where = [x.data_ptr() for x in (rows.x, rows.q, rows.scales, rows.sums, out) if x is not None]
     last = (0, 0, 0 if table is None else table.data_ptr(), int(type), n, n_in, n_out, n_out, 0, 1.0)
-    packed = [PRODUCT.layout.pack(raw.data_ptr(), *where, *last) for raw in raws]
+    packed = [PRODUCT.pack(raw.data_ptr(), *where, *last) for raw in raws]
 
     def call() -> Tensor:
         for one in packed:
@@ -65,23 +68,29 @@ def seconds(call: Callable[[], Tensor]) -> float:
 
 
 def products(options: argparse.Namespace) -> None:
-    extra = tuple(f"-D{x}" for x in options.define)
-    with TemporaryDirectory() as folder:
-        libs = {}
-        for i, isa in enumerate(options.builds):
-            special = i == 0 and extra
-            path = build.build(isa, Path(folder), extra) if special else build.find(isa) or build.build(isa)
-            libs[isa] = kernels._opened(str(path))
-        n_out, n_in = options.size
-        print(f"{'type':8}{'threads':>8}{'rows':>6}", *(f"{isa:>30}" for isa in libs), "   first over second")
-        for type in map(GGMLType.__getitem__, options.types):
-            made = sample(type, n_out, n_in, torch.Generator().manual_seed(1))
-            n_copy = max(1, (options.mib << 20) // made.numel())
-            raws = [made, *(made.clone() for _ in range(n_copy - 1))]
-            for n_thread in options.threads:
-                torch.set_num_threads(n_thread)
-                for n_row in options.rows:
-                    print_line(libs, type, raws, n_thread, n_row, options.turns)
+    libs = {
+        isa: kernels._opened(str(built(isa, options.define if i == 0 else [])))
+        for i, isa in enumerate(options.builds)
+    }
+    n_out, n_in = options.size
+    print(f"{'type':8}{'threads':>8}{'rows':>6}", *(f"{isa:>30}" for isa in libs), "   last over first")
+    for type in map(GGMLType.__getitem__, options.types):
+        made = sample(type, n_out, n_in, torch.Generator().manual_seed(1))
+        n_copy = max(1, (options.mib << 20) // made.numel())
+        raws = [made, *(made.clone() for _ in range(n_copy - 1))]
+        for n_thread in options.threads:
+            torch.set_num_threads(n_thread)
+            for n_row in options.rows:
+                print_line(libs, type, raws, n_thread, n_row, options.turns)
+
+
+def built(isa: str, define: Sequence[str]) -> Path:
+    """The library, compiled where it is missing."""
+    if not define:
+        return build.find(isa) or build.build(isa)
+    folder = cache_root() / "cpu" / "-".join(define)
+    path = folder / build.file_name(isa)
+    return path if path.is_file() else build.build(isa, folder, tuple(f"-D{x}" for x in define))
 
 
 def print_line(
@@ -109,7 +118,9 @@ def print_line(
     ]
     times = list(best.values())
     beside = f"{times[-1] / times[0]:8.2f}" if len(times) > 1 else ""
-    print(f"{type.name:8}{n_thread:8}{n_row:6}", *cells, beside, "" if same else "OTHER BITS", flush=True)
+    print(
+        f"{type.name:8}{n_thread:8}{n_row:6}", *cells, beside, "" if same else "OTHER BITS", flush=True
+    )
 
 
 def main() -> None:
@@ -120,7 +131,7 @@ def main() -> None:
     timed, run = ways.add_parser("products"), ways.add_parser("run")
     timed.add_argument("--builds", nargs="+", default=list(build.isas()[:2]))
     timed.add_argument("--types", nargs="+", default=["Q8_0", "Q4_K", "Q6_K"])
-    timed.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 512])
+    timed.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 512])
     timed.add_argument("--threads", type=int, nargs="+", default=[1, 8])
     timed.add_argument("--size", type=int, nargs=2, default=[2048, 4096], metavar=("OUT", "IN"))
     timed.add_argument("--mib", type=int, default=160, help="of weights")

@@ -77,9 +77,7 @@ def sets() -> dict[str, tuple[str, set[str]]]:
 def isas() -> tuple[str, ...]:
     """The instruction sets that this process runs, best first."""
     have, not_these = _cpu_flags(), refusals()
-    return tuple(
-        name for name, (_, wants) in sets().items() if wants <= have and name not in not_these
-    )
+    return tuple(name for name, (_, wants) in sets().items() if wants <= have and name not in not_these)
 
 
 TILES_REFUSED = {

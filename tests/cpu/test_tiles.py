@@ -96,7 +96,7 @@ def test_a_forked_child_multiplies_tiles(tiles: ctypes.CDLL) -> None:
     if not child:
         signal.alarm(60)
         got = product(G.Q4_K, 40, x, isa="amx", n_thread=3)
-        os._exit(int(not bytes(got.numpy()) == bytes(want.numpy())))
+        os._exit(int(bytes(got.numpy()) != bytes(want.numpy())))
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -163,5 +163,4 @@ def test_the_trial_of_the_instructions_says_what_the_cpu_announces() -> None:
     except build.CannotBuild as e:
         pytest.skip(str(e))
     code = ctypes.CDLL(str(path)).pyspec_tiles_ready()
-    assert (code == 0) == ("amx" in build.isas())
-    assert code == 1 or AMX_FLAGS <= build._cpu_flags() or code in REFUSED
+    assert code in (0, *REFUSED) and (code == 0) == ("amx" in build.isas())
