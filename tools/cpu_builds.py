@@ -5,7 +5,8 @@
     python tools/cpu_builds.py run avx512 bench MODEL.gguf ...   a command of pyspec with this build and none that is better
 
 `products` times matrices that together pass the caches (`--mib`), the builds in turns, and prints the best of them: microseconds of one
-product, and its GB of weights and billion products a second. The first call of each compiles it, in half a minute; `--rows` alone does no more.
+product, and its GB of weights and billion products a second. The first call of each compiles it, in half a minute;
+`--rows` without numbers does no more.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def products(options: argparse.Namespace) -> None:
         isa: kernels._opened(str(built(isa, options.define if i == 0 else [])))
         for i, isa in enumerate(options.builds)
     }
+    if not options.rows:
+        return
     n_out, n_in = options.size
     print(f"{'type':8}{'threads':>8}{'rows':>6}", *(f"{isa:>30}" for isa in libs), "   last over first")
     for type in map(GGMLType.__getitem__, options.types):
