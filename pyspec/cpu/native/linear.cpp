@@ -157,7 +157,7 @@ void part_of(const ProductArgs &p, const Rows &rows, const Part &part) {
   const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
   const int64_t last = part.first + part.n;
 #if PYSPEC_TILES
-  if (by_tiles(part.n)) return tiled_part<T>(p, rows, matrix, part);
+  if (by_tiles<T>(part.n)) return tiled_part<T>(p, rows, matrix, part);
 #endif
   if (part.n <= FEW) {
     if (part.n > 0) some<T>(p, rows, matrix, part);
@@ -173,7 +173,7 @@ void packed(const ProductArgs &p) {
   const Rows rows{p.x, p.q, p.scales, p.sums, p.n_in, (p.n_in + CHUNK - 1) / CHUNK};
   const int64_t n_panel = (p.n_out + LANES - 1) / LANES;
 #if PYSPEC_TILES
-  if (by_tiles(p.n_row)) return tiled_product<T>(p, rows);
+  if (by_tiles<T>(p.n_row)) return tiled_product<T>(p, rows);
 #endif
   if (p.n_row <= FEW) {
     each_range(n_panel, 2, [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); });

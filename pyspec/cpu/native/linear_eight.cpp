@@ -55,7 +55,7 @@ void product(const ProductArgs &p) {
   const int64_t n_panel = (p.n_out + LANES - 1) / LANES, most = p.n_row * p.n_in > IN_L2 ? PANELS : 1;
   const int64_t size = std::clamp<int64_t>(n_panel / (8 * n_thread), 1, most);
 #if PYSPEC_TILES
-  if (by_tiles(p.n_row)) {
+  if (by_tiles<T>(p.n_row)) {
     const EightRows<T> rows(reinterpret_cast<const Row8 *>(p.q), p.n_row, (p.n_in + CHUNK - 1) / CHUNK);
     const int64_t pairs = std::clamp<int64_t>(n_panel / (8 * n_thread) / 2, 1, TiledRoom::PAIRS), width = 2 * LANES * pairs;
     return each((p.n_out + width - 1) / width, [&](int64_t k) { tiled<T>(p, matrix, rows, 0, k * width, std::min((k + 1) * width, p.n_out)); });

@@ -13,11 +13,18 @@
 #if PYSPEC_TILES
 namespace pyspec {
 
-// With fewer rows, products of tiles take longer than those of vectors (docs/kernels.md counts them).
-#if !defined(PYSPEC_TILES_FROM)
-#define PYSPEC_TILES_FROM 5
+// With fewer rows, products of tiles take longer than those of vectors (docs/kernels.md counts them). Groups of 16 take twice as many.
+constexpr int64_t tiles_from(int group) {
+#if defined(PYSPEC_TILES_FROM)
+  return group > 0 ? PYSPEC_TILES_FROM : 0;
+#else
+  return group == 16 ? 6 : 5;
 #endif
-inline bool by_tiles(int64_t n_row) { return n_row >= PYSPEC_TILES_FROM && tiles_permitted(); }
+}
+template <typename T>
+bool by_tiles(int64_t n_row) {
+  return n_row >= tiles_from(T::GROUP) && tiles_permitted();
+}
 
 // 256 weights of sixteen outputs, a lane each: weights 4k to 4k + 3 in w[k], as a tile's row wants them; scales of their groups and offsets
 struct TileWeights {
