@@ -55,6 +55,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
 
 @needs_vectors
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one may compile two libraries
 @pytest.mark.parametrize("kind", few([*SHORT, *LONG], G.Q4_K), ids=lambda k: k.name)
 def test_tiles_give_the_bits_of_vectors(tiles: ctypes.CDLL, kind: G) -> None:
     """Odd numbers of rows and outputs, the last panel that reaches back, and ends within 256 columns."""
@@ -70,6 +71,7 @@ def test_tiles_give_the_bits_of_vectors(tiles: ctypes.CDLL, kind: G) -> None:
 
 @needs_vectors
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one may compile two libraries
 @pytest.mark.parametrize("kind", few([*SHORT, *LONG], G.Q6_K), ids=lambda k: k.name)
 def test_tiles_of_eight_bits_give_the_bits_of_vectors(tiles: ctypes.CDLL, kind: G) -> None:
     n_in = 768 if kind in LONG else 320
