@@ -90,6 +90,7 @@ def diagnose(
 
     import torch
 
+    from pyspec.cpu import kernels as cpu_kernels
     from pyspec.cuda import checker, kernel_context, survey, tri, tri_install, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.kernel_context import KernelContext
@@ -123,6 +124,7 @@ def diagnose(
         "memory_bytes": memory_bytes(device),
         "bandwidth_bytes_per_s": round(speed),
         "ranks": {"sums": sums_by(device), "links": [asdict(link) for link in peer_links(device)]},
+        "cpu_kernels": cpu_kernels.described() if device.type == "cpu" else "",
         "cache": str(verdicts.folder().parent),
         "ops": ops,
         "own_kernels": not why,
@@ -236,6 +238,7 @@ def _show(about: dict[str, Any]) -> None:
         ("cuda-core", m["cuda_core"]),
         ("torch", m["torch"]),
         ("Triton", f"{triton['version'] or 'none'}: {triton['refused'] or 'runs here'}"),
+        ("CPU kernels", about["cpu_kernels"]),
         ("cache", about["cache"]),
     ):
         row(facts, name, value or "-")

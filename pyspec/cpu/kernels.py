@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyspec.cpu.build import CannotBuild, build, find, isas
+from pyspec.cpu.build import CannotBuild, build, find, isas, refusals
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,13 @@ def missing(_: object = None) -> str | None:
     """Why there are no CPU kernels; None if there are. Usable as `limits` of an implementation."""
     found = compiled()
     return found if isinstance(found, str) else None
+
+
+def described() -> str:
+    """The build that runs here, or why there is none, and which better ones this process cannot use."""
+    found = compiled()
+    first = f"none: {found}" if isinstance(found, str) else found.pyspec_isa().decode()
+    return "; ".join([first, *(f"not {name}: {why}" for name, why in refusals().items())])
 
 
 class GivesMemory(Protocol):

@@ -56,6 +56,7 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     assert about["healthy"] is True and "on its CPU: yes" in about["verdict"]
     assert about["bandwidth_bytes_per_s"] > 1e6 and about["memory_bytes"] > 1 << 28
     assert about["cache"] == str(tmp_path)
+    assert about["cpu_kernels"] == kernels.described()
     assert {f["op"] for f in about["ops"]} == set(op_names())
     assert all(f["choice"] != "cuda" for f in about["ops"])
     assert all(

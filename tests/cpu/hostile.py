@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from eight_rig import eight_rigs
+from product_rig import product_rigs
 from route_cases import GROUPED
 from torch import Tensor
 
@@ -284,6 +285,7 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
 def rigs() -> Iterator[tuple[str, Rig]]:
     yield from small_rigs()
     yield from eight_rigs()
+    yield from product_rigs()
     yield "what is not there", survives_what_is_not_there
     for name, case in ATTEND.items():
         yield f"attend {name}", partial(attends, case)

@@ -57,6 +57,23 @@ ALWAYS __m512 byte_of(__m512i x, int k) {
   return _mm512_cvtepi32_ps(SIGNED ? _mm512_srai_epi32(top, 24) : _mm512_srli_epi32(top, 24));
 }
 
+// Scales and mins of Q4_K: six bits each
+struct SixBits {
+  __m512i scales[2], mins[2];
+
+  explicit ALWAYS SixBits(const __m512i *head) {
+    const auto masked = [](__m512i x, int by, int mask) ALWAYS_LAMBDA { return _mm512_and_si512(by ? _mm512_srli_epi32(x, by) : x, _mm512_set1_epi32(mask)); };
+    scales[0] = masked(head[1], 0, 0x3f3f3f3f), scales[1] = _mm512_or_si512(masked(head[3], 0, 0x0f0f0f0f), masked(head[1], 2, 0x30303030));
+    mins[0] = masked(head[2], 0, 0x3f3f3f3f), mins[1] = _mm512_or_si512(masked(head[3], 4, 0x0f0f0f0f), masked(head[2], 2, 0x30303030));
+  }
+};
+
+// Weights of Q6_K, 0 to 63, of group g of a half: `low` has four of their bits, `high` two of them
+ALWAYS __m512i six_bit_weights(__m512i low, __m512i high, int g, __m512i nibble, __m512i top) {
+  high = g / 2 == 0 ? _mm512_slli_epi16(high, 4) : g / 2 == 1 ? _mm512_slli_epi16(high, 2) : g / 2 == 2 ? high : _mm512_srli_epi16(high, 2);
+  return _mm512_ternarylogic_epi32(g < 4 ? low : _mm512_srli_epi16(low, 4), nibble, _mm512_and_si512(high, top), 0xea);
+}
+
 // Rows' numbers of a chunk, and where its products go
 template <int R>
 struct Meets {
@@ -107,9 +124,8 @@ struct Direct<Q4_K> {
     b.sixteen(0, head);
     const __m512 d = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(head[0]));
     const __m512 low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(head[0], 16)));
-    const auto masked = [](__m512i x, int by, int mask) ALWAYS_LAMBDA { return _mm512_and_si512(by ? _mm512_srli_epi32(x, by) : x, _mm512_set1_epi32(mask)); };
-    const __m512i scales[2] = {masked(head[1], 0, 0x3f3f3f3f), _mm512_or_si512(masked(head[3], 0, 0x0f0f0f0f), masked(head[1], 2, 0x30303030))};
-    const __m512i mins[2] = {masked(head[2], 0, 0x3f3f3f3f), _mm512_or_si512(masked(head[3], 4, 0x0f0f0f0f), masked(head[2], 2, 0x30303030))};
+    const SixBits of(head);
+    const __m512i *const scales = of.scales, *const mins = of.mins;
     const __m512 sixteenth = _mm512_mul_ps(d, _mm512_set1_ps(0.0625f));
     const __m512i nibble = _mm512_set1_epi16(15), above = _mm512_set1_epi16(240);
 UNROLL(4)
@@ -170,9 +186,7 @@ UNROLL(16)
         for (int r = 0; r < R; r++) sum[r] = _mm512_set1_epi32(begin[r][8 * half + g]);
 UNROLL(4)
         for (int j = 0; j < 4; j++) {
-          const __m512i low = x[4 * (g % 4) + j], from = h[4 * (g % 2) + j];
-          const __m512i high = g / 2 == 0 ? _mm512_slli_epi16(from, 4) : g / 2 == 1 ? _mm512_slli_epi16(from, 2) : g / 2 == 2 ? from : _mm512_srli_epi16(from, 2);
-          const __m512i w = _mm512_ternarylogic_epi32(g < 4 ? low : _mm512_srli_epi16(low, 4), nibble, _mm512_and_si512(high, top), 0xea);
+          const __m512i w = six_bit_weights(x[4 * (g % 4) + j], h[4 * (g % 2) + j], g, nibble, top);
           const int at = 2 * (32 * half + 4 * g + j);
           meets.dot(sum, _mm512_and_si512(w, byte), at), meets.dot(sum, _mm512_srli_epi16(w, 8), at + 1);
         }
