@@ -212,7 +212,7 @@ __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
 
 // How the running sums and the range's weigh, by column; the running maximum and sum move on. A thread per column.
 __device__ __forceinline__ void weigh(Shared& s) {
-  for (int c = threadIdx.x; c < COLS; c += THREADS) {
+  if (const int c = threadIdx.x; c < COLS) {
     float top = none_seen(), sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
@@ -260,9 +260,10 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
     find_columns(s, a, item, base, per_item * RANGE);
     if (index == blockIdx.x) begin();
     Stream f;
-    f.k = k + item.head * n_code(K_KIND, DIM);
-    f.v = v + item.head * n_code(V_KIND, DIM);
-    f.row_stride = static_cast<i64>(n_kv) * DIM;
+    f.k = k;
+    f.v = v;
+    f.head = item.head;
+    f.row_stride = n_kv * DIM;
 #if K_FACTORS
     f.k_scale = k_scale + item.head * (K_FACTORS * WARPS);
 #endif
@@ -271,11 +272,10 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
 #elif V_FACTORS == 2
     f.v_scale = v_scale + item.head * (2 * WARPS) + 2 * me.warp;
 #endif
-    f.base = base;
-    f.lo = s.hull[0];
-    f.hi = s.hull[1];
-    f.first = max(f.lo - base, 0) / RANGE;
-    const int n_range = min(per_item, (f.hi - base + RANGE - 1) / RANGE) - f.first;
+    f.lo = s.hull[0] - base;
+    f.n_key = s.hull[1] - s.hull[0];
+    f.first = max(f.lo, 0) / RANGE;
+    const int n_range = min(per_item, (s.hull[1] - base + RANGE - 1) / RANGE) - f.first;
     if (n_range <= 0) continue;  // no column of this tile sees the item (the same in every thread); nobody reads its part
     f.n_step = n_range * STEPS;
     f.queue = shared_address(s.queue[me.warp]);

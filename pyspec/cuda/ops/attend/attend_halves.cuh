@@ -11,7 +11,7 @@ __device__ __forceinline__ int q_lane(int piece) { return piece % 4; }
 __device__ __forceinline__ void fetch_keys(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to) {
   const int key = range * RANGE + 32 * me.warp + 4 * me.g;
   const i64 row = row_of(s, key);
-  const u16* from = f.k + row * f.row_stride + 32 * step + 8 * me.t;
+  const u16* from = f.keys() + row * f.row_stride + 32 * step + 8 * me.t;
 #pragma unroll
   for (int x = 0; x < 4; x++) copy16(to + x * 512 + (4 * me.g + me.t) * 16, from + x * f.row_stride, is_seen(f, key + x));
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, c
   // Four lanes take the 64 bytes of a key; key 8 t + x goes to place 4 x + t, turned so that no bank is hit twice.
   const int t = me.g % 4, x0 = me.g / 4, key = range * RANGE + 32 * step + 8 * t + x0;
   const i64 row = row_of(s, key);
-  const u16* from = f.v + row * f.row_stride + 32 * me.warp + 8 * me.t;
+  const u16* from = f.values() + row * f.row_stride + 32 * me.warp + 8 * me.t;
   const u32 at = to + (4 * x0 + t) * 64 + (me.t ^ t / 2 * 2) * 16;
 #pragma unroll
   for (int j = 0; j < 4; j++) copy16(at + j * 512, from + 2 * j * f.row_stride, is_seen(f, key + 2 * j));

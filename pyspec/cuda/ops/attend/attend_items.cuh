@@ -24,12 +24,14 @@ __device__ __forceinline__ int width_of(const Args& a, int seq) {
 
 // The span of positions each sequence's rows see, then how many items that makes: the same numbers in every block.
 __device__ void find_items(Shared& s, const Args& a) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < a.n_seq; i += THREADS) {
     s.seq_lo[i] = 0x7fffffff;
     s.seq_hi[i] = 0;
     s.width[i] = width_of(a, i);
   }
   __syncthreads();
+#pragma unroll 1
   for (int row = threadIdx.x; row < a.n_row; row += THREADS) {
     const Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
     const int of = a.row_seq[row];
@@ -41,6 +43,7 @@ __device__ void find_items(Shared& s, const Args& a) {
   __syncthreads();
   if (threadIdx.x >= 32) return;
   int fine = 0, coarse = 0;
+#pragma unroll 1
   for (int i = threadIdx.x; i < a.n_seq; i += 32) {
     const int n = tiles_of(a, s.width[i]) * a.n_kv;
     if (s.seq_lo[i] >= s.seq_hi[i]) continue;
@@ -52,6 +55,7 @@ __device__ void find_items(Shared& s, const Args& a) {
   // Splits as items write less; ranges as items are FOLD times as many, for when splits would leave the machine idle.
   const int keys = 4 * coarse <= 3 * static_cast<int>(gridDim.x) && fine <= a.max_item ? RANGE : SPLIT;
   int before = 0;
+#pragma unroll 1
   for (int i0 = 0; i0 < a.n_seq; i0 += 32) {
     const int i = i0 + threadIdx.x;
     int n = 0, tiles = 0, from = 0;
@@ -82,6 +86,7 @@ __device__ void find_items(Shared& s, const Args& a) {
 // For attend_merge: one block tells what all know.
 __device__ __forceinline__ void tell_items(const Shared& s, const Args& a) {
   if (threadIdx.x == 0) a.plan[0] = s.per_item;
+#pragma unroll 1
   for (int i = threadIdx.x; i < a.n_seq; i += THREADS) {
     a.plan[1 + i] = s.first[i];
     a.plan[1 + MAX_SEQ + i] = s.seq_lo[i];
@@ -109,6 +114,7 @@ __device__ __forceinline__ Item item_of(const Shared& s, const Args& a, int inde
 // The key ranges of the tile's columns, and where the item's pages lie.
 __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Item& item, int base, int n_key) {
   const int group = a.n_head / a.n_kv;
+#pragma unroll 1
   for (int c = threadIdx.x; c < COLS; c += THREADS) {
     Seen seen = {0x7fffffff, 0};
     int q_row = -1;
@@ -126,6 +132,7 @@ __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Ite
     s.run_m[c] = none_seen();
     s.run_l[c] = 0.f;
   }
+#pragma unroll 1
   for (int i = THREADS - 1 - threadIdx.x; i < n_key / 16; i += THREADS) {  // other threads than the columns'
     const int p = base + 16 * i, col = min(p / a.page_size, a.n_page_col - 1);
     const i64 page = a.page_table[static_cast<i64>(item.seq) * a.n_page_col + col];
@@ -135,6 +142,7 @@ __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Ite
   __syncthreads();
   if (threadIdx.x < 32) {
     int min_lo = 0x7fffffff, max_hi = 0, max_lo = 0, min_hi = 0x7fffffff;
+#pragma unroll 1
     for (int c = threadIdx.x; c < min(COLS, item.n_col); c += 32) {
       min_lo = min(min_lo, s.lo[c]), max_lo = max(max_lo, s.lo[c]);
       min_hi = min(min_hi, s.hi[c]), max_hi = max(max_hi, s.hi[c]);
