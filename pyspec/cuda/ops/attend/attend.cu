@@ -29,7 +29,7 @@
 // f16 on their way from shared memory to the product. How keys and values are queued, and multiplied, hangs on their size:
 // attend_halves.cuh, attend_bytes.cuh and attend_bits.cuh have a part for keys and one for values.
 //
-// Macros: DIM, N_TILE (columns / 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
+// Macros: DIM, N_TILE (eights of columns), COLUMNS (8 * N_TILE, or 4 of 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
 // OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
 // soon).
 #include "kv_kinds.cuh"
@@ -37,7 +37,9 @@
 #include "attend_fold.cuh"
 #include "overlap.cuh"
 
-constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
+constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = COLUMNS;
+constexpr int ROOM = 8 * N_TILE, LANES = COLS < 8 ? 4 * COLS : 32;  // a tile may leave columns of its products empty: less of q and p is kept
+static_assert(COLS == ROOM || (N_TILE == 1 && COLS % 2 == 0 && COLS < ROOM), "columns of a tile");
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 // Bytes of a step of a warp: 2 KB of halves or bytes, and what attend_bits.cuh says.
 __device__ constexpr int step_bytes(int kind, bool is_keys) {
@@ -50,13 +52,13 @@ constexpr int STEP_BYTES = most(step_bytes(K_KIND, true), step_bytes(V_KIND, fal
 constexpr u32 ALL = 0xffffffffu;
 
 struct alignas(16) Shared {
-  uint2 q[WARPS][2][N_TILE][32];    // fragment order: 4 of 32 dims of a column per lane and half
-  uint2 p[WARPS][2][N_TILE][32];    // 4 of 32 keys of a column per lane and half
+  uint2 q[WARPS][2][N_TILE][LANES]; // fragment order: 4 of 32 dims of a column per lane and half
+  uint2 p[WARPS][2][N_TILE][LANES]; // 4 of 32 keys of a column per lane and half
   char queue[WARPS][DEPTH][STEP_BYTES];
-  float top[WARPS][COLS], sum[WARPS][COLS];
-  float run_m[COLS], run_l[COLS], keep[COLS], take[COLS];
-  int lo[COLS], hi[COLS];
-  int q_row[COLS];                  // row * n_head + head of a column; -1: none
+  float top[WARPS][ROOM], sum[WARPS][ROOM];
+  float run_m[ROOM], run_l[ROOM], keep[ROOM], take[ROOM];
+  int lo[ROOM], hi[ROOM];
+  int q_row[ROOM];                  // row * n_head + head of a column; -1: none
   int row16[SPLIT / 16];            // pool row of every 16th key of the item
   int first[MAX_SEQ + 1];           // first item of each sequence
   int seq_lo[MAX_SEQ], seq_hi[MAX_SEQ], width[MAX_SEQ];
@@ -116,6 +118,11 @@ __device__ __forceinline__ void clear(float (&acc)[2][N_TILE][4]) {
       for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
 }
 
+// A lane's part of a column's q or weights.
+__device__ __forceinline__ uint2 kept(const uint2 (&of)[LANES], int lane) {
+  return LANES == 32 || lane < LANES ? of[lane] : make_uint2(0, 0);
+}
+
 #include "attend_stream.cuh"
 
 // The step in `slot` is in registers: its place takes the step DEPTH later.
@@ -170,7 +177,9 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
       float w[4];
 #pragma unroll
       for (int x = 0; x < 4; x++) w[x] = exp2_fast(acc[x / 2][n][2 * (x % 2) + e] - m);
-      s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] = make_uint2(pack<V_KIND>(w[0], w[1]), pack<V_KIND>(w[2], w[3]));
+      if (LANES == 32 || col < COLS)
+        s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] =
+            make_uint2(pack<V_KIND>(w[0], w[1]), pack<V_KIND>(w[2], w[3]));
       sum[e] = (w[0] + w[1]) + (w[2] + w[3]);
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) sum[e] += __shfl_xor_sync(ALL, sum[e], d);
@@ -205,14 +214,15 @@ __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
       const float4 a0 = x[n][0], a1 = x[n][1];
       const float4 y = half ? make_float4(a0.z, a1.z, a0.w, a1.w) : make_float4(a0.x, a1.x, a0.y, a1.y);
 #endif
-      s.q[q_step(piece)][half][n][in_tile * 4 + q_lane(piece)] =
-          make_uint2(pack<K_KIND>(y.x * a.scale, y.y * a.scale), pack<K_KIND>(y.z * a.scale, y.w * a.scale));
+      if (LANES == 32 || in_tile < COLS)
+        s.q[q_step(piece)][half][n][in_tile * 4 + q_lane(piece)] =
+            make_uint2(pack<K_KIND>(y.x * a.scale, y.y * a.scale), pack<K_KIND>(y.z * a.scale, y.w * a.scale));
     }
 }
 
 // How the running sums and the range's weigh, by column; the running maximum and sum move on. A thread per column.
 __device__ __forceinline__ void weigh(Shared& s) {
-  if (const int c = threadIdx.x; c < COLS) {
+  if (const int c = threadIdx.x; c < ROOM) {
     float top = none_seen(), sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
@@ -244,8 +254,8 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q,     k,     v,      page_table, positions,  lo,        hi,     row_seq, seq_start, plan, fault,
                   n_row, n_seq, n_head, n_kv,       n_page_col, page_size, n_page, window,  max_item,  scale};
-  const int lane = threadIdx.x % 32;
-  const Lane me = {static_cast<int>(threadIdx.x) / 32, lane / 4, lane % 4};
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const Lane me = {static_cast<int>(threadIdx.x / 32), lane / 4, lane % 4};
   find_items(s, a);
   __syncthreads();
   const int per_item = s.per_item, total = s.first[n_seq];
@@ -315,7 +325,7 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int c = 8 * n + 2 * me.t + e;
-        if (c < item.n_col)
+        if (c < min(COLS, item.n_col))
           *reinterpret_cast<float4*>(to + c * DIM) =
               make_float4(run[0][n][e], run[0][n][2 + e], run[1][n][e], run[1][n][2 + e]);
       }

@@ -87,7 +87,7 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
       for (int x = 0; x < 4; x++) widen<K_KIND>(k[x][m], scale[x], a[x], b[x]);
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 q = s.q[2 * c + m / 2][m % 2][n][lane];
+        const uint2 q = kept(s.q[2 * c + m / 2][m % 2][n], lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) mma<K_KIND>(acc[i][n], a[2 * i], a[2 * i + 1], b[2 * i], b[2 * i + 1], q.x, q.y);
       }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void values(const Shared& s, const Stream& f, const L
       }
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 p = s.p[2 * c + part / 2][part % 2][n][lane];
+        const uint2 p = kept(s.p[2 * c + part / 2][part % 2][n], lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) mma<V_KIND>(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
       }

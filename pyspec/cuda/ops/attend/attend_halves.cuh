@@ -31,14 +31,14 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
     advance(s, f, me, step, slot);
 #pragma unroll
     for (int n = 0; n < N_TILE; n++) {
-      const uint2 q = s.q[c][0][n][lane];
+      const uint2 q = kept(s.q[c][0][n], lane);
 #pragma unroll
       for (int i = 0; i < 2; i++)
         mma<K_KIND>(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
     }
 #pragma unroll
     for (int n = 0; n < N_TILE; n++) {
-      const uint2 q = s.q[c][1][n][lane];
+      const uint2 q = kept(s.q[c][1][n], lane);
 #pragma unroll
       for (int i = 0; i < 2; i++)
         mma<K_KIND>(acc[i][n], k[2 * i].z, k[2 * i + 1].z, k[2 * i].w, k[2 * i + 1].w, q.x, q.y);
@@ -85,7 +85,7 @@ __device__ __forceinline__ void values(const Shared& s, const Stream& f, const L
       }
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 p = s.p[c][half][n][lane];
+        const uint2 p = kept(s.p[c][half][n], lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) mma<V_KIND>(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
       }
