@@ -2,7 +2,7 @@
 
 A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`, `Prepares`, `Folds`,
 `ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `LeavesRest`, `TakesSome`, `GivesShares`, `KeysBeside`, `JoinsBeside`,
-`RunsBeside`), and a launch has it if it has the protocol's names. The torch reference has none of them and runs in the same models. A product that ranks sum (`Summed`) is asked
+`AddsInto`, `RunsBeside`), and a launch has it if it has the protocol's names. The torch reference has none of them and runs in the same models. A product that ranks sum (`Summed`) is asked
 for this rank's own part, which reads the rows. Sums behind it may prepare the rows of the next product (`link`).
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
+from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
 from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, Shares, is_aligned
 from pyspec.cuda.ops.rows.op import rows
@@ -140,6 +141,13 @@ class JoinsBeside(Protocol):
 
     @property
     def with_beside(self) -> Callable[[Any], Callable[..., None] | None]: ...
+
+
+class AddsInto(Protocol):
+    """Norms whose sums with the stream are put, normed once more, where the next product reads them."""
+
+    added_into: Callable[..., Tensor]
+    takes: Callable[[Any], bool]
 
 
 class RunsBeside(Protocol):
@@ -301,6 +309,24 @@ def put_keys(attend: object, kv: Tensor, tail: KeyTail, batch: Batch, own: Tenso
     cast(KeysBeside, attend).keys_beside(kv, tail, batch, own)
 
 
+# -- norms behind parts --------------------------------------------------------------------------------------------
+
+FirstRead = tuple[Product, Norm]  # how the next part begins
+ADDS_INTO = 1  # 0: a launch of its own prepares these rows
+
+
+def added(
+    launch: Norms, x: Tensor, weight: Tensor, stream: Tensor, factor: float, read: FirstRead | None
+) -> Tensor:
+    """launch.added(x, weight, stream, factor). read: what reads the result next; its rows are prepared on the way where a launch can."""
+    product = None if read is None else read[0]
+    if read is not None and isinstance(product, Streamed) and has(launch, AddsInto) and ADDS_INTO:
+        to = product.reads(len(x))
+        if 0 < len(x) <= product.most_ready(read[1]) and launch.takes(to):
+            return launch.added_into(x, weight, stream, factor, to, read[1])
+    return launch.added(x, weight, stream, factor)
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -308,9 +334,6 @@ class GivesSum(Protocol):
     """The end of a part that sums over ranks. into: makes the sum of this rank's part."""
 
     into: Callable[[Tensor], Tensor]
-
-
-FirstRead = tuple[Product, Norm]  # how the next part begins
 
 
 def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | None]]) -> None:

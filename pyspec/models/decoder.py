@@ -14,7 +14,7 @@ from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, link_sums
+from pyspec.models.block import BlockSpec, link_reads, link_sums
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.mtp_block import MtpOfBlock
 from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
@@ -170,6 +170,7 @@ class Decoder:
             for i, block in enumerate(own.blocks)
         ]
         self.tables.close()
+        link_reads(self.blocks)
         if self.ranks is not None:
             link_sums(self.ranks, self.blocks)
         for i, state in memory.states.items():

@@ -27,7 +27,8 @@
 // NORM, HEADS and GROUPS divide by `power` as given (why: rows_ref.py); the others by the power that brings the row's largest
 // magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below. (LAYOUT 3: neither is needed;
 // 2^-16 of the largest of 64 columns.)
-// For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, and streams.cu what NORM makes, to the bit: both do it as in prepared.cuh.
+// For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, and streams.cu and norms.cu what NORM makes, to the bit: all do it as in
+// prepared.cuh.
 // A CTA has a row, of GROUPS a group of one, its values in registers; bound by latency.
 // PARTS  (from sm_90 on; how many) CTAs have a row together, a cluster, the same number of blocks each, for few wide rows: one CTA reads
 //        its 170 KB in 5 us. They tell each other their largest magnitude, so all bits are those of one CTA. PLAIN, GATE, GLU, GEGLU and
@@ -316,11 +317,7 @@ extern "C" __global__ void CLUSTER BOUNDS
 #if LAYOUT == 1
     if (column < COLUMNS && is_in) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
 #elif LAYOUT == 2
-    if (!is_in) continue;
-    const int part = column % 64 / 16 * 2, turn = row % 8, at = column % 16 / 2;  // two of the row's eight parts
-    u16* to = out + (static_cast<i64>(column / 64) * pad + row) * 64 + at;
-    *reinterpret_cast<u32*>(to + (part ^ turn) * 8) = packed.x;
-    *reinterpret_cast<u32*>(to + ((part + 1) ^ turn) * 8) = packed.y;
+    if (is_in) put_in_tall(out, pad, row, column, packed);
 #elif LAYOUT == 0
     put_in_block(out, sums, pad, row, column, packed, is_in);
 #endif
