@@ -165,7 +165,10 @@ class Decoder:
         self.ringed = Ringed(memory, weights.device)
         self.blocks = [
             block.bind(
-                Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
+                Binding(
+                    *(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables),
+                    old_keys=True,
+                )
             )
             for i, block in enumerate(own.blocks)
         ]

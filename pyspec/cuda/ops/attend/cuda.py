@@ -40,8 +40,9 @@ FEW, MANY = 16, 192
 MAX_DEPTH = 6
 # Where rows and heads of a group fill half of a tile, and three blocks on each multiprocessor do not run all splits at once, four do.
 NARROW, ITS_BLOCKS = 4, 4
+EARLY = 1  # 0: no key is on its way before the kernel before is over
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
-SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
+SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS + "i"
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "p"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
@@ -306,6 +307,7 @@ class AttendLaunch:
     """The kernels of one spec; called as attend_ref's. `shape` fixes the build."""
 
     fetches = True  # fetches the weights that `after` names, see fuse.py
+    loads_early = True  # takes `old_keys`, see there
 
     def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
         self.spec, self.shape = spec, shape
@@ -328,8 +330,10 @@ class AttendLaunch:
         window: int = 0,
         sinks: Tensor | None = None,
         after: Tensor | None = None,
+        old_keys: bool = False,
     ) -> Tensor:
-        """`after`: the weights of the product that reads the result."""
+        """`after`: the weights of the product that reads the result. `old_keys`: keys before a sequence's first row were there before the
+        forward began, so they are loaded beside the kernel before."""
         spec, i32 = self.spec, np.int32
         _check(q, pool, batch, sinks, spec)
         sink = [] if sinks is None else [sinks]
@@ -369,7 +373,7 @@ class AttendLaunch:
             self.fault,
         ]
         args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
-        args += prefetch_args(after, n_row)
+        args += [*prefetch_args(after, n_row), i32(old_keys and EARLY)]
         grid = min(kernels.grid, n_item)
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
         args = [part, part_ml, plan, *seen, *rows, *sink, out, i32(n_seq), *self.heads]
