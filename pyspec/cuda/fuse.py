@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
+from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, Shares, is_aligned
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec

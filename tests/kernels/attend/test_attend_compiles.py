@@ -53,7 +53,12 @@ def test_blocks_of_few_columns_are_for_heads_that_fill_them_on_large_multiproces
         return attend_cuda.narrow_for(spec, arch)
 
     assert of(32, 16, 256) is not None and of(16, 4, 256, kv="bf16") is not None
-    refused = [of(24, 4, 256), of(32, 16, 128), of(32, 16, 256, kv="q8_0"), of(32, 16, 256, arch="sm_86")]
+    refused = [
+        of(24, 4, 256),
+        of(32, 16, 128),
+        of(32, 16, 256, kv="q8_0"),
+        of(32, 16, 256, arch="sm_86"),
+    ]
     assert refused == [None] * 4
 
 

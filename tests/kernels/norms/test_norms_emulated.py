@@ -61,7 +61,9 @@ def test_no_rows_are_no_launch_and_none_may_be_picked() -> None:
 
 
 @pytest.mark.parametrize(("n", "layout"), [(1184, rows_cuda.TALL), (5376, rows_cuda.BLOCKED)])
-def test_rows_for_the_next_product_are_handed_to_it_once_and_its_padding_stays(n: int, layout: int) -> None:
+def test_rows_for_the_next_product_are_handed_to_it_once_and_its_padding_stays(
+    n: int, layout: int
+) -> None:
     gen = torch.Generator().manual_seed(2)
     x, stream = (torch.randn(5, n, generator=gen) for _ in range(2))
     x[1], stream[1], x[3] = 0, 0, 1e20

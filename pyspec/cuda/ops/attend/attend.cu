@@ -29,8 +29,8 @@
 // f16 on their way from shared memory to the product. How keys and values are queued, and multiplied, hangs on their size:
 // attend_halves.cuh, attend_bytes.cuh and attend_bits.cuh have a part for keys and one for values.
 //
-// Macros: DIM, N_TILE (eights of columns), COLUMNS (8 * N_TILE, or 4 of 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
-// OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
+// Macros: DIM, N_TILE (eights of columns), COLUMNS (8 * N_TILE, or 4 of 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for
+// it), HAS_SINKS, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
 // soon).
 #include "kv_kinds.cuh"
 #include "bounds.cuh"

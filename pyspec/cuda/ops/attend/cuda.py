@@ -154,9 +154,7 @@ def narrow_for(spec: AttendSpec, arch: str) -> AttendBuild | None:
         return None
     has_sinks = spec.has_sinks
     for depth in range(MAX_DEPTH, 1, -1):
-        build = AttendBuild(
-            256, 1, spec.kv, arch, ITS_BLOCKS, depth, has_sinks=has_sinks, narrow=True
-        )
+        build = AttendBuild(256, 1, spec.kv, arch, ITS_BLOCKS, depth, has_sinks=has_sinks, narrow=True)
         if build.resident == ITS_BLOCKS:
             return build
     return None

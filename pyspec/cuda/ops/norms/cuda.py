@@ -84,7 +84,14 @@ class NormsLaunch:
         out, n_row = self._room(x.shape[0], self.n, x), x.shape[0]
         assert self.takes(to) and norm.weight.is_contiguous() and norm.weight.data_ptr() % 16 == 0
         rows, none = to.room(n_row), np.int64(0)
-        next = (norm.weight, np.float32(norm.eps), rows.blocks, rows.sums, rows.powers, np.int32(rows.pad))
+        next = (
+            norm.weight,
+            np.float32(norm.eps),
+            rows.blocks,
+            rows.sums,
+            rows.powers,
+            np.int32(rows.pad),
+        )
         self._run(
             (x, weight, out),
             (none, none, none, none),
@@ -100,7 +107,9 @@ class NormsLaunch:
 
     def takes(self, to: RowsLaunch) -> bool:
         """Whether `added_into` can write the rows of this launch."""
-        return to.n_in == self.n <= MAX_INTO and self.n % 32 == 0 and to.prepare.layout in (BLOCKED, TALL)
+        return (
+            to.n_in == self.n <= MAX_INTO and self.n % 32 == 0 and to.prepare.layout in (BLOCKED, TALL)
+        )
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         out, some = self._room(x.shape[0], self.n, x), self._room(rows.shape[0], self.n, x)
@@ -205,7 +214,9 @@ def _flaw_of_rows(launch: NormsLaunch, x: Tensor, weights: list[Tensor], stream:
     if launch.spec.layer or launch.n % 32 or launch.n > MAX_INTO:
         return ""
     norm = Norm(weights[1], 1e-5)
-    for layout in (BLOCKED, TALL) if torch.cuda.get_device_capability(x.device) == HOPPER else (BLOCKED,):
+    for layout in (
+        (BLOCKED, TALL) if torch.cuda.get_device_capability(x.device) == HOPPER else (BLOCKED,)
+    ):
         to = RowsLaunch(x.device, launch.n, (16,), layout)
         places, found = (to.blocks, to.sums, to.powers), []
         for joined in (False, True):

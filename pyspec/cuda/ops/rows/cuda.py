@@ -325,9 +325,7 @@ class WideRows:
         return y
 
 
-def builds(
-    n_in: int, kind: PrepKind, dim: int, layout: int, target: GpuKind
-) -> Iterator[Program]:
+def builds(n_in: int, kind: PrepKind, dim: int, layout: int, target: GpuKind) -> Iterator[Program]:
     """Builds of rows.cu for any number of rows."""
     for parts in sorted({1, parts_of(n_in, kind, layout, target.capability, 1)}):
         yield target.program("rows", defines(n_in, kind, dim, layout, parts=parts))
