@@ -1,9 +1,10 @@
 """Kernels that work for their neighbours: a launch may write the next product's rows, or fetch its weights ahead. Models ask here only.
 
-A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`, `Prepares`, `Folds`,
-`ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `LeavesRest`, `TakesSome`, `GivesShares`, `KeysBeside`, `JoinsBeside`,
-`RunsBeside`), and a launch has it if it has the protocol's names. The torch reference has none of them and runs in the same models. A product that ranks sum (`Summed`) is asked
-for this rank's own part, which reads the rows. Sums behind it may prepare the rows of the next product (`link`).
+A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`, `LoadsEarly`,
+`Prepares`, `Folds`, `ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `LeavesRest`, `TakesSome`, `GivesShares`, `KeysBeside`,
+`JoinsBeside`, `AddsInto`, `RunsBeside`), and a launch has it if it has the protocol's names. The torch reference has none of them and runs in
+the same models. A product that ranks sum (`Summed`) is asked for this rank's own part, which reads the rows. Sums behind it may prepare the
+rows of the next product (`link`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
+from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, Shares, is_aligned
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
@@ -54,6 +56,12 @@ class Fetches(Protocol):
     """Calls take `after`: packed weights of the next product, which are on their way to L2 meanwhile."""
 
     fetches: bool
+
+
+class LoadsEarly(Protocol):
+    """Calls of attention take `old_keys`: true if no launch of the same forward writes keys before a sequence's first row."""
+
+    loads_early: bool
 
 
 class Folds(Protocol):
@@ -142,6 +150,13 @@ class JoinsBeside(Protocol):
     def with_beside(self) -> Callable[[Any], Callable[..., None] | None]: ...
 
 
+class AddsInto(Protocol):
+    """Norms whose sums with the stream are put, normed once more, where the next product reads them."""
+
+    added_into: Callable[..., Tensor]
+    takes: Callable[[Any], bool]
+
+
 class RunsBeside(Protocol):
     """A compressor that may run beside a product of few rows, of which it reads nothing."""
 
@@ -172,6 +187,11 @@ def read_next(launch: object, product: Product) -> dict[str, Tensor]:
     if has(launch, Fetches) and isinstance(own, Streamed):
         return {"after": own.packed.data}
     return {}
+
+
+def old_keys(launch: object) -> dict[str, bool]:
+    """Further arguments of attention `launch` of a forward that writes no keys but its rows' own."""
+    return {"old_keys": True} if has(launch, LoadsEarly) else {}
 
 
 def folder(launch: object, reference: Fold) -> Fold:
@@ -301,6 +321,24 @@ def put_keys(attend: object, kv: Tensor, tail: KeyTail, batch: Batch, own: Tenso
     cast(KeysBeside, attend).keys_beside(kv, tail, batch, own)
 
 
+# -- norms behind parts --------------------------------------------------------------------------------------------
+
+FirstRead = tuple[Product, Norm]  # how the next part begins
+ADDS_INTO = 1  # 0: a launch of its own prepares these rows
+
+
+def added(
+    launch: Norms, x: Tensor, weight: Tensor, stream: Tensor, factor: float, read: FirstRead | None
+) -> Tensor:
+    """launch.added(x, weight, stream, factor). read: what reads the result next; its rows are prepared on the way where a launch can."""
+    product = None if read is None else read[0]
+    if read is not None and isinstance(product, Streamed) and has(launch, AddsInto) and ADDS_INTO:
+        to = product.reads(len(x))
+        if 0 < len(x) <= product.most_ready(read[1]) and launch.takes(to):
+            return launch.added_into(x, weight, stream, factor, to, read[1])
+    return launch.added(x, weight, stream, factor)
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -308,9 +346,6 @@ class GivesSum(Protocol):
     """The end of a part that sums over ranks. into: makes the sum of this rank's part."""
 
     into: Callable[[Tensor], Tensor]
-
-
-FirstRead = tuple[Product, Norm]  # how the next part begins
 
 
 def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | None]]) -> None:

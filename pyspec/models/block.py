@@ -147,11 +147,13 @@ class Step:
     """A bound part, and the way of its output back to the stream: its last product adds the stream, or a norm or a factor comes first.
 
     behind  multiplies the stream behind it
+    next    what reads that stream first (`link_reads`)
     mix  its coefficients among several streams, which the residual reads and merges (`residual.py`)
     """
 
     def __init__(self, part: Part, at: Binding, behind: float = 1.0) -> None:
         self.behind = behind
+        self.next: fuse.FirstRead | None = None
         self.part: BoundPart = part.spec.bind(at)
         self.mix = None if part.mix is None else mix_of(at.weights, at.name(part.mix.name))
         self.factor, self.adds = part.factor, not part.post and part.factor == 1.0
@@ -171,7 +173,8 @@ class Step:
         if self.adds:
             return scaled(self.part(x, x, run), self.behind)
         if self.post is not None and self.factor == 1.0:
-            return self.norms.added(self.part(x, None, run), self.post, x, self.behind)
+            y = self.part(x, None, run)
+            return fuse.added(self.norms, y, self.post, x, self.behind, self.next)
         return scaled(add(x, self.alone(x, run)), self.behind)
 
     @property
@@ -214,6 +217,12 @@ class Block:
         for step in self.steps:
             x = step(x, run)
         return x
+
+
+def link_reads(blocks: Sequence[Block]) -> None:
+    """Tell each part what reads the stream behind it first. The blocks run one after the other."""
+    for last, next in pairwise(step for block in blocks for step in block.steps):
+        last.next = next.part.reads
 
 
 def link_sums(ranks: Collective, blocks: Sequence[Block]) -> None:

@@ -14,7 +14,7 @@ from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, link_sums
+from pyspec.models.block import BlockSpec, link_reads, link_sums
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.mtp_block import MtpOfBlock
 from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
@@ -166,11 +166,15 @@ class Decoder:
         self.ringed = Ringed(memory, weights.device)
         self.blocks = [
             block.bind(
-                Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
+                Binding(
+                    *(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables),
+                    old_keys=True,
+                )
             )
             for i, block in enumerate(own.blocks)
         ]
         self.tables.close()
+        link_reads(self.blocks)
         if self.ranks is not None:
             link_sums(self.ranks, self.blocks)
         for i, state in memory.states.items():

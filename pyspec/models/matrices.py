@@ -127,6 +127,11 @@ class GeluGates:
         return (y, GELU_GLU) if y.is_cuda else (GELU_GLU(y), None)
 
 
+def reader_of(product: Matrix) -> Matrix:
+    """The product that reads the input of `product` itself."""
+    return product.both if isinstance(product, CutGates | GeluGates) else product
+
+
 class Summed:
     """A matrix of which every rank has some columns: the ranks' products are summed, and a residual is added once.
 

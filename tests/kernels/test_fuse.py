@@ -17,6 +17,7 @@ from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
+from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.rows.ref import RELU2, HeadNorm, Norm
 from pyspec.cuda.streamed import Streamed
 from pyspec.models.matrices import Summed
@@ -40,6 +41,12 @@ class Product(Streamed):
 
     def place(self, n_row: int, prep: Any) -> Any:
         return f"place of {n_row}" if self.few else None
+
+    def reads(self, n_row: int) -> Any:
+        return f"rows of {n_row}"
+
+    def most_ready(self, norm: Norm) -> int:
+        return 3 if self.few else 2
 
     def sums_of(self, n_row: int) -> Any:
         return SimpleNamespace(summed=lambda shares: f"sums of {shares}") if self.few else None
@@ -162,9 +169,40 @@ def test_states_are_folded_by_whose_launch_can() -> None:
     assert fuse.folder(SimpleNamespace(folder=lambda: "own"), reference) == "own"
 
 
+class Norms:
+    """Norms that say which way they were asked for."""
+
+    def __init__(self, takes: bool = True) -> None:
+        self.takes = lambda to: takes
+
+    def added(self, *given: Any) -> str:
+        return "added"
+
+    def added_into(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float, *to: Any) -> Any:
+        return factor, *to
+
+
+def test_norms_behind_a_part_prepare_what_is_read_next_where_both_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, given = Product(few=True), (X, X[0], X, 0.5)
+    assert fuse.added(Norms(), *given, (few, NORM)) == (0.5, "rows of 3", NORM)  # type: ignore[arg-type, comparison-overlap]
+    others = [
+        (Norms(), None),
+        (Norms(), (plain, NORM)),
+        (Norms(), (Product(few=False), NORM)),
+        (Norms(takes=False), (few, NORM)),
+        (SimpleNamespace(added=Norms().added), (few, NORM)),
+    ]
+    assert [fuse.added(norms, *given, read) for norms, read in others] == ["added"] * 5  # type: ignore[arg-type]
+    monkeypatch.setattr(fuse, "ADDS_INTO", 0)
+    assert fuse.added(Norms(), *given, (few, NORM)) == "added"  # type: ignore[arg-type, comparison-overlap]
+
+
 def test_our_kernels_say_what_models_rest_their_speed_on() -> None:
     """Were one of these names lost, models would be as right as before, and slower."""
     assert attend_cuda.AttendLaunch.fetches and mamba2_cuda.Mamba2Launch.fetches
     assert callable(gdn_cuda.GdnLaunch.prepared) and moe_route_cuda.RouteLaunch.writes_rows
+    assert callable(norms_cuda.NormsLaunch.added_into) and callable(norms_cuda.NormsLaunch.takes)
     assert callable(gdn_cuda.GdnLaunch.folder) and callable(mamba2_cuda.Mamba2Launch.folder)
     assert all(callable(getattr(moe_cuda.ExpertsLaunch, name)) for name in ("room", "prepare", "shares"))

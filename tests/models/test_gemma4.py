@@ -57,6 +57,14 @@ def test_the_last_blocks_of_e_models_read_earlier_keys_and_have_none() -> None:
     assert [KV in parts for parts in config.parts()] == [True] * 3 + [False] * 3
 
 
+def test_parts_know_what_reads_the_stream_behind_them() -> None:
+    model = Bench(DENSE).target
+    steps = [step for block in model.blocks for step in block.steps]
+    assert len(steps) == 6 and all(step.post is not None for step in steps)
+    assert [step.next for step in steps] == [*(step.part.reads for step in steps[1:]), None]
+    assert all(step.part.reads is not None for step in steps)
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the tier of CPUs")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cpu_runs_every_op_and_records_the_forward(kind: str) -> None:

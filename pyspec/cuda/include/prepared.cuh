@@ -69,6 +69,14 @@ __device__ __forceinline__ void put_in_block(u16* blocks, float* sums, int pad, 
   if (quad == 0) sums[at] = total;
 }
 
+// The same of LAYOUT 2, without sums. For any lane.
+__device__ __forceinline__ void put_in_tall(u16* blocks, int pad, int row, int column, uint2 packed) {
+  const int part = column % 64 / 16 * 2, turn = row % 8, at = column % 16 / 2;  // two of the row's eight parts
+  u16* to = blocks + (static_cast<i64>(column / 64) * pad + row) * 64 + at;
+  *reinterpret_cast<u32*>(to + (part ^ turn) * 8) = packed.x;
+  *reinterpret_cast<u32*>(to + ((part + 1) ^ turn) * 8) = packed.y;
+}
+
 // LAYOUT 3 of rows.cu: a unit of 64 columns is 64 bytes of upper halves, 64 of lower ones, two sums, two powers.
 // Halved: columns in order, of four sums (of 16 columns each) as many bf16 and then what those are too little by, the powers, 8 bytes of nothing.
 constexpr int kUnitBytes = 144, kHalvedUnitBytes = 160;

@@ -14,7 +14,7 @@ from pyspec.cuda.ops.linear.ref import GATES
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import RELU2, PrepKind, RowsSpec
 from pyspec.models.cuts import Cut, Units, each_of
-from pyspec.models.matrices import GateAct, sum_of
+from pyspec.models.matrices import GateAct, reader_of, sum_of
 from pyspec.models.part import Binding, BoundPart, LoadTypes, Pass, Place, Request, column_block
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts
@@ -87,7 +87,7 @@ class BoundGated:
         w, self.norm = at.weights, at.optional_norm()
         self.gate_up = w.gated(at.name("ffn_gate.weight"), at.name("ffn_up.weight"), act=act)
         self.down = w.summed(at.name("ffn_down.weight"))
-        self.reads = None if self.norm is None else (self.gate_up, self.norm)
+        self.reads = None if self.norm is None else (reader_of(self.gate_up), self.norm)
         self.gives = sum_of(self.down)
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:

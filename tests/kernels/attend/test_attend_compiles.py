@@ -37,6 +37,31 @@ def test_kernels_that_read_bytes_compile_without_spills_in_the_registers_their_b
         assert_fits(attend_cuda.shape_for(dim, n_tile, KvFormat.named(*kv), arch, has_sinks=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["f16", "bf16"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_four_blocks_of_few_columns_compile_without_spills(arch: str, kv: str) -> None:
+    spec = AttendSpec(torch.device("cpu"), 32, 16, 256, 1.0, KvFormat.named(kv), has_sinks=True)
+    shape = attend_cuda.narrow_for(spec, arch)
+    assert shape is not None and shape.resident == 4
+    assert_fits(shape)
+
+
+def test_blocks_of_few_columns_are_for_heads_that_fill_them_on_large_multiprocessors() -> None:
+    def of(*heads: int, kv: str = "f16", arch: str = "sm_90a") -> attend_cuda.AttendBuild | None:
+        spec = AttendSpec(torch.device("cpu"), *heads, 1.0, KvFormat.named(kv))
+        return attend_cuda.narrow_for(spec, arch)
+
+    assert of(32, 16, 256) is not None and of(16, 4, 256, kv="bf16") is not None
+    refused = [
+        of(24, 4, 256),
+        of(32, 16, 128),
+        of(32, 16, 256, kv="q8_0"),
+        of(32, 16, 256, arch="sm_86"),
+    ]
+    assert refused == [None] * 4
+
+
 def assert_fits(shape: attend_cuda.AttendBuild) -> None:
     found = jit.compile_cubin("attend", shape.arch, shape.defines(), use_cache=False).resources
     assert set(found) == {"attend_split", "attend_merge_thin", "attend_merge_long", "attend_merge_wide"}

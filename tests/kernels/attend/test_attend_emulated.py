@@ -175,6 +175,51 @@ def test_a_row_has_the_same_bits_whoever_finds_its_partials_and_fetches_its_keys
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_blocks_of_four_columns_give_the_bits_of_those_of_eight(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen for many sequences of few columns; and what a graph of them replays for wider ones, in more tiles."""
+    few = Case(4, 2, 256, dtype, [(700, 1), (0, 2), (1100, 1)], 16, 900, pad=(1, 1))
+    wide = replace(few, seqs=[(17, 5), (300, 1)])
+    made, found, chosen = [make(few, CPU, 7), make(wide, CPU, 8)], [], []
+    shape = attend_cuda.narrow_for(spec_of(few, CPU), "sm_90a")
+    for n_block in (attend_cuda.ITS_BLOCKS, 0):
+        monkeypatch.setattr(attend_cuda, "ITS_BLOCKS", n_block)
+        with emulated_gpu(seed=3, n_multiprocessor=1):
+            own = attend_cuda.bind(spec_of(few, CPU))
+            chosen.append(own._build(made[0].batch, 2).shape.narrow)
+            found.append(own(made[0].q, made[0].pool, made[0].batch, few.window))
+            forced = attend_cuda.bind(spec_of(wide, CPU), shape=shape if n_block else None)
+            found.append(forced(made[1].q, made[1].pool, made[1].batch, wide.window))
+    assert chosen == [True, False]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    want = attend_ref.bind(spec_of(few, CPU))(
+        made[0].q[:4].double(), made[0].pool, made[0].plain, few.window
+    )
+    assert worst(found[0][:4], want) < few.tolerance and not found[0][4:].any()
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("dim", [64, 256, 512])
+def test_keys_from_before_the_forward_that_are_loaded_early_give_the_same_bits(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows whose first range ends before them, at them and behind them; a window, whose first range is a later one."""
+    monkeypatch.setattr(attend_cuda, "EARLY", 1)
+    for window in (0, 3 * dim):
+        seqs = [(2 * dim, 1), (dim, 2), (dim - 1, 1), (0, 3), (5 * dim + 7, 1)]
+        case = Case(4, 2, dim, torch.float16, seqs, 16, window, pad=(1, 1))
+        made, found = make(case, CPU, 9), []
+        for old in (False, True):
+            with emulated_gpu(seed=4):
+                own = attend_cuda.bind(spec_of(case, CPU))
+                assert isinstance(own, attend_cuda.AttendLaunch) and own.loads_early
+                found.append(own(made.q, made.pool, made.batch, window, old_keys=old))
+        assert torch.equal(*found) and found[0][0].any()
+
+
 @pytest.mark.slow
 def test_more_splits_than_a_warp_has_lanes() -> None:
     """As many as are put together at once, and the rest behind them."""

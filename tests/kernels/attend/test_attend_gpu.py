@@ -10,6 +10,8 @@ from pyspec.cuda.ops.attend import cases as attend_cases
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import MIXED, PACKED, TOLERANCE, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 
 GPU = torch.device("cuda", 0)
 CASES = attend_cases.CASES | MIXED | PACKED
@@ -83,6 +85,49 @@ def test_a_captured_graph_serves_batches_of_other_lengths() -> None:
         now = replace(made.plain, hi=b.hi, positions=b.positions)
         want = attend_ref.bind(spec_of(case, GPU))(made.q.double(), made.pool, now, 0)
         assert worst(out, want) < TOLERANCE[case.dtype], shift
+
+
+@pytest.mark.parametrize("heads", [(8, 4, 64), (32, 16, 256), (32, 4, 512)])
+def test_new_keys_are_seen_where_old_ones_are_on_their_way_before(heads: tuple[int, int, int]) -> None:
+    """New keys come from the launch right before, in a graph, over and over; sequences enough for each build."""
+    case = Case(*heads, torch.float16, [(i * 11, 1 + i % 2) for i in range(33)], 16)
+    made, n_kv, dim = make(case, GPU), heads[1], heads[2]
+    b, n = made.plain, made.plain.n_row
+    seq, at = b.row_seq.long(), b.positions
+    rows = b.page_table[seq, at // 16] * 16 + at % 16
+    rope = rope_kv_cuda.bind(RopeKvSpec(GPU, heads[0], n_kv, dim, 0, True, False, False, 1e-6))
+    attend, angles = attend_cuda.bind(spec_of(case, GPU)), (at.new_empty(n, 1, 0).float(),) * 2
+    y = torch.randn(n, (heads[0] + 2 * n_kv) * dim, device=GPU)
+
+    def run(**how: bool) -> torch.Tensor:
+        for _ in range(3):  # the last keys count
+            q = rope(y, None, None, angles, made.pool, rows)
+            out = attend(q, made.pool, b, 0, **how)
+        return out
+
+    run(old_keys=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(old_keys=True)
+    for seed in range(20):
+        y.copy_(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        got = out.clone()
+        q = rope(y, None, None, angles, made.pool, rows)
+        torch.cuda.synchronize()
+        assert torch.equal(got, attend(q, made.pool, b, 0)), seed
+
+
+def test_many_sequences_have_the_bits_that_each_has_alone() -> None:
+    """Of few heads, four blocks of a multiprocessor have them, alone three."""
+    case = Case(32, 16, 256, torch.bfloat16, [(i * 37, 1) for i in range(37)], 16, 600)
+    made = make(case, GPU)
+    attend = attend_cuda.bind(spec_of(case, GPU))
+    assert isinstance(attend, attend_cuda.AttendLaunch)
+    out = attend(made.q, made.pool, made.plain, 600)
+    for i in (0, 5, 36):
+        q, batch = only(made, i)
+        assert torch.equal(out[i : i + 1], attend(q, made.pool, batch, 600)), i
 
 
 def test_pools_beyond_two_gigarows_of_bytes_are_addressed() -> None:

@@ -6,6 +6,7 @@ import torch
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.rows import cuda as rows_cuda
 
 pytest.importorskip("cuda.core")
 
@@ -28,9 +29,21 @@ def test_norms_compile_for_every_architecture(arch: str) -> None:
             )  # beside a product
 
 
-def test_threads_have_equal_shares() -> None:
-    assert [norms_cuda.threads_for(n) for n in (4, 128, 2048, 4096, 5120, 8192, 16384)] == [
-        *(32, 32, 512, 1024, 640, 1024, 1024)
+@pytest.mark.slow
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_norms_that_write_rows_compile_for_every_architecture(arch: str) -> None:
+    for n in (2816, 5376, norms_cuda.MAX_INTO):
+        for layout in (0, 2) if arch == "sm_90a" else (0,):
+            macros = norms_cuda.defines(n, False, layout)
+            found = compile_cubin("norms", arch, macros, use_cache=False).resources["norms"]
+            assert found.spill_bytes == 0, (n, found)
+            assert found.registers <= 64 or n > 5376, (n, found)  # beside a product
+
+
+def test_a_row_has_a_thread_for_four_columns_up_to_as_many_as_other_rows_have() -> None:
+    assert [norms_cuda.threads_for(n) for n in (4, 128, 1152, 2048, 5120, 16384)] == [
+        *(32, 32, 288, 512, 512, rows_cuda.THREADS)
     ]
 
 

@@ -31,6 +31,17 @@ def test_rows_compile_everywhere(arch: str) -> None:
     assert compile_cubin("rows_finish", arch, use_cache=False).resources["rows_finish"].spill_bytes == 0
 
 
+@pytest.mark.parametrize("layout", [rows_cuda.BLOCKED, rows_cuda.TALL])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120f"])
+def test_rows_of_several_ctas_leave_room_for_a_product_beside_them(arch: str, layout: int) -> None:
+    """Two of them, as 32 rows of 132 multiprocessors need, in half of the registers."""
+    for n_in, kind in ((21504, PrepKind.GEGLU), (17408, PrepKind.PLAIN)):
+        macros = rows_cuda.defines(n_in, kind, 0, layout, parts=rows_cuda.PARTS)
+        found = compile_cubin("rows", arch, macros, use_cache=False).resources["rows"]
+        assert found.spill_bytes == 0
+        assert 2 * found.registers * rows_cuda.threads_of(n_in, layout, rows_cuda.PARTS) <= 32768
+
+
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rope_kv_compiles_everywhere(arch: str) -> None:

@@ -105,6 +105,47 @@ def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(
     )
 
 
+ALONE = (PrepKind.PLAIN, PrepKind.GATE, PrepKind.GLU, PrepKind.GEGLU, PrepKind.RELU2)
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layout", [rows_cuda.BLOCKED, rows_cuda.ROW_MAJOR, rows_cuda.TALL])
+@pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.parametrize("n_in", [384, 2688, 4160])
+def test_ctas_that_have_a_row_together_give_the_bits_of_one(
+    n_in: int, kind: PrepKind, layout: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares of whole blocks, the last one short or empty; the largest number in any of them; rows of zeros and without an end."""
+    x, prep = make(spec_of(kind, n_in - n_in % 96), 5, torch.Generator().manual_seed(1))
+    n_in = x.shape[1] // kind.halves
+    x[1], x[2, -40], x[3, 3], x[4, n_in // 2] = 0, 3e4, torch.inf, -2e4
+    found = []
+    for parts in (1, 8, 3):
+        monkeypatch.setattr(rows_cuda, "PARTS", parts)
+        monkeypatch.setattr(rows_cuda, "PARTS_FROM", 0)
+        with emulated_gpu(seed=seed):
+            if layout == rows_cuda.ROW_MAJOR:
+                blocks, powers = rows_cuda.WideRows(CPU, n_in)(x, prep)
+                found.append((blocks, powers, blocks))
+            else:
+                got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (8, 16), layout))(x, prep)
+                found.append((got.blocks, got.powers, got.sums))
+    assert found[0][0].nan_to_num().any()
+    for one, *others in zip(*found, strict=True):
+        for other in others:
+            assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+
+
+def test_many_rows_and_older_gpus_have_a_cta_a_row() -> None:
+    def parts(kind: PrepKind, n_row: int, layout: int = 0, of: tuple[int, int] = (9, 0)) -> int:
+        return rows_cuda.parts_of(21504, kind, layout, of, n_row)
+
+    assert parts(PrepKind.GEGLU, 3) == parts(PrepKind.PLAIN, 128, rows_cuda.TALL) == rows_cuda.PARTS
+    assert parts(PrepKind.GEGLU, 129) == parts(PrepKind.NORM, 3) == parts(PrepKind.GEGLU, 3, of=(8, 9))
+    assert parts(PrepKind.PLAIN, 3, rows_cuda.PLANES) == 1 == parts(PrepKind.HEADS, 3)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_whole_numbers_are_none_where_64_columns_have_none(bad: float) -> None:
     x = torch.randn(3, 320)

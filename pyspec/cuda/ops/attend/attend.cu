@@ -29,15 +29,17 @@
 // f16 on their way from shared memory to the product. How keys and values are queued, and multiplied, hangs on their size:
 // attend_halves.cuh, attend_bytes.cuh and attend_bits.cuh have a part for keys and one for values.
 //
-// Macros: DIM, N_TILE (columns / 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
-// OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
+// Macros: DIM, N_TILE (eights of columns), COLUMNS (8 * N_TILE, or 4 of 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for
+// it), HAS_SINKS, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
 // soon), KEYS_AHEAD (most items of a launch that fetch their keys before the predecessor is over), MERGE_FINDS (1 thin, 2 long, 4 wide).
 #include "kv_kinds.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
 #include "overlap.cuh"
 
-constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
+constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = COLUMNS;
+constexpr int ROOM = 8 * N_TILE, LANES = COLS < 8 ? 4 * COLS : 32;  // a tile may leave columns of its products empty: less of q and p is kept
+static_assert(COLS == ROOM || (N_TILE == 1 && COLS % 2 == 0 && COLS < ROOM), "columns of a tile");
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 // Bytes of a step of a warp: 2 KB of halves or bytes, and what attend_bits.cuh says.
 __device__ constexpr int step_bytes(int kind, bool is_keys) {
@@ -56,13 +58,13 @@ struct Items {  // of a launch, see attend_items.cuh
 };
 
 struct alignas(16) Shared {
-  uint2 q[WARPS][2][N_TILE][32];    // fragment order: 4 of 32 dims of a column per lane and half
-  uint2 p[WARPS][2][N_TILE][32];    // 4 of 32 keys of a column per lane and half
+  uint2 q[WARPS][2][N_TILE][LANES]; // fragment order: 4 of 32 dims of a column per lane and half
+  uint2 p[WARPS][2][N_TILE][LANES]; // 4 of 32 keys of a column per lane and half
   char queue[WARPS][DEPTH][STEP_BYTES];
-  float top[WARPS][COLS], sum[WARPS][COLS];
-  float run_m[COLS], run_l[COLS], keep[COLS], take[COLS];
-  int lo[COLS], hi[COLS];
-  int q_row[COLS];                  // row * n_head + head of a column; -1: none
+  float top[WARPS][ROOM], sum[WARPS][ROOM];
+  float run_m[ROOM], run_l[ROOM], keep[ROOM], take[ROOM];
+  int lo[ROOM], hi[ROOM];
+  int q_row[ROOM];                  // row * n_head + head of a column; -1: none
   int row16[SPLIT / 16];            // pool row of every 16th key of the item
   Items items;
   int hull[4];                      // of the tile: min lo, max hi, max lo, min hi
@@ -120,6 +122,11 @@ __device__ __forceinline__ void clear(float (&acc)[2][N_TILE][4]) {
       for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
 }
 
+// A lane's part of a column's q or weights.
+__device__ __forceinline__ uint2 kept(const uint2 (&of)[LANES], int lane) {
+  return LANES == 32 || lane < LANES ? of[lane] : make_uint2(0, 0);
+}
+
 #include "attend_stream.cuh"
 
 // The step in `slot` is in registers: its place takes the step DEPTH later.
@@ -174,7 +181,9 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
       float w[4];
 #pragma unroll
       for (int x = 0; x < 4; x++) w[x] = exp2_fast(acc[x / 2][n][2 * (x % 2) + e] - m);
-      s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] = make_uint2(pack<V_KIND>(w[0], w[1]), pack<V_KIND>(w[2], w[3]));
+      if (LANES == 32 || col < COLS)
+        s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] =
+            make_uint2(pack<V_KIND>(w[0], w[1]), pack<V_KIND>(w[2], w[3]));
       sum[e] = (w[0] + w[1]) + (w[2] + w[3]);
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) sum[e] += __shfl_xor_sync(ALL, sum[e], d);
@@ -225,14 +234,15 @@ __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
       const float4 a0 = x[n][0], a1 = x[n][1];
       const float4 y = half ? make_float4(a0.z, a1.z, a0.w, a1.w) : make_float4(a0.x, a1.x, a0.y, a1.y);
 #endif
-      s.q[q_step(piece)][half][n][in_tile * 4 + q_lane(piece)] =
-          make_uint2(pack<K_KIND>(y.x * a.scale, y.y * a.scale), pack<K_KIND>(y.z * a.scale, y.w * a.scale));
+      if (LANES == 32 || in_tile < COLS)
+        s.q[q_step(piece)][half][n][in_tile * 4 + q_lane(piece)] =
+            make_uint2(pack<K_KIND>(y.x * a.scale, y.y * a.scale), pack<K_KIND>(y.z * a.scale, y.w * a.scale));
     }
 }
 
 // How the running sums and the range's weigh, by column; the running maximum and sum move on. A thread per column.
 __device__ __forceinline__ void weigh(Shared& s) {
-  for (int c = threadIdx.x; c < COLS; c += THREADS) {
+  if (const int c = threadIdx.x; c < ROOM) {
     float top = none_seen(), sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
@@ -258,14 +268,14 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
              const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
              const int* seq_start, float* part, float* part_ml, int* plan, int* fault, int n_row, int n_seq, int n_head,
              int n_kv, int n_page_col, int page_size, int n_page, int window, int max_item, float scale,
-             const u8* next, i64 next_share, int n_share, int n_piece) {
+             const u8* next, i64 next_share, int n_share, int n_piece, int old_keys) {
   let_successor_start();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q,     k,     v,      page_table, positions,  lo,        hi,     row_seq, seq_start, plan, fault,
                   n_row, n_seq, n_head, n_kv,       n_page_col, page_size, n_page, window,  max_item,  scale};
-  const int lane = threadIdx.x % 32;
-  const Lane me = {static_cast<int>(threadIdx.x) / 32, lane / 4, lane % 4};
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const Lane me = {static_cast<int>(threadIdx.x / 32), lane / 4, lane % 4};
   find_items<THREADS>(s.items, a, n_row, gridDim.x);
   __syncthreads();
   const int per_item = s.items.per_item, total = s.items.first[n_seq];
@@ -278,16 +288,11 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
     const Item item = item_of(s.items, a, index);
     const int base = item.split * per_item * RANGE;
     find_columns(s, a, item, base, per_item * RANGE);
-    if (index == blockIdx.x) {
-#if __CUDA_ARCH__ >= 900
-      if (per_item == 1 && total <= KEYS_AHEAD) fetch_ahead(s, item, k, v, n_kv, base);
-#endif
-      begin();
-    }
     Stream f;
-    f.k = k + item.head * n_code(K_KIND, DIM);
-    f.v = v + item.head * n_code(V_KIND, DIM);
-    f.row_stride = static_cast<i64>(n_kv) * DIM;
+    f.k = k;
+    f.v = v;
+    f.head = item.head;
+    f.row_stride = n_kv * DIM;
 #if K_FACTORS
     f.k_scale = k_scale + item.head * (K_FACTORS * WARPS);
 #endif
@@ -296,16 +301,25 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
 #elif V_FACTORS == 2
     f.v_scale = v_scale + item.head * (2 * WARPS) + 2 * me.warp;
 #endif
-    f.base = base;
-    f.lo = s.hull[0];
-    f.hi = s.hull[1];
-    f.first = max(f.lo - base, 0) / RANGE;
-    const int n_range = min(per_item, (f.hi - base + RANGE - 1) / RANGE) - f.first;
+    f.lo = s.hull[0] - base;
+    f.n_key = s.hull[1] - s.hull[0];
+    f.first = max(f.lo, 0) / RANGE;
+    const int n_range = min(per_item, (s.hull[1] - base + RANGE - 1) / RANGE) - f.first;
+    // Keys before a sequence's first row were there before the forward, if the launcher says so: on their way before the wait.
+    const bool is_first = index == blockIdx.x;
+    const bool is_early = is_first && old_keys && n_range > 0 && base + (f.first + EARLY) * RANGE <= positions[item.start];
+    if (is_first && !is_early) {
+#if __CUDA_ARCH__ >= 900
+      if (per_item == 1 && total <= KEYS_AHEAD) fetch_ahead(s, item, k, v, n_kv, base);
+#endif
+      begin();
+    }
     if (n_range <= 0) continue;  // no column of this tile sees the item (the same in every thread); nobody reads its part
     f.n_step = n_range * STEPS;
     f.queue = shared_address(s.queue[me.warp]);
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) fetch(s, f, me, i, i);
+    if (is_early) begin();
     load_q(s, a);
     __syncthreads();
 
@@ -340,7 +354,7 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const int c = 8 * n + 2 * me.t + e;
-        if (c < item.n_col)
+        if (c < min(COLS, item.n_col))
           *reinterpret_cast<float4*>(to + c * DIM) =
               make_float4(run[0][n][e], run[0][n][2 + e], run[1][n][e], run[1][n][2 + e]);
       }

@@ -33,12 +33,12 @@ constexpr int KEY_FIFTH = 1024, KEY_FACTORS = 1024 + (n_bit(K_KIND) == 5 ? 256 :
 __device__ __forceinline__ void fetch_keys(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to) {
   const int key = range * RANGE + 32 * me.warp + 4 * me.g, lane = 4 * me.g + me.t;
   const i64 row = row_of(s, key), stride = f.row_stride / 8 * n_bit(K_KIND);
-  const u8* from = f.k + row * stride + 32 * step + 8 * me.t;
+  const u8* from = f.keys() + row * stride + 32 * step + 8 * me.t;
 #pragma unroll
   for (int x = 0; x < 4; x++) copy8(to + x * 256 + lane * 8, from + x * stride, is_seen(f, key + x));
   const bool own = is_seen(f, key + me.t);
   if constexpr (n_bit(K_KIND) == 5)
-    copy8(to + KEY_FIFTH + 8 * lane, f.k + (row + me.t) * stride + DIM / 2 + 8 * step, own);
+    copy8(to + KEY_FIFTH + 8 * lane, f.keys() + (row + me.t) * stride + DIM / 2 + 8 * step, own);
   const u16* factors = f.k_scale + (row + me.t) * (f.row_stride / 32 * K_FACTORS) + 2 * K_FACTORS * step;
   if constexpr (K_FACTORS == 2) copy8(to + KEY_FACTORS + 8 * lane, factors, own);
   else copy4(to + KEY_FACTORS + 4 * lane, factors, own);
@@ -96,7 +96,7 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
         }
 #pragma unroll
         for (int n = 0; n < N_TILE; n++) {
-          const uint2 q = s.q[2 * c + half][m][n][lane];
+          const uint2 q = kept(s.q[2 * c + half][m][n], lane);
 #pragma unroll
           for (int i = 0; i < 2; i++) mma<K_KIND>(acc[i][n], a[2 * i], a[2 * i + 1], b[2 * i], b[2 * i + 1], q.x, q.y);
         }
@@ -116,7 +116,7 @@ __device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, c
 #pragma unroll
   for (int c = 0; c < 2; c++) {
     const int key = first + 32 * c + 8 * me.t + me.g, own = first + 32 * c + lane;
-    const u8* from = f.v + row_of(s, key) * stride + 16 * me.warp;
+    const u8* from = f.values() + row_of(s, key) * stride + 16 * me.warp;
     const u32 at = to + 512 * c + 16 * lane;
     if constexpr (n_code(V_KIND, DIM) % 16 == 0) {
       copy16(at, from, is_seen(f, key));
@@ -125,7 +125,7 @@ __device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, c
       copy8(at + 8, from + 8, is_seen(f, key));
     }
     if constexpr (n_bit(V_KIND) == 5)
-      copy4(to + VALUE_FIFTH + 4 * (32 * c + lane), f.v + row_of(s, own) * stride + DIM / 2 + 4 * me.warp, is_seen(f, own));
+      copy4(to + VALUE_FIFTH + 4 * (32 * c + lane), f.values() + row_of(s, own) * stride + DIM / 2 + 4 * me.warp, is_seen(f, own));
     const u16* factors = f.v_scale + row_of(s, own) * (f.row_stride / 32 * V_FACTORS);
     copy4(to + VALUE_FACTORS + 4 * (32 * c + lane), factors, is_seen(f, own));
   }
@@ -173,7 +173,7 @@ __device__ __forceinline__ void values(const Shared& s, const Stream& f, const L
       }
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 p = s.p[2 * c + part / 2][part % 2][n][lane];
+        const uint2 p = kept(s.p[2 * c + part / 2][part % 2][n], lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) mma<V_KIND>(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
       }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void widen(u32 x, u32 scale, u32& low, u32& high) {
 __device__ __forceinline__ void fetch_keys(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to) {
   const int key = range * RANGE + 32 * me.warp + 4 * me.g, lane = 4 * me.g + me.t;
   const i64 row = row_of(s, key);
-  const u8* from = f.k + row * f.row_stride + 64 * step + 16 * me.t;
+  const u8* from = f.keys() + row * f.row_stride + 64 * step + 16 * me.t;
 #pragma unroll
   for (int x = 0; x < 4; x++) copy16(to + x * 512 + lane * 16, from + x * f.row_stride, is_seen(f, key + x));
 #if K_KIND == 3
@@ -87,7 +87,7 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
       for (int x = 0; x < 4; x++) widen<K_KIND>(k[x][m], scale[x], a[x], b[x]);
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 q = s.q[2 * c + m / 2][m % 2][n][lane];
+        const uint2 q = kept(s.q[2 * c + m / 2][m % 2][n], lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) mma<K_KIND>(acc[i][n], a[2 * i], a[2 * i + 1], b[2 * i], b[2 * i + 1], q.x, q.y);
       }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, c
 #pragma unroll
   for (int c = 0; c < 2; c++) {
     const int key = first + 32 * c + 8 * t + x0;
-    const u8* from = f.v + row_of(s, key) * f.row_stride + 32 * me.warp + 16 * piece;
+    const u8* from = f.values() + row_of(s, key) * f.row_stride + 32 * me.warp + 16 * piece;
 #pragma unroll
     for (int j = 0; j < 2; j++)
       copy16(to + 1024 * c + (4 * (x0 + 4 * j) + t) * 32 + 16 * piece, from + 4 * j * f.row_stride, is_seen(f, key + 4 * j));
@@ -146,7 +146,7 @@ __device__ __forceinline__ void values(const Shared& s, const Stream& f, const L
       }
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 p = s.p[2 * c + part / 2][part % 2][n][lane];
+        const uint2 p = kept(s.p[2 * c + part / 2][part % 2][n], lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) mma<V_KIND>(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
       }

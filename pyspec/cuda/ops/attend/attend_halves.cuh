@@ -11,7 +11,7 @@ __device__ __forceinline__ int q_lane(int piece) { return piece % 4; }
 __device__ __forceinline__ void fetch_keys(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to) {
   const int key = range * RANGE + 32 * me.warp + 4 * me.g;
   const i64 row = row_of(s, key);
-  const u16* from = f.k + row * f.row_stride + 32 * step + 8 * me.t;
+  const u16* from = f.keys() + row * f.row_stride + 32 * step + 8 * me.t;
 #pragma unroll
   for (int x = 0; x < 4; x++) copy16(to + x * 512 + (4 * me.g + me.t) * 16, from + x * f.row_stride, is_seen(f, key + x));
 }
@@ -31,14 +31,14 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
     advance(s, f, me, step, slot);
 #pragma unroll
     for (int n = 0; n < N_TILE; n++) {
-      const uint2 q = s.q[c][0][n][lane];
+      const uint2 q = kept(s.q[c][0][n], lane);
 #pragma unroll
       for (int i = 0; i < 2; i++)
         mma<K_KIND>(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
     }
 #pragma unroll
     for (int n = 0; n < N_TILE; n++) {
-      const uint2 q = s.q[c][1][n][lane];
+      const uint2 q = kept(s.q[c][1][n], lane);
 #pragma unroll
       for (int i = 0; i < 2; i++)
         mma<K_KIND>(acc[i][n], k[2 * i].z, k[2 * i + 1].z, k[2 * i].w, k[2 * i + 1].w, q.x, q.y);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, c
   // Four lanes take the 64 bytes of a key; key 8 t + x goes to place 4 x + t, turned so that no bank is hit twice.
   const int t = me.g % 4, x0 = me.g / 4, key = range * RANGE + 32 * step + 8 * t + x0;
   const i64 row = row_of(s, key);
-  const u16* from = f.v + row * f.row_stride + 32 * me.warp + 8 * me.t;
+  const u16* from = f.values() + row * f.row_stride + 32 * me.warp + 8 * me.t;
   const u32 at = to + (4 * x0 + t) * 64 + (me.t ^ t / 2 * 2) * 16;
 #pragma unroll
   for (int j = 0; j < 4; j++) copy16(at + j * 512, from + 2 * j * f.row_stride, is_seen(f, key + 2 * j));
@@ -85,7 +85,7 @@ __device__ __forceinline__ void values(const Shared& s, const Stream& f, const L
       }
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 p = s.p[c][half][n][lane];
+        const uint2 p = kept(s.p[c][half][n], lane);
 #pragma unroll
         for (int i = 0; i < 2; i++) mma<V_KIND>(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
       }

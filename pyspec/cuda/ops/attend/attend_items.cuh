@@ -123,10 +123,10 @@ __device__ __forceinline__ Item item_of(const Items& s, const Args& a, int index
 __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Item& item, int base, int n_key) {
   const int group = a.n_head / a.n_kv;
 #pragma unroll 1
-  for (int c = threadIdx.x; c < COLS; c += THREADS) {
+  for (int c = threadIdx.x; c < ROOM; c += THREADS) {
     Seen seen = {0x7fffffff, 0};
     int q_row = -1;
-    if (c < item.n_col) {
+    if (c < min(COLS, item.n_col)) {
       const int col = item.tile * COLS + c, row = item.start + col / group;
       const Seen own = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
       if (a.row_seq[row] == item.seq && own.hi > 0) {

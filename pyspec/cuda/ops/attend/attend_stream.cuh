@@ -3,7 +3,7 @@
 
 // What one thread needs to fill its queue.
 struct Stream {
-  const KeyCode* k;    // at this KV head
+  const KeyCode* k;    // as the launch gives them: what hangs on the KV head is added where it is used, for registers are short
   const ValueCode* v;
 #if K_FACTORS
   const u16* k_scale;  // at this KV head,
@@ -11,16 +11,19 @@ struct Stream {
 #if V_FACTORS
   const u16* v_scale;  // and at the warp's own block, or the pair of blocks with it
 #endif
-  i64 row_stride;      // dims from one pool row to the next
-  int base;            // position of the item's first key
-  int lo, hi;          // hull of the tile
+  int head;
+  int row_stride;      // dims from one pool row to the next
+  int lo, n_key;       // of the tile's hull: its first key, counted from the item's first, and how many there are
   int first, n_step;   // first range of the item that is seen; steps in all
   u32 queue;           // this lane's corner
+
+  __device__ __forceinline__ const KeyCode* keys() const { return k + head * n_code(K_KIND, DIM); }
+  __device__ __forceinline__ const ValueCode* values() const { return v + head * n_code(V_KIND, DIM); }
 };
 
-__device__ __forceinline__ bool is_seen(const Stream& f, int key) { return f.base + key >= f.lo && f.base + key < f.hi; }
+__device__ __forceinline__ bool is_seen(const Stream& f, int key) { return static_cast<u32>(key - f.lo) < static_cast<u32>(f.n_key); }
 
-__device__ __forceinline__ i64 row_of(const Shared& s, int key) { return s.row16[key / 16] + key % 16; }
+__device__ __forceinline__ i64 row_of(const Shared& s, u32 key) { return s.row16[key / 16] + static_cast<int>(key % 16); }
 
 #if K_FACTORS || V_FACTORS
 __device__ __forceinline__ void copy4(u32 to, const void* from, bool real) {  // zeros when not real
@@ -31,13 +34,14 @@ __device__ __forceinline__ void copy4(u32 to, const void* from, bool real) {  //
 // By the size of keys: steps of a range, and how a thread queues one in `to`; the same of values.
 __device__ constexpr int steps_of(int kind) { return kind < 3 ? WARPS : WARPS / 2; }
 constexpr int KEY_STEPS = steps_of(K_KIND), STEPS = KEY_STEPS + steps_of(V_KIND);
+constexpr int EARLY = (DEPTH + STEPS - 1) / STEPS;  // ranges that a full queue has steps of
 __device__ __forceinline__ void fetch_keys(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to);
 __device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to);
 
 // Step `i` of an item: per range all steps of K, then those of V.
 __device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const Lane& me, int i, int slot) {
   if (i < f.n_step) {
-    const int range = f.first + i / STEPS, step = i % STEPS;
+    const int range = f.first + static_cast<u32>(i) / STEPS, step = static_cast<u32>(i) % STEPS;
     const u32 to = f.queue + slot * STEP_BYTES;
     if (step < KEY_STEPS) fetch_keys(s, f, me, range, step, to);
     else fetch_values(s, f, me, range, step - KEY_STEPS, to);

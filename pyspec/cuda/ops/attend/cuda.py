@@ -38,6 +38,11 @@ SPLIT, STEP_BYTES, SCALE_BYTES = 1024, 2048, 256  # as in attend_fold.cuh and at
 # Rows of a prompt's piece that run here however many splits they see; more do while rows times splits are up to MANY.
 FEW, MANY = 16, 192
 MAX_DEPTH = 6
+# Where rows and heads of a group fill half of a tile, and three blocks on each multiprocessor do not run all splits at once, four do.
+NARROW, ITS_BLOCKS = 4, 4
+# 1: keys from before the forward are copied to shared memory before the kernel before is over. It has run on no card, where alone a race
+# between launches could be seen, so it is off; KEYS_AHEAD only fills the second-level cache
+EARLY = 0
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
 # Items (128 keys of a head, or as many as it has dims) of a launch that fetch their keys and values to L2 while the predecessor runs: a few
 # rows' are 64 KB each, two for a multiprocessor. 0: none does
@@ -50,7 +55,7 @@ WAITING = (
     "sm_87",
     "sm_89",
 )  # where no kernel starts before its predecessor is over: no merge finds anything
-SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
+SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS + "i"
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "pi"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
@@ -75,6 +80,7 @@ class AttendBuild:
     blocks  blocks that fit a multiprocessor, which bounds the registers
     depth   steps of the queue of keys and values
     fetch   bytes that a miss brings into L2: 64, 128 or 256
+    narrow  a block has NARROW columns of eight: less shared memory, so that more blocks fit
     """
 
     dim: int
@@ -85,6 +91,7 @@ class AttendBuild:
     depth: int
     fetch: int = 256
     has_sinks: bool = False
+    narrow: bool = False
 
     @property
     def warps(self) -> int:
@@ -92,7 +99,7 @@ class AttendBuild:
 
     @property
     def columns(self) -> int:
-        return 8 * self.n_tile
+        return NARROW if self.narrow else 8 * self.n_tile
 
     @property
     def step_bytes(self) -> int:
@@ -101,8 +108,8 @@ class AttendBuild:
     @property
     def shared_bytes(self) -> int:
         """sizeof(Shared) in attend.cu."""
-        fragments = 2 * self.warps * self.n_tile * 512 + self.warps * self.depth * self.step_bytes
-        columns = self.columns * 4 * (2 * self.warps + 7)
+        fragments = 2 * self.warps * self.columns * 64 + self.warps * self.depth * self.step_bytes
+        columns = 8 * self.n_tile * 4 * (2 * self.warps + 7)
         size = fragments + columns + SPLIT // 16 * 4 + 4 * (4 * MAX_SEQ + 1) + 4 + 16
         return -(-size // 16) * 16
 
@@ -115,6 +122,7 @@ class AttendBuild:
         return {
             "DIM": self.dim,
             "N_TILE": self.n_tile,
+            "COLUMNS": self.columns,
             "K_KIND": self.kv.k.kind,
             "V_KIND": self.kv.v.kind,
             "F8_CVT": int(self.arch not in ("sm_80", "sm_86", "sm_87")),
@@ -153,6 +161,20 @@ def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = 
     return max(shapes, key=lambda s: (s.resident * s.depth, s.resident))
 
 
+def narrow_for(spec: AttendSpec, arch: str) -> AttendBuild | None:
+    """The build of NARROW columns; None where no more blocks fit than without it, or more heads than columns read a key."""
+    of_two_bytes = spec.kv.k.bits == spec.kv.v.bits == 16
+    fits = spec.head_dim == 256 and of_two_bytes and spec.n_head // spec.n_kv_head <= NARROW
+    if not ITS_BLOCKS or not fits or room_of(arch) <= 200 * 1024:
+        return None
+    has_sinks = spec.has_sinks
+    for depth in range(MAX_DEPTH, 1, -1):
+        build = AttendBuild(256, 1, spec.kv, arch, ITS_BLOCKS, depth, has_sinks=has_sinks, narrow=True)
+        if build.resident == ITS_BLOCKS:
+            return build
+    return None
+
+
 def tiles_of(spec: AttendSpec, arch: str) -> tuple[int, ...]:
     """The builds of attend.cu for these heads on such a GPU; (): the plain kernel runs them."""
     if spec.kv.has_f32:
@@ -161,6 +183,13 @@ def tiles_of(spec: AttendSpec, arch: str) -> tuple[int, ...]:
         has_room = room_of(arch) > 200 * 1024
         return ITS_TILES if has_room and spec.kv.is_one and spec.kv.k.bits >= 8 else ()
     return N_TILES if spec.head_dim in DIMS else ()
+
+
+def shapes_of(spec: AttendSpec, arch: str) -> list[AttendBuild]:
+    """All builds of attend.cu that batches may take."""
+    made = [shape_for(spec.head_dim, n, spec.kv, arch, spec.has_sinks) for n in tiles_of(spec, arch)]
+    narrow = narrow_for(spec, arch)
+    return made if narrow is None else [*made, narrow]
 
 
 def n_tile_for(columns: int, tiles: tuple[int, ...] = N_TILES) -> int:
@@ -267,8 +296,7 @@ def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str,
     group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
     rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
     most = 0
-    for n_tile in tiles_of(spec, arch):
-        shape = shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks)
+    for shape in shapes_of(spec, arch):
         splits = n_seq * spec.n_kv_head * (rows * group // shape.columns + n_split)
         ranges = min(splits * SPLIT // spec.head_dim, most_ranges(spec, n_sm * shape.resident))
         most = max(most, max(splits, ranges) * n_float(spec, shape.columns))
@@ -292,18 +320,20 @@ class AttendLaunch:
     """The kernels of one spec; called as attend_ref's. `shape` fixes the build."""
 
     fetches = True  # fetches the weights that `after` names, see fuse.py
+    loads_early = True  # takes `old_keys`, see there
 
     def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
-        self.spec, self.shape, self.builds = (
-            spec,
-            shape,
-            dict[int, Kernels](),
-        )  # by the tiles of a block's columns
+        self.spec, self.shape = spec, shape
+        self.builds: dict[int, Kernels] = {}  # by the tiles of a block's columns
         capability = torch.cuda.get_device_capability(spec.device)
         self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.heads = [np.int32(spec.n_head), np.int32(spec.n_kv_head)]
         self.scale = np.float32(spec.scale * math.log2(math.e))
+        self.narrow = narrow_for(spec, self.arch) if shape is None else None
+        n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        usual = 0 if self.narrow is None else n_sm * shape_for(256, 1, spec.kv, self.arch).resident
+        self.many = usual // spec.n_kv_head + 1  # sequences whose splits are more than the usual blocks
 
     def __call__(
         self,
@@ -313,8 +343,10 @@ class AttendLaunch:
         window: int = 0,
         sinks: Tensor | None = None,
         after: Tensor | None = None,
+        old_keys: bool = False,
     ) -> Tensor:
-        """`after`: the weights of the product that reads the result."""
+        """`after`: the weights of the product that reads the result. `old_keys`: keys before a sequence's first row were there before the
+        forward began, so they are loaded beside the kernel before."""
         spec, i32 = self.spec, np.int32
         _check(q, pool, batch, sinks, spec)
         sink = [] if sinks is None else [sinks]
@@ -354,7 +386,7 @@ class AttendLaunch:
             self.fault,
         ]
         args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
-        args += prefetch_args(after, n_row)
+        args += [*prefetch_args(after, n_row), i32(old_keys and EARLY)]
         grid = min(kernels.grid, n_item)
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
         args = [part, part_ml, plan, *seen, *rows, *sink, out, i32(n_seq), *self.heads]
@@ -367,6 +399,8 @@ class AttendLaunch:
     def _build(self, batch: Batch, group: int) -> Kernels:
         """The build for the widest sequence and the pool's type."""
         widest, spec = max((seq.width for seq in batch.seqs), default=1), self.spec
+        if self.narrow is not None and widest * group <= NARROW and len(batch.page_table) >= self.many:
+            return _kernels(spec.device, self.narrow)
         n_tile = n_tile_for(max(1, widest) * group, tiles_of(self.spec, self.arch))
         if n_tile not in self.builds:
             shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv, self.arch, spec.has_sinks)
@@ -401,8 +435,7 @@ def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
         macros = plain_defines(spec.head_dim, spec.kv, spec.has_sinks)
         yield target.program("attend_plain", macros)
         return
-    for n_tile in tiles_of(spec, target.arch):
-        shape = shape_for(spec.head_dim, n_tile, spec.kv, target.arch, spec.has_sinks)
+    for shape in shapes_of(spec, target.arch):
         yield target.program("attend", shape.defines())
 
 

@@ -21,10 +21,13 @@ from pyspec.slots.kv_types import F8, Q4_0, Q8_0
 def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str | None:
     """Ragged batches of the model's own heads, with padding and NaN wherever the op must not read."""
     own = (spec.n_head, spec.n_kv_head, spec.head_dim, spec.kv.k)
-    for case in (
+    cases = [
         Case(*own, [(0, 1), (299, 5), (1023, 2)], 32, pad=(3, 1)),
         Case(*own, [(70, 16), (1500, 1)], 16, 64, True),
-    ):
+    ]
+    if (many := getattr(launch, "many", 0)) and many <= attend_cuda.MAX_SEQ:  # has a build for these
+        cases.append(Case(*own, [(300, 1), *((i, 1) for i in range(many - 1))], 16))
+    for case in cases:
         case = replace(
             case, scale=spec.scale, sinks=spec.has_sinks, n_value=spec.n_value, v_dtype=spec.kv.v
         )

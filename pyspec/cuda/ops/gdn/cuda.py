@@ -52,7 +52,7 @@ from pyspec.cuda.ops.recurrent.launch import (
     waves,
 )
 from pyspec.cuda.ops.rows.cuda import BLOCKED, GatedRowBuffer, Rows, RowsLaunch, aligned, values_of
-from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
@@ -281,8 +281,8 @@ def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
         yield target.program("gdn", defines(spec.shape, target.arch, columns))
     yield target.program("gdn_chunk", gdn_chunk.defines(spec.shape, target.arch))
     n_in = spec.shape.n_v_head * DIM
-    yield rows_program(n_in, PrepKind.HEADS, DIM, BLOCKED, target)  # the check needs both
-    yield rows_program(n_in, PrepKind.PLAIN, 0, BLOCKED, target)
+    yield from rows_builds(n_in, PrepKind.HEADS, DIM, BLOCKED, target)  # the check needs both
+    yield from rows_builds(n_in, PrepKind.PLAIN, 0, BLOCKED, target)
 
 
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:

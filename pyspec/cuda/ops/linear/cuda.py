@@ -24,7 +24,7 @@ from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, Linear, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import BLOCKED, MAX_COLUMNS, Rows, RowsLaunch
-from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.gguf import GGMLType
 
@@ -310,7 +310,7 @@ def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
         stages = n_stages(type, shape, capability)
         yield target.program(stem(capability), defines(type, shape, stages, build_of(spec)))
     if shapes:
-        yield rows_program(spec.n_in, PrepKind.PLAIN, 0, BLOCKED, target)
+        yield from rows_builds(spec.n_in, PrepKind.PLAIN, 0, BLOCKED, target)
 
 
 def bind(spec: LinearSpec) -> LinearLaunch:

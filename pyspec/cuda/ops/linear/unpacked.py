@@ -21,7 +21,7 @@ from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.rows.cuda import ROW_MAJOR, WideRows
-from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind
 from pyspec.gguf import GGMLType
 
@@ -163,7 +163,7 @@ class UnpackedProduct:
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
     yield target.program("linear_unpack", defines(spec.type, spec.epilogue is Epilogue.GATED))
-    yield rows_program(spec.n_in, PrepKind.PLAIN, 0, ROW_MAJOR, target)
+    yield from rows_builds(spec.n_in, PrepKind.PLAIN, 0, ROW_MAJOR, target)
     yield target.program("rows_finish")
 
 

@@ -26,7 +26,7 @@ from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
-from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.gguf import GGMLType
 
@@ -233,7 +233,7 @@ def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
         yield Program.of(
             "linear_wgmma", "sm_90a", defines(spec.type, pad, spec.epilogue, limit=spec.limit)
         )
-    yield rows_program(spec.n_in, PrepKind.PLAIN, 0, TALL, target)
+    yield from rows_builds(spec.n_in, PrepKind.PLAIN, 0, TALL, target)
 
 
 def bind(spec: LinearSpec) -> WgmmaLaunch:

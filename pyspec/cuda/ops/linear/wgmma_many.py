@@ -20,7 +20,7 @@ from pyspec.cuda.ops.linear.pack import Packed, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import CLUSTER, PATIENCE
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsPrep
-from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, of_rows
 
 PADS = (96, 112, 128, 256)  # rows of a part; 256 take tiles of half as many weights
@@ -110,7 +110,7 @@ def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
     for pad in PADS:
         macros = wgmma.defines(spec.type, pad, spec.epilogue, limit=spec.limit, many=MOST)
         yield Program.of("linear_wgmma", "sm_90a", macros)
-    yield rows_program(spec.n_in, PrepKind.PLAIN, 0, TALL, target)
+    yield from rows_builds(spec.n_in, PrepKind.PLAIN, 0, TALL, target)
 
 
 def bind(spec: LinearSpec) -> ManyLaunch:

@@ -10,7 +10,7 @@ from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, UNIT, row_bytes
-from pyspec.cuda.ops.rows.cuda import program as rows_program
+from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.gguf import GGMLType
 
@@ -203,7 +203,7 @@ def programs(spec: MoeSpec, target: GpuKind) -> Iterable[Program]:
     yield from _programs_of(spec.down, NONE, None, 0.0, spec.biased, target)
     yield target.program("moe_pairs")
     for kind in (PrepKind.PLAIN, PrepKind.NORM):
-        yield rows_program(spec.n_in, kind, 0, layout_of(spec.up), target)
+        yield from rows_builds(spec.n_in, kind, 0, layout_of(spec.up), target)
 
 
 def _programs_of(

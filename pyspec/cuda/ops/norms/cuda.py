@@ -8,12 +8,16 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.norms.ref import GUARD, Norms, NormsSpec
+from pyspec.cuda.ops.rows.cuda import BLOCKED, TALL, RowsLaunch
+from pyspec.cuda.ops.rows.ref import Norm
 
 OP_ID = GUARD.number
-MAX_THREADS = 1024
-MAX_COLUMNS = 16384  # four times 4 columns in each thread's registers
+MAX_THREADS = 512  # as rows.cu's, so that squares have one order
+MAX_COLUMNS = 16384  # eight times 4 columns in each thread's registers
+MAX_INTO = 8192  # of rows that also go to the next product
+ARGS, INTO_ARGS = "ppp" + "pppp" + "lif" + "pf" + "p", "pf" + "ppp" + "if"
 MAX_ROWS = 1 << 30
 ALONE = np.int64(0), np.float32(1.0)  # nothing is added
 OFF = 1e-5  # of a row, relative to its size: another order of sums
@@ -28,28 +32,34 @@ def limits(spec: NormsSpec) -> str | None:
 
 
 def threads_for(n: int) -> int:
-    """As many as there are fours of columns, or an equal share of them each: latency is all there is."""
-    quads = n // 4
-    each = -(-quads // MAX_THREADS)
-    return -(-quads // (32 * each)) * 32
+    """As many as there are fours of columns, if that is not too many."""
+    return min(-(-n // 128) * 32, MAX_THREADS)
 
 
-def defines(n: int, layer: bool) -> dict[str, int | str]:
-    """Macros of norms.cu."""
-    return {"COLUMNS": n, "LAYER": int(layer), "THREADS": threads_for(n), "OP_ID": OP_ID}
+def defines(n: int, layer: bool, layout: int | None = None) -> dict[str, int | str]:
+    """Macros of norms.cu. layout: of the next product's rows, if they are written, too."""
+    macros: dict[str, int | str] = {
+        "COLUMNS": n,
+        "LAYER": int(layer),
+        "THREADS": threads_for(n),
+        "OP_ID": OP_ID,
+    }
+    return macros if layout is None else macros | {"INTO": 1, "LAYOUT": layout}
 
 
 @per_device
-def _kernel(device: torch.device, n: int, layer: bool) -> Kernel:
-    code = compile_cubin("norms", arch_of(torch.cuda.get_device_capability(device)), defines(n, layer))
-    return code.kernel("norms", "ppp" + "pppp" + "lif" + "pf" + "p")
+def _kernel(device: torch.device, n: int, layer: bool, layout: int | None = None) -> Kernel:
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    code = compile_cubin("norms", arch, defines(n, layer, layout))
+    return code.kernel("norms", ARGS if layout is None else ARGS + INTO_ARGS)
 
 
 class NormsLaunch:
     """Implements `Norms`."""
 
     def __init__(self, spec: NormsSpec) -> None:
-        self.n, self.eps, self.threads = spec.n, np.float32(spec.eps), threads_for(spec.n)
+        self.spec, self.n, self.threads = spec, spec.n, threads_for(spec.n)
+        self.eps = np.float32(spec.eps)
         self.kernel, self.fault = _kernel(spec.device, spec.n, spec.layer), faults.record(spec.device)
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
@@ -66,6 +76,40 @@ class NormsLaunch:
         none, after = np.int64(0), (stream, np.float32(factor))
         self._run((x, weight, out), (none, none, none, none), self.n, x.shape[0], 0, after)
         return out
+
+    def added_into(
+        self, x: Tensor, weight: Tensor, stream: Tensor, factor: float, to: RowsLaunch, norm: Norm
+    ) -> Tensor:
+        """`added`, whose result `to` holds with `norm` as well, as if it had prepared these rows itself. `takes` says where."""
+        out, n_row = self._room(x.shape[0], self.n, x), x.shape[0]
+        assert self.takes(to) and norm.weight.is_contiguous() and norm.weight.data_ptr() % 16 == 0
+        rows, none = to.room(n_row), np.int64(0)
+        next = (
+            norm.weight,
+            np.float32(norm.eps),
+            rows.blocks,
+            rows.sums,
+            rows.powers,
+            np.int32(rows.pad),
+        )
+        self._run(
+            (x, weight, out),
+            (none, none, none, none),
+            self.n,
+            n_row,
+            0,
+            (stream, np.float32(factor)),
+            _kernel(x.device, self.n, self.spec.layer, to.prepare.layout),
+            (*next, np.float32(norm.power)),
+        )
+        to.hold(out, norm, rows)
+        return out
+
+    def takes(self, to: RowsLaunch) -> bool:
+        """Whether `added_into` can write the rows of this launch."""
+        return (
+            to.n_in == self.n <= MAX_INTO and self.n % 32 == 0 and to.prepare.layout in (BLOCKED, TALL)
+        )
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         out, some = self._room(x.shape[0], self.n, x), self._room(rows.shape[0], self.n, x)
@@ -96,6 +140,8 @@ class NormsLaunch:
         n_first: int,
         n_second: int,
         after: tuple[Tensor | np.int64, np.float32] = ALONE,
+        kernel: Kernel | None = None,
+        more: tuple[Arg, ...] = (),
     ) -> None:
         """Rows of the first input, then of the second; `step` is the distance of rows in both outputs. after: what is added to the first
         ones, and then multiplies them."""
@@ -109,11 +155,15 @@ class NormsLaunch:
         assert n_first + n_second <= MAX_ROWS
         if n_first + n_second:
             args = (*first, *second, np.int64(step), np.int32(n_first), self.eps, *after, self.fault)
-            self.kernel.launch((n_first + n_second,), self.threads, args, overlap=self.overlap)
+            kernel = self.kernel if kernel is None else kernel
+            kernel.launch((n_first + n_second,), self.threads, (*args, *more), overlap=self.overlap)
 
 
 def programs(spec: NormsSpec, target: GpuKind) -> list[Program]:
-    return [target.program("norms", defines(spec.n, spec.layer))]
+    layouts: list[int | None] = [None]
+    if spec.n % 32 == 0 and spec.n <= MAX_INTO and not spec.layer:
+        layouts += [BLOCKED, TALL] if target.capability == HOPPER else [BLOCKED]
+    return [target.program("norms", defines(spec.n, spec.layer, layout)) for layout in layouts]
 
 
 def bind(spec: NormsSpec) -> NormsLaunch:
@@ -154,4 +204,30 @@ def check(launch: Norms, reference: Norms, spec: NormsSpec) -> str | None:
             return f"{n_row} rows added to others differ from the reference by {off:.2g}"
         if not torch.equal(some, alone[rows]):
             return f"rows picked of {n_row} are not those that were asked for"
+        if isinstance(launch, NormsLaunch) and (why := _flaw_of_rows(launch, a, weights, b)):
+            return f"{n_row} rows {why}"
     return None
+
+
+def _flaw_of_rows(launch: NormsLaunch, x: Tensor, weights: list[Tensor], stream: Tensor) -> str:
+    """What is wrong with rows for the next product, which have to be those of rows.cu; "": nothing."""
+    if launch.spec.layer or launch.n % 32 or launch.n > MAX_INTO:
+        return ""
+    norm = Norm(weights[1], 1e-5)
+    for layout in (
+        (BLOCKED, TALL) if torch.cuda.get_device_capability(x.device) == HOPPER else (BLOCKED,)
+    ):
+        to = RowsLaunch(x.device, launch.n, (16,), layout)
+        places, found = (to.blocks, to.sums, to.powers), []
+        for joined in (False, True):
+            for place in places:
+                place.zero_()
+            if joined:
+                total = launch.added_into(x, weights[0], stream, 0.75, to, norm)
+            else:
+                total = launch.added(x, weights[0], stream, 0.75)
+                to(total, norm)
+            found.append([total, *(place.clone() for place in places)])
+        if not all(torch.equal(a, b) for a, b in zip(*found, strict=True)):
+            return f"for a product (layout {layout}) are not those of a launch behind the norm"
+    return ""

@@ -6,7 +6,7 @@ until the next launch of the same size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,9 @@ ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
 SUMMED_ARGS = "ppppp" + "ii" + "ppp" + "i"
 MAX_SUMMED = 8192  # columns of rows that are summed on the way: more would not fit a thread's registers
 STRETCH, THREADS = 4096, 512
+# CTAs that have a row of at least so many columns together, from 9.0 on (1: one alone), and rows up to which they do: those of more rows
+# fill the machine.
+PARTS, PARTS_FROM, PARTS_ROWS = 8, 16384, 128
 MAX_GRID = 65535  # CTAs along a grid's second and third side
 
 
@@ -80,24 +83,37 @@ class Shares:
 
 
 def defines(
-    n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool = False
+    n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool = False, parts: int = 1
 ) -> dict[str, int | str]:
     """Macros of rows.cu."""
-    return {
+    macros: dict[str, int | str] = {
         "COLUMNS": n_in,
         "KIND": int(kind),
         "DIM": max(dim, 1),
         "LAYOUT": layout,
         "EXPERTS": int(experts),
     }
+    return macros if parts == 1 else macros | {"PARTS": parts}
+
+
+def parts_of(n_in: int, kind: PrepKind, layout: int, capability: tuple[int, int], n_row: int) -> int:
+    """CTAs that have one of `n_row` rows together."""
+    alone = kind in (PrepKind.NORM, PrepKind.HEADS, PrepKind.GROUPS) or layout == PLANES
+    return 1 if alone or capability < HOPPER or n_in < PARTS_FROM or n_row > PARTS_ROWS else PARTS
+
+
+def threads_of(n_in: int, layout: int, parts: int) -> int:
+    """rows.cu's kThreads, but of groups."""
+    n_block = n_in // 32 if layout == ROW_MAJOR else -(-n_in // 256) * 8
+    return THREADS if parts == 1 else -(-(-(-n_block // parts) * 4) // 32) * 32
 
 
 @per_device
 def _kernel(
-    device: torch.device, n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool
+    device: torch.device, n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool, parts: int
 ) -> Kernel:
     arch = arch_of(torch.cuda.get_device_capability(device))
-    code = compile_cubin("rows", arch, defines(n_in, kind, dim, layout, experts))
+    code = compile_cubin("rows", arch, defines(n_in, kind, dim, layout, experts, parts))
     return code.kernel("rows", SUMMED_ARGS if experts else ROWS_ARGS)
 
 
@@ -129,16 +145,17 @@ class RowsPrep:
 
     def __init__(self, device: torch.device, n_in: int, layout: int) -> None:
         self.device, self.n_in, self.layout = device, n_in, layout
-        self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
+        self.capability = torch.cuda.get_device_capability(device)
+        self.overlap = self.capability >= HOPPER
         self.none = torch.empty(4, dtype=torch.float32, device=device)
-        self.kernels: dict[tuple[PrepKind, int, bool], Kernel] = {}
+        self.kernels: dict[tuple[PrepKind, int, bool, int], Kernel] = {}
         self.kernel(PrepKind.PLAIN, 0)
 
-    def kernel(self, kind: PrepKind, dim: int, experts: bool = False) -> Kernel:
-        """experts: rows are sums of experts' shares."""
-        key = kind, dim, experts
+    def kernel(self, kind: PrepKind, dim: int, experts: bool = False, parts: int = 1) -> Kernel:
+        """experts: rows are sums of experts' shares; parts: CTAs that have a row together."""
+        key = kind, dim, experts, parts
         if key not in self.kernels:
-            self.kernels[key] = _kernel(self.device, self.n_in, kind, dim, self.layout, experts)
+            self.kernels[key] = _kernel(self.device, self.n_in, kind, dim, self.layout, experts, parts)
         return self.kernels[key]
 
     def __call__(
@@ -157,7 +174,9 @@ class RowsPrep:
             gate = aligned(prep.gate)
             steps = gate.stride(0), gate.stride(1)
         assert steps[0] % 4 == steps[1] % 4 == 0
-        kernel = self.kernel(kind, dim)
+        n_row = x.shape[0]
+        parts = parts_of(self.n_in, kind, self.layout, self.capability, n_row)
+        kernel = self.kernel(kind, dim, parts=parts)
         args: tuple[Arg, ...] = (
             x,
             np.int64(x.stride(0)),
@@ -167,11 +186,10 @@ class RowsPrep:
             gate,
         )
         args += (np.int64(steps[0]), np.int32(steps[1]), out, sums, powers, np.int32(pad))
-        grid, n_thread = (
-            ((x.shape[0],), THREADS)
-            if kind is not PrepKind.GROUPS
-            else groups_of(self.n_in, dim, x.shape[0])
-        )
+        grid: tuple[int, ...] = (n_row,) if parts == 1 else (parts, n_row)
+        n_thread = threads_of(self.n_in, self.layout, parts)
+        if kind is PrepKind.GROUPS:
+            grid, n_thread = groups_of(self.n_in, dim, n_row)
         kernel.launch(grid, n_thread, args, overlap=self.overlap)
 
 
@@ -307,9 +325,10 @@ class WideRows:
         return y
 
 
-def program(n_in: int, kind: PrepKind, dim: int, layout: int, target: GpuKind) -> Program:
-    """One build of rows.cu."""
-    return target.program("rows", defines(n_in, kind, dim, layout))
+def builds(n_in: int, kind: PrepKind, dim: int, layout: int, target: GpuKind) -> Iterator[Program]:
+    """Builds of rows.cu for any number of rows."""
+    for parts in sorted({1, parts_of(n_in, kind, layout, target.capability, 1)}):
+        yield target.program("rows", defines(n_in, kind, dim, layout, parts=parts))
 
 
 def programs(spec: RowsSpec, target: GpuKind) -> Iterable[Program]:
@@ -318,7 +337,8 @@ def programs(spec: RowsSpec, target: GpuKind) -> Iterable[Program]:
     if target.capability == HOPPER:
         layouts.append(TALL)
     for kind, dim in ((PrepKind.PLAIN, 0), (spec.kind, spec.dim)):
-        yield from (program(spec.n_in, kind, dim, layout, target) for layout in layouts)
+        for layout in layouts:
+            yield from builds(spec.n_in, kind, dim, layout, target)
     yield target.program("rows_finish")
 
 

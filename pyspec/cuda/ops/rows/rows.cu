@@ -27,8 +27,12 @@
 // NORM, HEADS and GROUPS divide by `power` as given (why: rows_ref.py); the others by the power that brings the row's largest
 // magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below. (LAYOUT 3: neither is needed;
 // 2^-16 of the largest of 64 columns.)
-// For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, and streams.cu what NORM makes, to the bit: both do it as in prepared.cuh.
+// For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, and streams.cu and norms.cu what NORM makes, to the bit: all do it as in
+// prepared.cuh.
 // A CTA has a row, of GROUPS a group of one, its values in registers; bound by latency.
+// PARTS  (from sm_90 on; how many) CTAs have a row together, a cluster, the same number of blocks each, for few wide rows: one CTA reads
+//        its 170 KB in 5 us. They tell each other their largest magnitude, so all bits are those of one CTA. PLAIN, GATE, GLU, GEGLU and
+//        RELU2, not LAYOUT 3. Grid (PARTS, row), else (row, group)
 #include "overlap.cuh"
 #include "prepared.cuh"
 #if EXPERTS
@@ -36,6 +40,13 @@
 #endif
 #if RANKS
 #include "peers.cuh"
+#endif
+#ifndef PARTS
+#define PARTS 1
+#endif
+#if PARTS > 1
+#include "bulk.cuh"
+#include "cluster.cuh"
 #endif
 
 #define PLAIN 0
@@ -48,12 +59,16 @@
 #define GEGLU 7
 #define HALVES (KIND == GLU || KIND == GEGLU)
 
-constexpr int kOwn = KIND == GROUPS ? DIM : COLUMNS;  // columns of a CTA
-constexpr int kThreads = KIND == GROUPS && DIM < 2048 ? DIM / 4 : 512, kWarps = kThreads / 32;
 constexpr int kPadded = LAYOUT == 1 ? COLUMNS : (COLUMNS + 255) / 256 * 256;
-constexpr int kQuads = ((KIND == GROUPS ? DIM : kPadded) / 4 + kThreads - 1) / kThreads;  // of 4 columns, of a thread
+constexpr int kOwn = KIND == GROUPS ? DIM : PARTS > 1 ? (kPadded / 32 + PARTS - 1) / PARTS * 32 : COLUMNS;  // columns of a CTA
+constexpr int kThreads = PARTS > 1 ? (kOwn / 8 + 31) / 32 * 32 : KIND == GROUPS && DIM < 2048 ? DIM / 4 : 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kQuads = ((KIND == GROUPS || PARTS > 1 ? kOwn : kPadded) / 4 + kThreads - 1) / kThreads;  // of 4 columns, of a thread
 static_assert(COLUMNS % 32 == 0 && (KIND != HEADS || COLUMNS % 128 == 0), "whole blocks, and whole warps of a head");
 static_assert(KIND != GROUPS || (DIM % 128 == 0 && COLUMNS % DIM == 0), "whole warps of a group, and of what is padded behind");
+
+static_assert(PARTS == 1 || (KIND != NORM && KIND != HEADS && KIND != GROUPS && LAYOUT != 3), "what only its power makes one");
+static_assert(PARTS <= 8 && kWarps <= 32, "CTAs of a cluster, and a lane a warp");
 
 struct Source {
   const float *x, *gate;
@@ -124,6 +139,9 @@ __device__ __forceinline__ float4 prepared(float4 v, float4 beside, float4 w, co
   return v;
 }
 
+// Whether a CTA whose columns begin at `start` has this one of its own, and whether the row has it.
+__device__ __forceinline__ bool has(int start, int own) { return own < kOwn && (PARTS == 1 || start + own < COLUMNS); }
+
 __device__ __forceinline__ float over_block(float mine, bool is_sum) {
   __shared__ float each[kWarps];
   mine = is_sum ? warp_sum(mine) : warp_max(mine);
@@ -133,15 +151,47 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
   return is_sum ? warp_sum(other) : warp_max(other);
 }
 
+#if PARTS > 1
+// The largest number of the row's CTAs. All have made their barriers before one sends.
+struct Together {
+  u64 all_told;
+  float each[PARTS];
+
+  __device__ __forceinline__ u32 barrier() const { return static_cast<u32>(__cvta_generic_to_shared(&all_told)); }
+
+  __device__ __forceinline__ void begin() {
+    if (threadIdx.x == 0) {
+      barrier_init(barrier(), 1);
+      barriers_visible();
+      barrier_expect(barrier(), PARTS * 4);
+    }
+    arrive_at_cluster();
+  }
+
+  __device__ __forceinline__ float largest(float mine) {
+    wait_for_cluster();
+    if (threadIdx.x < PARTS) send(static_cast<u32>(__cvta_generic_to_shared(&each[blockIdx.x])), mine, barrier(), threadIdx.x);
+    barrier_wait_cluster(barrier(), 0);
+    float most = each[0];
+#pragma unroll
+    for (int i = 1; i < PARTS; ++i) most = fmaxf(each[i], most);
+    return most;
+  }
+};
+#define CLUSTER __cluster_dims__(PARTS, 1, 1)
+#else
+#define CLUSTER
+#endif
+
 #if EXPERTS || KIND == GROUPS || RANKS > 2 || (RANKS && COLUMNS > 6144) || COLUMNS > (KIND == PLAIN || HALVES || KIND == RELU2 ? 18432 : 8192)
 #define BOUNDS __launch_bounds__(kThreads, 1)
-#elif HALVES
+#elif HALVES && PARTS == 1
 #define BOUNDS __maxnreg__(64)
 #else
 #define BOUNDS __maxnreg__(56)  // `linear` starts beside it
 #endif
 
-extern "C" __global__ void BOUNDS
+extern "C" __global__ void CLUSTER BOUNDS
 #if EXPERTS
     rows(const float4* y, const float* by, const float4* shared, const float* gate, const float4* residual, int n_used,
          int n_piece, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad) {
@@ -155,7 +205,13 @@ extern "C" __global__ void BOUNDS
     ) {
 #endif
   let_successor_start();
+#if PARTS > 1
+  const int row = blockIdx.y, start = blockIdx.x * kOwn;
+  __shared__ Together together;
+  together.begin();
+#else
   const int row = blockIdx.x, start = blockIdx.y * kOwn;  // y: of GROUPS
+#endif
   float4 v[kQuads];
   float squares = 0.f, largest = 0.f;
 #if EXPERTS
@@ -212,13 +268,13 @@ extern "C" __global__ void BOUNDS
 #pragma unroll
     for (int i = first; i < min(first + kAtOnce, kQuads); ++i) {
       const int own = (i * kThreads + threadIdx.x) * 4;
-      v[i] = own < kOwn ? load4(source.x + start + own) : make_float4(0.f, 0.f, 0.f, 0.f);
-      beside[i - first] = load_beside(source, start + own, own < kOwn);
+      v[i] = has(start, own) ? load4(source.x + start + own) : make_float4(0.f, 0.f, 0.f, 0.f);
+      beside[i - first] = load_beside(source, start + own, has(start, own));
     }
 #pragma unroll
     for (int i = first; i < min(first + kAtOnce, kQuads); ++i) {
       const int own = (i * kThreads + threadIdx.x) * 4;
-      const float* second = HALVES && own < kOwn ? source.x + COLUMNS + own : nullptr;
+      const float* second = HALVES && has(start, own) ? source.x + COLUMNS + start + own : nullptr;
       v[i] = prepared(v[i], beside[i - first], w[i % kWeights], second, eps, squares);
     }
   }
@@ -233,7 +289,11 @@ extern "C" __global__ void BOUNDS
     if (threadIdx.x == 0) meeting.end();
 #endif
   } else if (KIND != HEADS && LAYOUT != 3) {
+#if PARTS > 1
+    const Power own = power_of(together.largest(over_block(largest, false)));
+#else
     const Power own = power_of(over_block(largest, false));
+#endif
     power = own.power, factor = own.factor;
   }
   if (LAYOUT != 3 && threadIdx.x == 0 && start == 0) powers[row] = power;
@@ -247,7 +307,7 @@ extern "C" __global__ void BOUNDS
     const bool is_pad = i == kQuads;
     if (is_pad && !pads) break;
     const int column = is_pad ? COLUMNS + threadIdx.x * 4 : start + own;
-    const bool is_in = is_pad || (KIND == GROUPS ? own < DIM : column < kPadded);
+    const bool is_in = is_pad || (((KIND != GROUPS && PARTS == 1) || own < kOwn) && (KIND == GROUPS || column < kPadded));
 #if LAYOUT == 3
     const float4 own4 = is_pad ? make_float4(0.f, 0.f, 0.f, 0.f) : times(v[i % kQuads], factor);
     put_in_planes<16>(reinterpret_cast<u8*>(out) + row * static_cast<i64>(plane_bytes(COLUMNS)), column, own4, is_in);
@@ -257,11 +317,7 @@ extern "C" __global__ void BOUNDS
 #if LAYOUT == 1
     if (column < COLUMNS && is_in) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
 #elif LAYOUT == 2
-    if (!is_in) continue;
-    const int part = column % 64 / 16 * 2, turn = row % 8, at = column % 16 / 2;  // two of the row's eight parts
-    u16* to = out + (static_cast<i64>(column / 64) * pad + row) * 64 + at;
-    *reinterpret_cast<u32*>(to + (part ^ turn) * 8) = packed.x;
-    *reinterpret_cast<u32*>(to + ((part + 1) ^ turn) * 8) = packed.y;
+    if (is_in) put_in_tall(out, pad, row, column, packed);
 #elif LAYOUT == 0
     put_in_block(out, sums, pad, row, column, packed, is_in);
 #endif
