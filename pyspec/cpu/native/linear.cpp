@@ -47,40 +47,32 @@ void direct(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const 
   }
 }
 
-// Rows that `some` takes. Sixteen rows that are unpacked in registers are stored once for more.
-template <typename T>
-constexpr int64_t few_of() { return Direct<T>::MOST > 0 ? Direct<T>::MOST : FEW; }
-
 // Outputs first_o to last_o of at most FEW rows in one pass over their panels, two at a time
 template <typename T>
 void some(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
   if constexpr (Direct<T>::MOST > 0) {
-    direct<T>(p, rows, matrix, part);
-  } else {
-    using Multiply = void(const Panel &, const Panel &, const Rows &, int64_t, int64_t, Pair *);
-    Multiply *multiply = nullptr;
-    with_constant<FEW>(part.n, [&](auto n_) ALWAYS_LAMBDA { multiply = &multiply_pair<ShapeOf<T>, decltype(n_)::value>; });
-    Panel panel[2];
-    Pair acc[FEW];
-    for (int64_t o = part.first_o; o < part.last_o; o += 2 * LANES) {
-      const int n_side = o + LANES < part.last_o ? 2 : 1;  // a panel alone goes twice
-      std::fill_n(&acc[0][0], 2 * part.n, all(0.0f));
-      for (int64_t c = 0; c < rows.n_chunk; c++) {
-        for (int side = 0; side < n_side; side++) {
-          fetch_ahead<T>(matrix.from(o + (n_side + side) * LANES), c);
-          fill<T>(matrix.from(o + side * LANES), p.n_in, c, p.table, panel[side]);
-        }
-        multiply(panel[0], panel[n_side - 1], rows, part.first, c, acc);
+    if (part.n <= Direct<T>::MOST) return direct<T>(p, rows, matrix, part);
+  }
+  using Multiply = void(const Panel &, const Panel &, const Rows &, int64_t, int64_t, Pair *);
+  Multiply *multiply = nullptr;
+  with_constant<FEW>(part.n, [&](auto n_) ALWAYS_LAMBDA { multiply = &multiply_pair<ShapeOf<T>, decltype(n_)::value>; });
+  Panel panel[2];
+  Pair acc[FEW];
+  for (int64_t o = part.first_o; o < part.last_o; o += 2 * LANES) {
+    const int n_side = o + LANES < part.last_o ? 2 : 1;  // a panel alone goes twice
+    std::fill_n(&acc[0][0], 2 * part.n, all(0.0f));
+    for (int64_t c = 0; c < rows.n_chunk; c++) {
+      for (int side = 0; side < n_side; side++) {
+        fetch_ahead<T>(matrix.from(o + (n_side + side) * LANES), c);
+        fill<T>(matrix.from(o + side * LANES), p.n_in, c, p.table, panel[side]);
       }
-      for (int64_t r = 0; r < part.n; r++)
-        for (int side = 0; side < n_side; side++) put(p, part.first + r, o + side * LANES, acc[r][side]);
+      multiply(panel[0], panel[n_side - 1], rows, part.first, c, acc);
     }
+    for (int64_t r = 0; r < part.n; r++)
+      for (int side = 0; side < n_side; side++) put(p, part.first + r, o + side * LANES, acc[r][side]);
   }
 }
 #else
-template <typename T>
-constexpr int64_t few_of() { return FEW; }
-
 // Outputs first_o to last_o of at most FEW rows in one pass over their panels
 template <typename T>
 void some(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
@@ -150,26 +142,28 @@ template <typename T>
 void part_of(const ProductArgs &p, const Rows &rows, const Part &part) {
   const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
   const int64_t last = part.first + part.n;
-  if (part.n <= few_of<T>()) {
+  if (part.n <= FEW) {
     if (part.n > 0) some<T>(p, rows, matrix, part);
     return;
   }
-  const int64_t step = LANES * (part.n * p.n_in > IN_L2 ? PANELS : 2);
-  for (int64_t o = part.first_o; o < part.last_o; o += step)
+  for (int64_t o = part.first_o; o < part.last_o; o += PANELS * LANES)
     for (int64_t r = part.first; r < last; r += ROWS)
-      many<T>(p, rows, matrix, r, std::min(ROWS, last - r), o, std::min(o + step, part.last_o));
+      many<T>(p, rows, matrix, r, std::min(ROWS, last - r), o, std::min(o + PANELS * LANES, part.last_o));
 }
 
 template <typename T>
 void packed(const ProductArgs &p) {
   const Rows rows{p.x, p.q, p.scales, p.sums, p.n_in, (p.n_in + CHUNK - 1) / CHUNK};
   const int64_t n_panel = (p.n_out + LANES - 1) / LANES;
-  const auto outputs = [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); };
-  // Weights of a task lie side by side, so the panels that are asked for ahead are the task's own
-  if (p.n_row <= FEW || p.n_row * p.n_in <= IN_L2) return each_range((n_panel + 1) / 2, 1, [&](int64_t a, int64_t b) { outputs(2 * a, 2 * b); });
-  // Many panels, because each panel reads all rows
-  const int64_t size = std::clamp<int64_t>(n_panel / (8 * n_thread) / 2 * 2, 2, PANELS);
-  each((n_panel + size - 1) / size, [&](int64_t k) { outputs(k * size, (k + 1) * size); });
+  if (p.n_row <= FEW) {
+    each_range(n_panel, 2, [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); });
+    return;
+  }
+  // Many panels to a task if rows do not fit in L2, because each panel reads all of them
+  const int64_t fair = n_panel / (8 * n_thread) / 2 * 2, most = p.n_row * p.n_in > IN_L2 ? PANELS : 2, size = std::clamp<int64_t>(fair, 2, most);
+  each((n_panel + size - 1) / size, [&](int64_t k) {
+    part_of<T>(p, rows, {0, p.n_row, k * size * LANES, std::min((k + 1) * size * LANES, p.n_out)});
+  });
 }
 
 struct RowsArgs {
