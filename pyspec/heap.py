@@ -34,7 +34,7 @@ def give_back_memory() -> None:
 
 
 def unmap_idle_pages() -> int:
-    """Take libraries' unwritten pages out of this process after a load. Returns their KiB.
+    """Take libraries' unwritten pages out of this process, after a load or while it rests. Returns their KiB.
 
     They stay in the system's cache of files, and those in use come back one fault for 16 pages. Importing torch touches 70 MiB, of
     which rounds use a tenth. Does nothing where there is no /proc.

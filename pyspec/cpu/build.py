@@ -60,7 +60,7 @@ ELSEWHERE: dict[str, tuple[str, set[str]]] = {"plain": ("", set())}  # the compi
 OWN_OPTIONS = {
     "suffix": ("-ffp-contract=off",)
 }  # of a source, behind those of all: its numbers equal Python's
-LIMIT_S = 300
+LIMIT_S = 900
 KEPT_DAYS = 14  # of libraries of other sources
 
 

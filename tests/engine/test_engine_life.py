@@ -449,3 +449,16 @@ def test_an_engine_without_rest_gives_freed_memory_back(monkeypatch: pytest.Monk
         while not trimmed and time.monotonic() < deadline:
             time.sleep(0.01)
     assert set(trimmed) == {"pyspec-trim"}, "beside the rounds, not between them"
+
+
+def test_an_engine_rests_once_behind_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[str] = []
+    monkeypatch.setattr("pyspec.engine.process.core.REST_S", 0.02)
+    with start() as engine:
+        core = engine.core
+        wait_for(lambda: core._is_rested)
+        core.on_rest = lambda: rests.append(threading.current_thread().name)
+        for n in (1, 2, 3):
+            engine.run(SHORT)
+            wait_for(lambda: core._is_rested)
+            assert rests == ["pyspec-engine"] * n

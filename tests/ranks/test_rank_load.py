@@ -18,7 +18,9 @@ from pyspec.engine.process.core import EngineCore
 from pyspec.errors import DoesNotFit, PyspecError, RankLost
 from pyspec.models.block import Block
 
-SOON_S = 100.0  # seconds, also on a busy machine: far below the wait for a rank that does not come (JOIN_S)
+SOON_S = (
+    100.0  # seconds, also on a busy machine: far below the wait for a rank that does not come (JOIN_S)
+)
 
 GOES = """
 import os, signal, sys

@@ -106,21 +106,34 @@ void wide_rows(const Wide &wide, const Rows &rows, int64_t first, int64_t n, int
   }
 }
 
+// Chunk c of the panels of outputs o and o + LANES
+template <typename T>
+void unpack_wide(const Matrix &matrix, int64_t o, int64_t n_in, int64_t c, const void *table, Wide &wide) {
+#if defined(__AVX512VNNI__)
+  if constexpr (Direct<T>::MOST > 0) {
+    Sixteen here{matrix.from(o), matrix.from(o + LANES)};
+    here.a.at += c * T::BYTES, here.b.at += c * T::BYTES;
+    return Direct<T>::widen(here, wide);
+  }
+#endif
+  Panel panel;
+  for (int side = 0; side < 2; side++) {
+    fill<T>(matrix.from(o + side * LANES), n_in, c, table, panel);
+    widen_panel<ShapeOf<T>>(panel, side, wide);
+  }
+}
+
 // Outputs first_o to last_o of a block of rows
 template <typename T>
 void many(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t first, int64_t n, int64_t first_o, int64_t last_o) {
-  Panel panel;
   Wide wide;
   static thread_local std::vector<f8> memory(PANELS *ROWS);
   Pair *acc = reinterpret_cast<Pair *>(memory.data());
   for (int64_t o = first_o, k = 0; o < last_o; o += 2 * LANES, k++) std::fill_n(&acc[k * ROWS][0], 2 * n, all(0.0f));
   for (int64_t c = 0; c < rows.n_chunk; c++)
     for (int64_t o = first_o, k = 0; o < last_o; o += 2 * LANES, k++) {
-      for (int side = 0; side < 2; side++) {
-        fetch_ahead<T>(matrix.from(o + (2 + side) * LANES), c);
-        fill<T>(matrix.from(o + side * LANES), p.n_in, c, p.table, panel);
-        widen_panel<ShapeOf<T>>(panel, side, wide);
-      }
+      for (int side = 0; side < 2; side++) fetch_ahead<T>(matrix.from(o + (2 + side) * LANES), c);
+      unpack_wide<T>(matrix, o, p.n_in, c, p.table, wide);
       wide_rows<ShapeOf<T>>(wide, rows, first, n, c, acc + k * ROWS);
     }
   for (int64_t r = 0; r < n; r++)

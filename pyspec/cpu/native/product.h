@@ -113,10 +113,14 @@ UNROLL(16)
   }
 }
 
-// Two panels with their bytes widened, for many rows
-struct Wide {
+// Two panels with their bytes widened, for many rows. Aligned: a vector across two lines of the cache takes two reads.
+struct alignas(64) Wide {
   i8 w[CHUNK / 2][2];
   f8 d[16][2], m[16][2];
+
+#if defined(__AVX512VNNI__)
+  ALWAYS void set(int pair, __m512i x) { _mm512_store_si512(w[pair], x); }
+#endif
 };
 
 template <typename S>
@@ -140,6 +144,7 @@ NEVER void multiply_pair(const Panel &p, const Panel &q, const Rows &rows, int64
   constexpr int WORDS = S::GROUP / 4;
   const int32_t *x[R];
   __m512 total[R];
+UNROLL(16)
   for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = _mm512_setzero_ps();
   for (int g = 0; g < CHUNK / S::GROUP; g++) {
     __m512i sum[R], of_odd[R];  // two chains, where a product would wait for the one before
@@ -156,11 +161,13 @@ UNROLL(16)
       for (int r = 0; r < R; r++) add_dot(R < IN_FLIGHT ? of_odd[r] : sum[r], odd, x[r][2 * k + 1]);
     }
     if (R < IN_FLIGHT)
+UNROLL(16)
       for (int r = 0; r < R; r++) sum[r] = _mm512_add_epi32(sum[r], of_odd[r]);
     const __m512 d = both_of(p.d[g], q.d[g]);
 UNROLL(16)
     for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), d, total[r]);
   }
+UNROLL(16)
   for (int r = 0; r < R; r++) {
     const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
@@ -177,6 +184,7 @@ NEVER void multiply_wide(const Wide &p, const Rows &rows, int64_t first, int64_t
   const auto both = [](const f8 *of) ALWAYS_LAMBDA { return _mm512_loadu_ps(of); };
   const int32_t *x[R];
   __m512 total[R];
+UNROLL(16)
   for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = _mm512_setzero_ps();
   for (int g = 0; g < CHUNK / S::GROUP; g++) {
     __m512i sum[R];
@@ -191,6 +199,7 @@ UNROLL(16)
 UNROLL(16)
     for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), both(p.d[g]), total[r]);
   }
+UNROLL(16)
   for (int r = 0; r < R; r++) {
     const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);

@@ -82,6 +82,7 @@ struct Meets {
   __m512 total[R];
 
   ALWAYS Meets(const Rows &rows, int64_t first, int64_t chunk) {
+UNROLL(16)
     for (int r = 0; r < R; r++) {
       x[r] = rows.pairs(first + r, chunk), at[r] = rows.of(first + r) * rows.n_chunk + chunk;
       total[r] = _mm512_setzero_ps();
@@ -100,6 +101,7 @@ UNROLL(16)
     for (int r = 0; r < R; r++) total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), d, total[r]);
   }
   ALWAYS void put(const Rows &rows, f8 (*acc)[2]) const {
+UNROLL(16)
     for (int r = 0; r < R; r++) {
       float *to = reinterpret_cast<float *>(acc[r]);
       _mm512_storeu_ps(to, _mm512_fmadd_ps(total[r], _mm512_set1_ps(rows.scale[at[r]]), _mm512_loadu_ps(to)));
@@ -117,16 +119,44 @@ template <>
 struct Direct<Q4_K> {
   static constexpr int MOST = 10;
 
+  // Scales and offsets of the eight groups
+  struct Head {
+    __m512 d, low;
+    __m512i scales[2], mins[2];
+
+    ALWAYS explicit Head(const Sixteen &b) {
+      __m512i x[4];
+      b.sixteen(0, x);
+      d = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x[0])), low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x[0], 16)));
+      const SixBits of(x);
+      for (int i = 0; i < 2; i++) scales[i] = of.scales[i], mins[i] = of.mins[i];
+    }
+    ALWAYS __m512 scale(int g) const { return _mm512_mul_ps(d, byte_of<false>(scales[g / 4], g % 4)); }
+    ALWAYS __m512 offset(int g) const { return _mm512_mul_ps(-low, byte_of<false>(mins[g / 4], g % 4)); }
+  };
+
+  static NEVER void widen(Sixteen b, Wide &to) {
+    const Head head(b);
+    const __m512i nibble = _mm512_set1_epi16(15);
+UNROLL(4)
+    for (int i = 0; i < 4; i++) {
+      __m512i x[8];
+      b.thirty_two(16 + 32 * i, x);
+UNROLL(8)
+      for (int j = 0; j < 8; j++) {
+        const int at = 2 * (16 * i + j);
+        to.set(at, _mm512_and_si512(x[j], nibble)), to.set(at + 1, _mm512_and_si512(_mm512_srli_epi16(x[j], 8), nibble));
+        to.set(at + 16, _mm512_and_si512(_mm512_srli_epi16(x[j], 4), nibble)), to.set(at + 17, _mm512_srli_epi16(x[j], 12));
+      }
+    }
+UNROLL(8)
+    for (int g = 0; g < 8; g++) _mm512_store_ps(to.d[g], head.scale(g)), _mm512_store_ps(to.m[g], head.offset(g));
+  }
+
   template <int R>
   static NEVER void multiply(Sixteen b, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
     Meets<R> meets(rows, first, chunk);
-    __m512i head[4];
-    b.sixteen(0, head);
-    const __m512 d = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(head[0]));
-    const __m512 low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(head[0], 16)));
-    const SixBits of(head);
-    const __m512i *const scales = of.scales, *const mins = of.mins;
-    const __m512 sixteenth = _mm512_mul_ps(d, _mm512_set1_ps(0.0625f));
+    const Head head(b);
     const __m512i nibble = _mm512_set1_epi16(15), above = _mm512_set1_epi16(240);
 UNROLL(4)
     for (int i = 0; i < 4; i++) {
@@ -145,12 +175,12 @@ UNROLL(8)
         for (int c = 0; c < k; c++)
           for (int r = 0; r < 2 * R; r++) sum[c][r] = _mm512_add_epi32(sum[c][r], sum[c + k][r]);
       __m512i *const even = sum[0];
-      meets.add(even, _mm512_mul_ps(d, byte_of<false>(scales[i / 2], 2 * i % 4)));
-      meets.add(even + R, _mm512_mul_ps(sixteenth, byte_of<false>(scales[i / 2], 2 * i % 4 + 1)));
+      meets.add(even, head.scale(2 * i));
+      meets.add(even + R, _mm512_mul_ps(head.scale(2 * i + 1), _mm512_set1_ps(0.0625f)));
     }
 UNROLL(8)
     for (int g = 0; g < 8; g++) {
-      const __m512 m = _mm512_mul_ps(-low, byte_of<false>(mins[g / 4], g % 4));
+      const __m512 m = head.offset(g);
 UNROLL(16)
       for (int r = 0; r < R; r++) meets.total[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(rows.sums[meets.at[r] * N_SUM + g]), meets.total[r]);
     }
@@ -162,23 +192,54 @@ template <>
 struct Direct<Q6_K> {
   static constexpr int MOST = 5;
 
+  // 128 weights as bytes from 0 to 63: four words of each of eight groups
+  struct Half {
+    __m512i x[16], h[8];
+
+    ALWAYS Half(const Sixteen &b, int half) { b.thirty_two(64 * half, x), b.thirty_two(64 * half + 32, x + 8), b.thirty_two(128 + 32 * half, h); }
+    ALWAYS __m512i bytes(int g, int j) const {
+      return six_bit_weights(x[4 * (g % 4) + j], h[4 * (g % 2) + j], g, _mm512_set1_epi8(15), _mm512_set1_epi8(48));
+    }
+  };
+
+  static NEVER void widen(Sixteen b, Wide &to) {
+    const __m512 d = b.half(208);
+    const __m512i byte = _mm512_set1_epi16(255), zero = _mm512_set1_epi16(32);
+    __m512i s[4];
+    b.sixteen(192, s);
+UNROLL(2)
+    for (int half = 0; half < 2; half++) {
+      const Half of(b, half);
+UNROLL(8)
+      for (int g = 0; g < 8; g++) {
+UNROLL(4)
+        for (int j = 0; j < 4; j++) {
+          const __m512i w = of.bytes(g, j);
+          const int at = 2 * (32 * half + 4 * g + j);
+          to.set(at, _mm512_sub_epi16(_mm512_and_si512(w, byte), zero)), to.set(at + 1, _mm512_sub_epi16(_mm512_srli_epi16(w, 8), zero));
+        }
+        _mm512_store_ps(to.d[8 * half + g], _mm512_mul_ps(d, byte_of<true>(s[2 * half + g / 4], g % 4)));
+      }
+    }
+  }
+
   // Weights are bytes from 0 to 63 here, and each group's sum begins with -32 times the row's
   template <int R>
   static NEVER void multiply(Sixteen b, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
     Meets<R> meets(rows, first, chunk);
     alignas(64) int32_t begin[R][16];
+UNROLL(16)
     for (int r = 0; r < R; r++) {
       const __m512i s = _mm512_cvtps_epi32(_mm512_loadu_ps(rows.sums + meets.at[r] * N_SUM + 8));
       _mm512_store_si512(begin[r], _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(s, 5)));
     }
     const __m512 d = b.half(208);
+    const __m512i byte = _mm512_set1_epi16(255);
     __m512i s[4];
     b.sixteen(192, s);
-    const __m512i nibble = _mm512_set1_epi8(15), top = _mm512_set1_epi8(48), byte = _mm512_set1_epi16(255);
 UNROLL(2)
     for (int half = 0; half < 2; half++) {
-      __m512i x[16], h[8];
-      b.thirty_two(64 * half, x), b.thirty_two(64 * half + 32, x + 8), b.thirty_two(128 + 32 * half, h);
+      const Half of(b, half);
 UNROLL(8)
       for (int g = 0; g < 8; g++) {
         __m512i sum[R];
@@ -186,7 +247,7 @@ UNROLL(16)
         for (int r = 0; r < R; r++) sum[r] = _mm512_set1_epi32(begin[r][8 * half + g]);
 UNROLL(4)
         for (int j = 0; j < 4; j++) {
-          const __m512i w = six_bit_weights(x[4 * (g % 4) + j], h[4 * (g % 2) + j], g, nibble, top);
+          const __m512i w = of.bytes(g, j);
           const int at = 2 * (32 * half + 4 * g + j);
           meets.dot(sum, _mm512_and_si512(w, byte), at), meets.dot(sum, _mm512_srli_epi16(w, 8), at + 1);
         }

@@ -93,6 +93,7 @@ class EngineCore:
         self._ousted: dict[str, QueueFull] = {}
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
+        self.on_rest: Callable[[], object] = lambda: None  # on the engine's thread, once for each rest
         self._is_rested = (
             False  # no round, and no load, has run since freed memory went back to the system
         )
@@ -341,6 +342,7 @@ class EngineCore:
 
     def _rest(self) -> None:
         give_back_memory()
+        self.on_rest()
         self._is_rested, self._trimmed = True, time.monotonic()
 
     def _pass_slot_tasks(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import linecache
 import logging
 import os
 import resource
@@ -98,8 +99,10 @@ class EngineMain:
         gc.freeze()
         gc.enable()
         assert self.core is not None
+        linecache.clearcache()  # importing torch reads sources that tracebacks alone would want
         if self.core.info.device == "cpu":
             unmap_idle_pages()
+            self.core.on_rest = unmap_idle_pages
         while (message := self.link.receive()) is not None:
             if isinstance(message, Submit):
                 self.submit(self.core, message)
