@@ -211,9 +211,10 @@ def _prompt_rows(d: Description) -> int:
     """Rows of all graphs of prompts, if the model has any."""
     if not d.is_cuda or d.settings.exact or not d.own.captures_prompts:
         return 0
-    tp = d.settings.tp
-    most = PROMPTS[-1] if tp == 1 else Places(tp).most // d.own.n_embd
-    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx, most))
+    most, tp = min(d.batch, d.n_ctx), d.settings.tp
+    if tp > 1:  # NCCL's sums are in no such graph
+        most = min(most, Places(tp).most // d.own.n_embd)
+    return sum(n for n in PROMPTS if n <= most)
 
 
 def _scratch(d: Description) -> int:
