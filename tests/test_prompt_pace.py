@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from pyspec.engine.policy.prompt_pace import (
     PaceTargets,
     PromptPace,
 )
+from pyspec.engine.policy.prompt_throttle import PromptThrottle
 
 N_MAX, PROMPT, ANSWER, MOST = 3, 300, 192, 2048
 
@@ -143,14 +146,14 @@ class Server:
         """A round of one prompt, if the policy chooses one."""
         whole = [p.to_read if p.to_read == PROMPT else 0 for p in reading]
         n_other = sum(p.to_read for p, n in zip(reading, whole, strict=True) if not n)
-        at = self.pace.alone.pick(whole, n_other, n_verify, verify_ms)
+        at = self.pace.alone.pick(whole, n_other, n_verify, verify_ms, MOST)
         if at is None:
             return False
         reading[at].to_read = 0
         self.n_alone += 1
         self.ms += self.graph
         self.firsts.append(self.ms - 1e3 * reading[at].started)
-        self.pace.landed_alone(320, self.graph)
+        self.pace.landed_alone(320, self.graph, others=len(self.parts) > 1)
         self.controller.timed_beside(self.graph)
         return True
 
@@ -299,22 +302,59 @@ def test_prompts_alone_cost_nothing_where_the_device_is_the_limit(n_slot: int, m
 def test_a_prompt_alone_is_chosen_by_measured_times() -> None:
     costs = ForwardCosts()
     alone = PromptsAlone(costs)
-    assert alone.pick([300], 0, 8, 5.0) is None, "there is no graph"
+
+    def pick(whole: list[int], n_other: int, n_verify: int, ms: float, **how: float) -> int | None:
+        return alone.pick(whole, n_other, n_verify, ms, 2048, **how)
+
+    assert pick([300], 0, 8, 5.0) is None, "there is no graph"
     alone.graph_of = lambda n: 320 if 96 <= n <= 320 else None
-    assert alone.pick([300], 0, 8, 5.0) is None, "nothing is known of a forward for all"
+    assert pick([300], 0, 8, 5.0) is None, "nothing is known of a forward for all"
     costs.add(308, 62.0)
-    assert alone.pick([300], 0, 0, 0.0) is None, "it is alone in any case"
-    assert alone.pick([50, 400, 300], 0, 8, 5.0) == 2, "one round tells"
-    alone.landed(320, 20.0)
-    assert alone.pick([300], 0, 8, 5.0) == 0
-    assert alone.pick([300], 0, 8, 45.0) is None, "a round of the decoding slots behind is too much"
-    assert alone.pick([300], 200, 8, 5.0) is None, "a forward for the other prompts is needed anyway"
-    assert alone.pick([300] * 2, 0, 8, 5.0) == 0 and alone.pick([300] * 3, 0, 8, 5.0) is None
+    assert pick([300], 0, 0, 0.0) is None, "it is alone in any case"
+    assert pick([50, 400, 300], 0, 8, 5.0) == 2, "one round tells"
+    assert pick([50, 400, 300], 0, 8, 5.0, pause_ms=0.0) is None
+    alone.landed(320, 20.0, others=True)
+    assert pick([300], 0, 8, 5.0) == 0
+    assert pick([300], 0, 8, 45.0) is None, "a round of the decoding slots behind is too much"
+    assert pick([300], 200, 8, 5.0) is None, "a forward for the other prompts is needed anyway"
+    assert pick([300] * 2, 0, 8, 5.0) == 0 and pick([300] * 3, 0, 8, 5.0) is None
+    costs.add(2048, 95.0)
+    assert pick([300] * 20, 0, 8, 5.0) is None and pick([100] * 3, 0, 8, 5.0) is None
+    assert alone.pick([300] * 8, 0, 8, 5.0, 512) == 0, "forwards of 512 rows take several"
     alone.rested = PAUSE_MS - 10
-    assert alone.pick([300], 0, 8, 5.0) is None, "decoding slots have waited enough"
-    assert alone.pick([300] * 2, 0, 0, 0.0) == 0, "and these do not wait"
+    assert pick([300], 0, 8, 5.0) is None, "others have waited enough"
+    for _ in range(5):
+        costs.add(150, 3000.0)
+    assert costs.least_ms(150) == 62.0, "a larger forward took less"
+
+
+def test_prompts_alone_keep_the_operators_targets() -> None:
+    costs = ForwardCosts()
+    costs.add(308, 62.0)
     pace = PromptPace(512, 2048, costs, PaceTargets(tpot=20.0))
-    pace.landed_alone(320, 20.0)
-    assert pace.balance == -20.0 and pace.alone.rested == 20.0
+    waiting = [Part()]
+    assert pace.pause_ms(waiting, 1.0) == 20.0
+    pace.landed_alone(320, 15.0, others=True)
+    assert pace.balance == -15.0 and pace.alone.rested == 15.0 and pace.pause_ms(waiting, 1.0) == 5.0
     pace.landed(8, 5.0, 0, decodes=True)
-    assert pace.alone.rested == 0.0 and pace.balance == -5.0
+    assert pace.alone.rested == 0.0 and pace.balance == 0.0
+    pace.landed_alone(320, 15.0, others=False)
+    assert pace.balance == 0.0 and pace.alone.rested == 0.0, "only lone prompts"
+    assert PromptPace(512, 512, costs).pause_ms(waiting, 1.0) == 0.0, "the operator fixed the rows"
+    soon = PromptPace(512, 2048, costs, PaceTargets(ttft=1000.0))
+    assert soon.pause_ms(waiting, 0.4) == PAUSE_MS and soon.pause_ms(waiting, 0.6) == 0.0
+
+
+def test_a_long_prompt_goes_on_while_short_ones_run_alone() -> None:
+    """What decoding slots are owed falls in their rounds, also where each stands between rounds of a prompt alone."""
+
+    def part(is_prompt: bool) -> Any:
+        return SimpleNamespace(is_prompt=is_prompt, job=SimpleNamespace(slot=None))
+
+    throttle = PromptThrottle(1.0, 512)
+    throttle.own, throttle.owed, at = 10.0, 300.0, 0.0
+    for _ in range(20):
+        for parts, rested in (([part(False)] * 8, False), ([part(True)], True)):
+            at += 0.02
+            throttle.landed(at, parts, rested=rested)
+    assert throttle.owed <= 0

@@ -46,6 +46,8 @@ def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
                 seq = Seq(0, 0, [0] * n_row, mode=SeqMode.KEEP, n_out=1)
                 worker.forward(lay_out(worker.table, [seq], worker.device, arena=arena))
     except Exception:  # another library's attention may not support graphs; prompts are then only slower
+        if worker.target.ranks is not None:  # the other ranks wait in this forward
+            raise
         log.exception("prompts run without graphs")
         arena.prompts.clear()
 

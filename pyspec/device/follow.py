@@ -99,7 +99,7 @@ class Follower:
     def _forward(self, command: RunForward) -> None:
         arena = self.arena if command.in_arena else None
         if arena is not None and command.prompt:
-            arena.prompts.add(command.prompt)
+            arena.prompts = {command.prompt}
         batch = lay_out(self.table, command.seqs, self.target.device, pages=command.pages, arena=arena)
         if command.is_moved:
             assert arena is not None and self.target.ranks is not None

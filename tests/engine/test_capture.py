@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_rig import rig
+from engine_rig import FIXTURES, rig
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
@@ -15,7 +15,7 @@ from pyspec.cuda.ops.attend import shared as attend_shared
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.device.capture import capture
+from pyspec.device.capture import _capture_prompts, capture
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine.plan import describe as describing
 from pyspec.engine.plan import memory_plan as plan
@@ -225,3 +225,23 @@ def test_the_plan_has_matrices_as_kernels_stream_them(tmp_path) -> None:
         more == sum(repacked_bytes(t) - t.n_bytes for t in file.tensors.values() if len(t.shape) > 1) > 0
     )
     assert weight_bytes(file, torch.float16, repacked=True) == weight_bytes(file, torch.float16)
+
+
+@pytest.mark.parametrize("ranks", [None, object()])
+def test_a_prompts_graph_that_fails_ends_a_load_over_ranks_alone(ranks: object) -> None:
+    """The other ranks wait in that forward, so that going on would leave them there."""
+
+    def fail(batch: object) -> None:
+        raise RuntimeError("no capture")
+
+    r = rig(FIXTURES / "llama.gguf", np=1, ctx=1024, spec_type="none")
+    arena = Arena(1, 64, torch.device("cpu"))
+    worker = SimpleNamespace(
+        target=SimpleNamespace(ranks=ranks), table=r.loop.table, device=torch.device("cpu"), forward=fail
+    )
+    if ranks is None:
+        _capture_prompts(worker, arena, 512)
+        assert not arena.prompts
+    else:
+        with pytest.raises(RuntimeError, match="no capture"):
+            _capture_prompts(worker, arena, 512)

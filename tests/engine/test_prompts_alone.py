@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from engine_rig import FIXTURES, Rig, plain_rig, rig
 
+from pyspec.slots.drafts import Drafts
+
 MTP = {"spec_type": "mtp", "n_draft_max": 3, "n_draft_fixed": True}
 MODELS = {
     "qwen35 mtp": (FIXTURES / "qwen35.gguf", MTP),
@@ -24,9 +26,7 @@ class RandomPick:
     def __init__(self) -> None:
         self.rng, self.n = random.Random(5), 0
 
-    def __call__(
-        self, whole: Sequence[int], n_other: int, n_verify: int, verify_ms: float
-    ) -> int | None:
+    def __call__(self, whole: Sequence[int], n_other: int, n_verify: int, *_: float) -> int | None:
         able = [i for i, n in enumerate(whole) if n]
         if not able or self.rng.random() < 0.5:
             return None
@@ -37,6 +37,15 @@ class RandomPick:
 def watched(r: Rig) -> RandomPick:
     pick = RandomPick()
     r.loop.pace.alone.pick = pick  # type: ignore[method-assign]
+    draft = r.loop.draft
+
+    def drafted() -> dict[int, Drafts]:
+        found = draft()
+        if all(not job.is_decoding for job in r.loop.awake) and len(r.loop.jobs) > len(r.loop.awake):
+            assert r.loop.speculator.chosen is None, "lengths of slots that rest are chosen anew"
+        return found
+
+    r.loop.draft = drafted  # type: ignore[method-assign]
     return pick
 
 

@@ -194,12 +194,11 @@ class Loop:
         if len(decoding) == len(self.awake):
             return self.speculator.draft(decoding)
         n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
-        if (
-            alone := alone_of(self.awake, self.pace.alone, n_verify, self.controller.verify_ms)
-        ) is not None:
-            self.awake = [alone]
+        now, verify_ms = self.clock(), self.controller.verify_ms
+        if (alone := alone_of(self.awake, self.pace, n_verify, verify_ms, now)) is not None:
+            self.awake, self.speculator.chosen = [alone], None
             return {}
-        self.limits = replace(self.limits, decoding=self.pace.rows(self.awake, self.clock(), n_verify))
+        self.limits = replace(self.limits, decoding=self.pace.rows(self.awake, now, n_verify))
         return self.speculator.draft(decoding, n_beside(self.awake, self.limits))
 
     def plan(self, drafts: dict[int, Drafts]) -> list[Work]:
@@ -289,9 +288,11 @@ class Loop:
             self.speculator.take_faults()
         pending.land(self.clock(), self.landed)
         self.landed = pending.arrived
-        self.throttle.landed(self.landed, pending.work)
+        others = len(self.jobs) > len(pending.work)
+        rested = others and all(w.is_prompt for w in pending.work)
+        self.throttle.landed(self.landed, pending.work, rested=rested)
         if self.controller.force is None:
-            pending.count(self.pace, 1e3 * (self.landed - pending.since))
+            pending.count(self.pace, 1e3 * (self.landed - pending.since), others=others)
         return fault
 
     def _hand_out(self) -> None:

@@ -55,11 +55,11 @@ class PendingRound:
     def batch_starts(self) -> Sequence[int]:
         return self.launched.batch.starts
 
-    def count(self, pace: PromptPace, ms: float) -> None:
-        """Tell the policy of prompts how long it took, in milliseconds."""
+    def count(self, pace: PromptPace, ms: float, *, others: bool) -> None:
+        """Tell the policy of prompts how long it took, in milliseconds. others: requests had no part in it."""
         batch, read = self.launched.batch, [w.seq.width for w in self.work if w.is_prompt]
         if batch.prompt:
-            pace.landed_alone(batch.bucket or batch.n_row, ms)
+            pace.landed_alone(batch.bucket or batch.n_row, ms, others=others)
         else:
             pace.landed(batch.n_row, ms, sum(read), decodes=len(read) < len(self.work))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspec.engine.loop.job import Job
-from pyspec.engine.policy.prompt_alone import PromptsAlone
+from pyspec.engine.policy.prompt_pace import PromptPace
 from pyspec.slots.batch import Seq, SeqMode
 from pyspec.slots.drafts import NO_DRAFTS, Drafts
 from pyspec.slots.round import ALL, LogitsNeed
@@ -96,13 +96,19 @@ def n_beside(jobs: Iterable[Job], limits: RowLimits) -> int:
 
 
 def alone_of(
-    jobs: Iterable[Job], alone: PromptsAlone, n_verify: int, verify_ms: Callable[[int], float]
+    jobs: Sequence[Job],
+    pace: PromptPace,
+    n_verify: int,
+    verify_ms: Callable[[int], float],
+    now: float,
 ) -> Job | None:
-    """The prompt that the next round reads by itself, as a graph; None: all jobs take part. n_verify: rows of those that decode."""
+    """The prompt that the next round reads by itself, as a graph; None: all jobs take part. n_verify: rows of those that decode; now: seconds,
+    of the loop's clock."""
     reading = [job for job in jobs if not job.is_decoding]
     whole = [job.n_prefill if job.is_unread else 0 for job in reading]
     n_other = sum(job.todo[0] for job, n in zip(reading, whole, strict=True) if not n)
-    at = alone.pick(whole, n_other, n_verify, verify_ms(n_verify) if n_verify else 0.0)
+    ms = verify_ms(n_verify) if n_verify else 0.0
+    at = pace.alone.pick(whole, n_other, n_verify, ms, pace.most, pace.pause_ms(reading, now))
     return None if at is None else reading[at]
 
 

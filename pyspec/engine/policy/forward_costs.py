@@ -49,6 +49,14 @@ class ForwardCosts:
         """Of forwards of so many rows."""
         return np.interp(n_row, *self.curve)
 
+    def least_ms(self, n_row: int) -> float:
+        """Of a forward of so many rows, at least: what is smaller than all that was measured counts as if nothing were fixed, what is larger
+        as if it took no longer, and no size takes longer than a larger one."""
+        medians = np.array([np.median(np.array(last), axis=0) for _, last in sorted(self._last.items())])
+        rows, ms = medians.T
+        ms = np.minimum.accumulate(ms[::-1])[::-1]
+        return float(np.interp(n_row, np.append(0.0, rows), np.append(0.0, ms)))
+
     def rows(self, ms: float) -> int:
         """Most rows of a forward that takes no longer."""
         rows, took = self.curve

@@ -11,12 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
 
-import numpy as np
-
 from pyspec.engine.policy.forward_costs import ForwardCosts
 
 N_SAMPLE = 5  # graphs of a size that costs are taken from
-PAUSE_MS = 400.0  # most that decoding slots wait for such rounds, one after the other
+PAUSE_MS = 400.0  # most that others wait for such rounds, one after the other
 DOUBT_EVERY = 50  # such choices, one forward for all is measured anew
 BETTER = 0.95  # of the time of one forward for all; above it nothing is gained that noise does not take
 
@@ -28,7 +26,7 @@ class PromptsAlone:
 
     graph_of  rows of the graph that holds a whole prompt of so many tokens; None: there is none
     costs     of forwards with prompts that are no graphs
-    rested    milliseconds that decoding slots have waited for such rounds, since their own last one
+    rested    milliseconds that others have waited for such rounds, since the last round for all
     """
 
     def __init__(self, costs: ForwardCosts) -> None:
@@ -38,16 +36,25 @@ class PromptsAlone:
         self._last: dict[int, deque[float]] = {}  # by rows of the graph: milliseconds
         self._n_picked = 0
 
-    def landed(self, rows: int, ms: float) -> None:
-        """The graph of a prompt, of so many rows, took so long."""
+    def landed(self, rows: int, ms: float, *, others: bool) -> None:
+        """The graph of a prompt, of so many rows, took so long. others: requests waited for it."""
         self._last.setdefault(rows, deque(maxlen=N_SAMPLE)).append(ms)
-        self.rested += ms
+        self.rested += ms if others else 0.0
 
-    def pick(self, whole: Sequence[int], n_other: int, n_verify: int, verify_ms: float) -> int | None:
+    def pick(
+        self,
+        whole: Sequence[int],
+        n_other: int,
+        n_verify: int,
+        verify_ms: float,
+        most: int,
+        pause_ms: float = PAUSE_MS,
+    ) -> int | None:
         """The prompt that runs alone in this round; None: all requests run together.
 
         whole: tokens of each prompt that waits from its first token on, oldest first, 0 if it can not be a graph; n_other: rows of the other
-        prompts; n_verify: rows of the decoding slots, in `verify_ms` milliseconds by themselves.
+        prompts; n_verify: rows of the decoding slots, in `verify_ms` milliseconds by themselves; most: rows of one forward for all; pause_ms:
+        most that others wait for rounds of this kind, one after the other.
         """
         graphs = [(i, rows) for i, n in enumerate(whole) if (rows := self.graph_of(n))]
         if not graphs or not self.costs.is_known:
@@ -56,14 +63,15 @@ class PromptsAlone:
         if n_together == whole[graphs[0][0]]:  # it is alone in any case
             return None
         times = [self._ms(rows) for _, rows in graphs]
+        first = times[0] or 0.0
+        if pause_ms <= 0 or self.rested + first > pause_ms:
+            return None
         if times[0] is None:
             return graphs[0][0]  # one round tells
         n_rest = n_together - sum(whole[i] for i, _ in graphs)
-        rest = verify_ms if n_rest == n_verify else self._joint_ms(n_rest)
-        apart = sum(times[0] if ms is None else ms for ms in times) + (rest if n_rest else 0.0)
-        if n_verify and self.rested + times[0] > PAUSE_MS:
-            return None
-        if apart >= BETTER * self._joint_ms(n_together):
+        rest = verify_ms if n_rest == n_verify else self._joint_ms(n_rest, most)
+        apart = sum(first if ms is None else ms for ms in times) + (rest if n_rest else 0.0)
+        if apart >= BETTER * self._joint_ms(n_together, most):
             return None
         self._n_picked += 1
         return graphs[0][0] if self._n_picked % DOUBT_EVERY else None
@@ -75,8 +83,6 @@ class PromptsAlone:
             return None
         return median(self._last[next((n for n in known if n >= rows), known[-1])])
 
-    def _joint_ms(self, n_row: int) -> float:
-        """Milliseconds of one forward of so many rows, at least: what is smaller than all that was measured counts as if nothing were fixed,
-        and what is larger as if it took no longer. So a size that nothing is known of is tried."""
-        (_, *rows, _), (_, *ms, _) = self.costs.curve
-        return float(np.interp(n_row, [0.0, *rows], [0.0, *ms]))
+    def _joint_ms(self, n_row: int, most: int) -> float:
+        """Milliseconds of forwards for so many rows, at least, so that a size is tried of which nothing is known."""
+        return self.costs.least_ms(min(n_row, most)) * max(1.0, n_row / max(most, 1))

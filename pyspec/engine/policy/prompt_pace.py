@@ -70,9 +70,7 @@ class PromptPace:
         is_fixed = self.least == self.most and not self.targets.tpot
         if is_fixed or not self.costs.is_known:
             return self.most
-        waiting = [job for job in jobs if not job.is_decoding]
-        urgent = now - 1e-3 * URGENT * self.targets.ttft
-        if self.targets.ttft and any(job.started <= urgent for job in waiting):
+        if self._is_urgent(jobs, now):
             return self.most
         if self.targets.tpot:
             least = min(n_verify + LEAST, self.least)
@@ -88,16 +86,28 @@ class PromptPace:
         """A forward of so many rows took so long. n_read: rows of prompts among them; decodes: other slots decoded in it."""
         if n_read:
             self.costs.add(n_row, ms)
-        if decodes:
-            self.alone.rested = 0.0
+        self.alone.rested = 0.0
         if decodes and self.targets.tpot:
             most = CREDIT * self._allowed
             self.balance = min(max(self.balance + self._allowed - ms, -most), most)
 
-    def landed_alone(self, rows: int, ms: float) -> None:
-        """A prompt's graph of so many rows took so long, and decoding slots, if there are any, waited for it."""
-        self.alone.landed(rows, ms)
-        if self.targets.tpot:
+    def pause_ms(self, jobs: Iterable[PacedRequest], now: float) -> float:
+        """Most that requests rest while prompts run alone: nothing where the operator fixed the rows of forwards, or a prompt is urgent, and
+        what is left of the target for output tokens. now: as in `rows`."""
+        if (self.least == self.most and not self.targets.tpot) or self._is_urgent(jobs, now):
+            return 0.0
+        return min(PAUSE_MS, self._allowed + self.balance) if self.targets.tpot else PAUSE_MS
+
+    def _is_urgent(self, jobs: Iterable[PacedRequest], now: float) -> bool:
+        urgent = now - 1e-3 * URGENT * self.targets.ttft
+        return bool(self.targets.ttft) and any(
+            job.started <= urgent for job in jobs if not job.is_decoding
+        )
+
+    def landed_alone(self, rows: int, ms: float, *, others: bool) -> None:
+        """A prompt's graph of so many rows took so long. others: requests waited for it."""
+        self.alone.landed(rows, ms, others=others)
+        if others and self.targets.tpot:
             self.balance = max(self.balance - ms, -CREDIT * self._allowed)
 
     def committed(self, n_tokens: Sequence[int]) -> None:

@@ -80,12 +80,12 @@ class PromptThrottle:
             return False
         return job.slot.n_past - job.n_cached >= self.n_free
 
-    def landed(self, at: float, work: Sequence[RoundPart]) -> None:
-        """A round's results arrived at this time, in seconds. Call it before they are committed."""
+    def landed(self, at: float, work: Sequence[RoundPart], *, rested: bool = False) -> None:
+        """A round's results arrived at this time, in seconds. Call it before they are committed. rested: decoding slots had no part in it."""
         took, follows = 1e3 * (at - self._landed), self._follows
         n_prompt = sum(w.is_prompt for w in work)
         n_decoding = len(work) - n_prompt
-        self._landed, self._follows = at, n_decoding > 0
+        self._landed, self._follows = at, n_decoding > 0 or (rested and follows)
         if not follows or not n_decoding:
             return
         n_long = sum(w.is_prompt and self._is_long(w.job) for w in work)
