@@ -1,6 +1,6 @@
 """Kernels that work for their neighbours: a launch may write the next product's rows, or fetch its weights ahead. Models ask here only.
 
-A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`, `LoadsEarly`,
+A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`,
 `Prepares`, `Folds`, `ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `LeavesRest`, `TakesSome`, `GivesShares`, `KeysBeside`,
 `JoinsBeside`, `AddsInto`, `RunsBeside`), and a launch has it if it has the protocol's names. The torch reference has none of them and runs in
 the same models. A product that ranks sum (`Summed`) is asked for this rank's own part, which reads the rows. Sums behind it may prepare the
@@ -56,12 +56,6 @@ class Fetches(Protocol):
     """Calls take `after`: packed weights of the next product, which are on their way to L2 meanwhile."""
 
     fetches: bool
-
-
-class LoadsEarly(Protocol):
-    """Calls of attention take `old_keys`: true if no launch of the same forward writes keys before a sequence's first row."""
-
-    loads_early: bool
 
 
 class Folds(Protocol):
@@ -187,11 +181,6 @@ def read_next(launch: object, product: Product) -> dict[str, Tensor]:
     if has(launch, Fetches) and isinstance(own, Streamed):
         return {"after": own.packed.data}
     return {}
-
-
-def old_keys(launch: object) -> dict[str, bool]:
-    """Further arguments of attention `launch` of a forward that writes no keys but its rows' own."""
-    return {"old_keys": True} if has(launch, LoadsEarly) else {}
 
 
 def folder(launch: object, reference: Fold) -> Fold:

@@ -166,10 +166,7 @@ class Decoder:
         self.ringed = Ringed(memory, weights.device)
         self.blocks = [
             block.bind(
-                Binding(
-                    *(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables),
-                    old_keys=True,
-                )
+                Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
             )
             for i, block in enumerate(own.blocks)
         ]

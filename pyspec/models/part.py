@@ -106,7 +106,6 @@ class Binding:
     norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed, where a part takes such
     kv     types of keys and values
     tables  of a model whose forward looks them up
-    old_keys  no launch of a forward writes keys but those of its rows; it begins with the embedding, which waits for all before
     """
 
     weights: Weights
@@ -118,7 +117,6 @@ class Binding:
     kv: KvFormat
     ropes: Ropes
     tables: Tables = field(default_factory=Tables)
-    old_keys: bool = False
 
     def name(self, tensor: str) -> str:
         return f"{self.prefix}.{tensor}"

@@ -246,9 +246,7 @@ class BoundAttention:
         attends = spec.attend_spec(w.device, at.kv, has_sinks=self.sinks is not None)
         own = attend.bind(attends)
         self.attend = turned_back(with_prompts(own, attends), attends)
-        self.beside: dict[str, Any] = dict(fuse.read_next(own, self.out))
-        if at.old_keys:
-            self.beside |= fuse.old_keys(own)
+        self.read_next = fuse.read_next(own, self.out)
         roped = spec.rope_spec(w.device, at.eps, at.kv, at.has)
         self.rope_kv = self.store = rope_kv.bind(roped)
         if spec.reads is None:
@@ -273,7 +271,7 @@ class BoundAttention:
         factors = None if self.spec.rope.queries is None else run.queries[self.rope]
         if factors is not None:
             q = times_rows(q, factors)
-        o = self.attend(q, pool, batch, self.spec.window, self.sinks, **self.beside).view(n, -1)
+        o = self.attend(q, pool, batch, self.spec.window, self.sinks, **self.read_next).view(n, -1)
         gate = None
         if s.gated:
             gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])

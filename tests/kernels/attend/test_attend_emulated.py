@@ -201,25 +201,6 @@ def test_blocks_of_four_columns_give_the_bits_of_those_of_eight(
     assert worst(found[0][:4], want) < few.tolerance and not found[0][4:].any()
 
 
-@pytest.mark.sampled(most=2)
-@pytest.mark.parametrize("dim", [64, 256, 512])
-def test_keys_from_before_the_forward_that_are_loaded_early_give_the_same_bits(
-    dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows whose first range ends before them, at them and behind them; a window, whose first range is a later one."""
-    monkeypatch.setattr(attend_cuda, "EARLY", 1)
-    for window in (0, 3 * dim):
-        seqs = [(2 * dim, 1), (dim, 2), (dim - 1, 1), (0, 3), (5 * dim + 7, 1)]
-        case = Case(4, 2, dim, torch.float16, seqs, 16, window, pad=(1, 1))
-        made, found = make(case, CPU, 9), []
-        for old in (False, True):
-            with emulated_gpu(seed=4):
-                own = attend_cuda.bind(spec_of(case, CPU))
-                assert isinstance(own, attend_cuda.AttendLaunch) and own.loads_early
-                found.append(own(made.q, made.pool, made.batch, window, old_keys=old))
-        assert torch.equal(*found) and found[0][0].any()
-
-
 @pytest.mark.slow
 def test_more_splits_than_a_warp_has_lanes() -> None:
     """As many as are put together at once, and the rest behind them."""

@@ -88,7 +88,7 @@ def test_a_captured_graph_serves_batches_of_other_lengths() -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 4, 64), (32, 16, 256), (32, 4, 512)])
-def test_new_keys_are_seen_where_old_ones_are_on_their_way_before(heads: tuple[int, int, int]) -> None:
+def test_new_keys_are_seen_where_all_are_on_their_way_before(heads: tuple[int, int, int]) -> None:
     """New keys come from the launch right before, in a graph, over and over; sequences enough for each build."""
     case = Case(*heads, torch.float16, [(i * 11, 1 + i % 2) for i in range(33)], 16)
     made, n_kv, dim = make(case, GPU), heads[1], heads[2]
@@ -99,16 +99,16 @@ def test_new_keys_are_seen_where_old_ones_are_on_their_way_before(heads: tuple[i
     attend, angles = attend_cuda.bind(spec_of(case, GPU)), (at.new_empty(n, 1, 0).float(),) * 2
     y = torch.randn(n, (heads[0] + 2 * n_kv) * dim, device=GPU)
 
-    def run(**how: bool) -> torch.Tensor:
+    def run() -> torch.Tensor:
         for _ in range(3):  # the last keys count
             q = rope(y, None, None, angles, made.pool, rows)
-            out = attend(q, made.pool, b, 0, **how)
+            out = attend(q, made.pool, b, 0)
         return out
 
-    run(old_keys=True)
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(old_keys=True)
+        out = run()
     for seed in range(20):
         y.copy_(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

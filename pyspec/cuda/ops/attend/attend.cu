@@ -268,7 +268,7 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
              const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
              const int* seq_start, float* part, float* part_ml, int* plan, int* fault, int n_row, int n_seq, int n_head,
              int n_kv, int n_page_col, int page_size, int n_page, int window, int max_item, float scale,
-             const u8* next, i64 next_share, int n_share, int n_piece, int old_keys) {
+             const u8* next, i64 next_share, int n_share, int n_piece) {
   let_successor_start();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
@@ -288,6 +288,12 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
     const Item item = item_of(s.items, a, index);
     const int base = item.split * per_item * RANGE;
     find_columns(s, a, item, base, per_item * RANGE);
+    if (index == blockIdx.x) {
+#if __CUDA_ARCH__ >= 900
+      if (per_item == 1 && total <= KEYS_AHEAD) fetch_ahead(s, item, k, v, n_kv, base);
+#endif
+      begin();
+    }
     Stream f;
     f.k = k;
     f.v = v;
@@ -305,21 +311,11 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
     f.n_key = s.hull[1] - s.hull[0];
     f.first = max(f.lo, 0) / RANGE;
     const int n_range = min(per_item, (s.hull[1] - base + RANGE - 1) / RANGE) - f.first;
-    // Keys before a sequence's first row were there before the forward, if the launcher says so: on their way before the wait.
-    const bool is_first = index == blockIdx.x;
-    const bool is_early = is_first && old_keys && n_range > 0 && base + (f.first + EARLY) * RANGE <= positions[item.start];
-    if (is_first && !is_early) {
-#if __CUDA_ARCH__ >= 900
-      if (per_item == 1 && total <= KEYS_AHEAD) fetch_ahead(s, item, k, v, n_kv, base);
-#endif
-      begin();
-    }
     if (n_range <= 0) continue;  // no column of this tile sees the item (the same in every thread); nobody reads its part
     f.n_step = n_range * STEPS;
     f.queue = shared_address(s.queue[me.warp]);
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) fetch(s, f, me, i, i);
-    if (is_early) begin();
     load_q(s, a);
     __syncthreads();
 

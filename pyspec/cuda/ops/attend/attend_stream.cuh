@@ -34,7 +34,6 @@ __device__ __forceinline__ void copy4(u32 to, const void* from, bool real) {  //
 // By the size of keys: steps of a range, and how a thread queues one in `to`; the same of values.
 __device__ constexpr int steps_of(int kind) { return kind < 3 ? WARPS : WARPS / 2; }
 constexpr int KEY_STEPS = steps_of(K_KIND), STEPS = KEY_STEPS + steps_of(V_KIND);
-constexpr int EARLY = (DEPTH + STEPS - 1) / STEPS;  // ranges that a full queue has steps of
 __device__ __forceinline__ void fetch_keys(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to);
 __device__ __forceinline__ void fetch_values(const Shared& s, const Stream& f, const Lane& me, int range, int step, u32 to);
 

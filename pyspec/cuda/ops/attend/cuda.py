@@ -40,9 +40,6 @@ FEW, MANY = 16, 192
 MAX_DEPTH = 6
 # Where rows and heads of a group fill half of a tile, and three blocks on each multiprocessor do not run all splits at once, four do.
 NARROW, ITS_BLOCKS = 4, 4
-# 1: keys from before the forward are copied to shared memory before the kernel before is over. It has run on no card, where alone a race
-# between launches could be seen, so it is off; KEYS_AHEAD only fills the second-level cache
-EARLY = 0
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
 # Items (128 keys of a head, or as many as it has dims) of a launch that fetch their keys and values to L2 while the predecessor runs: a few
 # rows' are 64 KB each, two for a multiprocessor. 0: none does
@@ -55,7 +52,7 @@ WAITING = (
     "sm_87",
     "sm_89",
 )  # where no kernel starts before its predecessor is over: no merge finds anything
-SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS + "i"
+SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "pi"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
@@ -320,7 +317,6 @@ class AttendLaunch:
     """The kernels of one spec; called as attend_ref's. `shape` fixes the build."""
 
     fetches = True  # fetches the weights that `after` names, see fuse.py
-    loads_early = True  # takes `old_keys`, see there
 
     def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
         self.spec, self.shape = spec, shape
@@ -343,10 +339,8 @@ class AttendLaunch:
         window: int = 0,
         sinks: Tensor | None = None,
         after: Tensor | None = None,
-        old_keys: bool = False,
     ) -> Tensor:
-        """`after`: the weights of the product that reads the result. `old_keys`: keys before a sequence's first row were there before the
-        forward began, so they are loaded beside the kernel before."""
+        """`after`: the weights of the product that reads the result."""
         spec, i32 = self.spec, np.int32
         _check(q, pool, batch, sinks, spec)
         sink = [] if sinks is None else [sinks]
@@ -386,7 +380,7 @@ class AttendLaunch:
             self.fault,
         ]
         args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
-        args += [*prefetch_args(after, n_row), i32(old_keys and EARLY)]
+        args += prefetch_args(after, n_row)
         grid = min(kernels.grid, n_item)
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
         args = [part, part_ml, plan, *seen, *rows, *sink, out, i32(n_seq), *self.heads]
