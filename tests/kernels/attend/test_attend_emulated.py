@@ -160,19 +160,18 @@ def test_all_ways_to_put_partials_together_give_the_same_bits(
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["ragged", "sinks", "small window", "q5_1 window"])
-def test_a_row_has_the_same_bits_whoever_finds_its_partials_and_fetches_its_keys(
+def test_a_row_has_the_same_bits_whoever_finds_its_partials(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, found = CASES[name], []
     made = make(case, CPU)
-    for ahead, finds in ((0, 0), (264, 1), (264, 0)):
-        monkeypatch.setattr(attend_cuda, "KEYS_AHEAD", ahead)
+    for finds in (0, 1):
         monkeypatch.setattr(attend_cuda, "MERGE_FINDS", finds)
         with emulated_gpu(seed=3 + finds, n_multiprocessor=3 + 9 * finds):
             attend = attend_cuda.bind(spec_of(case, CPU))
             found.append(attend(made.q, made.pool, made.batch, case.window, made.sinks))
             assert faults.record(CPU).tolist() == [0] * 5
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.sampled(most=1)

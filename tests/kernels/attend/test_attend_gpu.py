@@ -88,7 +88,7 @@ def test_a_captured_graph_serves_batches_of_other_lengths() -> None:
 
 
 @pytest.mark.parametrize("heads", [(8, 4, 64), (32, 16, 256), (32, 4, 512)])
-def test_new_keys_are_seen_where_all_are_on_their_way_before(heads: tuple[int, int, int]) -> None:
+def test_keys_of_the_launch_before_are_seen(heads: tuple[int, int, int]) -> None:
     """New keys come from the launch right before, in a graph, over and over; sequences enough for each build."""
     case = Case(*heads, torch.float16, [(i * 11, 1 + i % 2) for i in range(33)], 16)
     made, n_kv, dim = make(case, GPU), heads[1], heads[2]

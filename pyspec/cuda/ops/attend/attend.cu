@@ -31,7 +31,7 @@
 //
 // Macros: DIM, N_TILE (eights of columns), COLUMNS (8 * N_TILE, or 4 of 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for
 // it), HAS_SINKS, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
-// soon), KEYS_AHEAD (most items of a launch that fetch their keys before the predecessor is over), MERGE_FINDS (1 thin, 2 long, 4 wide).
+// soon), MERGE_FINDS (1 thin, 2 long, 4 wide).
 #include "kv_kinds.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
@@ -197,22 +197,6 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
 #include "prefetch.cuh"
 #endif
 
-#if __CUDA_ARCH__ >= 900
-// Keys and values of an item of one range on their way to L2, where this forward's newest rows may be written meanwhile.
-__device__ __forceinline__ void fetch_ahead(const Shared& s, const Item& item, const KeyCode* k, const ValueCode* v, int n_kv,
-                                            int base) {
-  constexpr int K_CODES = n_code(K_KIND, DIM), V_CODES = n_code(V_KIND, DIM);
-  constexpr int K_BYTES = K_CODES * sizeof(KeyCode), V_BYTES = V_CODES * sizeof(ValueCode);
-  const int end = min(s.hull[1] - base, RANGE);
-#pragma unroll 1
-  for (int key = max(s.hull[0] - base, 0) + threadIdx.x; key < end; key += THREADS) {
-    const i64 at = (s.row16[key / 16] + key % 16) * static_cast<i64>(n_kv) + item.head;
-    if (K_BYTES % 16 == 0) bulk_prefetch(k + at * K_CODES, K_BYTES);
-    if (V_BYTES % 16 == 0) bulk_prefetch(v + at * V_CODES, V_BYTES);
-  }
-}
-#endif
-
 // Scaled, rounded to the type of keys, in fragment order: a thread has 8 dims of one column of every N tile.
 __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
   const int in_tile = threadIdx.x / (DIM / 8), piece = threadIdx.x % (DIM / 8);
@@ -288,12 +272,7 @@ attend_split(const float* q, const KeyCode* k, const ValueCode* v,
     const Item item = item_of(s.items, a, index);
     const int base = item.split * per_item * RANGE;
     find_columns(s, a, item, base, per_item * RANGE);
-    if (index == blockIdx.x) {
-#if __CUDA_ARCH__ >= 900
-      if (per_item == 1 && total <= KEYS_AHEAD) fetch_ahead(s, item, k, v, n_kv, base);
-#endif
-      begin();
-    }
+    if (index == blockIdx.x) begin();
     Stream f;
     f.k = k;
     f.v = v;

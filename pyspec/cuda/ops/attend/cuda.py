@@ -41,9 +41,6 @@ MAX_DEPTH = 6
 # Where rows and heads of a group fill half of a tile, and three blocks on each multiprocessor do not run all splits at once, four do.
 NARROW, ITS_BLOCKS = 4, 4
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
-# Items (128 keys of a head, or as many as it has dims) of a launch that fetch their keys and values to L2 while the predecessor runs: a few
-# rows' are 64 KB each, two for a multiprocessor. 0: none does
-KEYS_AHEAD = 264
 # Merges that find out which partials there are while the others are made, in place of reading it behind them: 1 thin, 2 long, 4 wide
 MERGE_FINDS = 1
 WAITING = (
@@ -129,7 +126,6 @@ class AttendBuild:
             "MIN_BLOCKS": self.blocks,
             "SHARED_BYTES": self.shared_bytes,
             "L2_FETCH": f'"{self.fetch}B"',
-            "KEYS_AHEAD": KEYS_AHEAD,
             "MERGE_FINDS": 0 if self.arch in WAITING else MERGE_FINDS,
         }
 
