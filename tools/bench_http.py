@@ -25,6 +25,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -314,7 +315,14 @@ def golden_flags(how: argparse.Namespace) -> list[str]:
     ]
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
 def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
+    how.port = how.port or free_port()
     command = [
         sys.executable,
         "-m",
@@ -328,12 +336,19 @@ def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
         *more,
     ]
     began = time.perf_counter()
-    with open(how.log, "w") as log:
+    with open(how.log, "w") if how.log else tempfile.NamedTemporaryFile("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        measure_server(server, began, log.name, how)
+
+
+def measure_server(
+    server: subprocess.Popen[bytes], began: float, log: str, how: argparse.Namespace
+) -> None:
     try:
         while not ready(how.port):
             if server.poll() is not None or time.perf_counter() - began > 300:
-                raise SystemExit(f"the server does not come up, see {how.log}")
+                said = Path(log).read_text(errors="replace").splitlines()[-5:]
+                raise SystemExit("\n".join(["the server does not come up:", *said]))
             time.sleep(0.1)
         at = time.perf_counter() - began
         Stream(how.port, how.tokens, 1, how).read()
@@ -377,8 +392,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--golden", default="", choices=["", *GOLDEN], metavar="NAME")
     parser.add_argument("--drafts", type=int, default=0, help="drafted tokens, with --golden")
     parser.add_argument("--vocab", type=int, default=30_000, help="ids of prompts are below this")
-    parser.add_argument("--port", type=int, default=18497)
-    parser.add_argument("--log", default="/dev/null", help="for what the server says")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--log", default="", help="file for what the server says")
     return parser
 
 
