@@ -58,7 +58,9 @@ def follower(engines: Any) -> Callable[[Any], TrackedRun]:
     try:
         from dynamo.llm import SelectionService  # noqa: F401
     except ImportError as e:
-        raise ConfigError(f"router=kv wants Dynamo's index: pip install ai-dynamo-runtime ({e})") from None
+        raise ConfigError(
+            f"router=kv wants Dynamo's index: pip install ai-dynamo-runtime ({e})"
+        ) from None
     tracker = KVTokenTracker(serve_deployment_id=engines.deployment_id)
     set_kv_token_tracker(tracker)
     return lambda running: TrackedRun(running, tracker)
