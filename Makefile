@@ -142,6 +142,7 @@ $(VENV)/.installed-triton: $(VENV)/.installed-test
 
 $(VENV)/.installed-ray: pyproject.toml $(VENV)/.installed-test
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	$(BIN)/python -m pip install --quiet --no-deps 'ai-dynamo-runtime>=1.6,<2'  # it also works with a newer pydantic than it asks for
 	touch $@
 
 clean:

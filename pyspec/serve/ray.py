@@ -47,9 +47,12 @@ PREFIX = "prefix"
 PREFIX_ROUTER = (
     "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 )
-ROUTERS = {"": "", PREFIX: PREFIX_ROUTER}
+KV = "kv"
+KV_ROUTER = "pyspec.serve.kv_router.KVRouter"
+ROUTERS = {"": "", PREFIX: PREFIX_ROUTER, KV: KV_ROUTER}
 DRAIN_S = 60.0  # that requests of a replica get before it ends; later ones continue elsewhere
 HEALTH_S = 5.0
+STATS_S = 2.0  # between reports of a replica's KV events, by which the router gets to know a new one
 
 
 class RayArgs(BaseModel):
@@ -62,7 +65,8 @@ class RayArgs(BaseModel):
     gpus           GPUs of a replica; default: `tp` of the settings, or none if this Ray has no GPUs
     cpus           CPUs that Ray reserves for a replica
     autoscaling    further options of Ray's AutoscalingConfig
-    router         "": Ray's choice of two; "prefix": Ray's PrefixCacheAffinityRouter; or the path of a router's class
+    router         "": Ray's choice of two; "prefix": Ray's PrefixCacheAffinityRouter; "kv": its KVAwareRouter, by KV events; or the path of
+                   a router's class
     router_args    arguments of that class
     http_replicas  HTTP servers before them
     engine         further settings of Engine.load
@@ -90,7 +94,8 @@ class RayArgs(BaseModel):
 def app(args: Mapping[str, Any] | RayArgs) -> Any:
     """The Ray Serve application of a model (see RayArgs). Raises pydantic's ValidationError or ConfigError for unknown or wrong arguments."""
     a = args if isinstance(args, RayArgs) else RayArgs.model_validate(dict(args))
-    n_queue = settings_from({"np": a.np, "ctx": a.ctx, **a.engine}).queue_limit
+    settings = {"np": a.np, "ctx": a.ctx, **(kv_settings() if a.router == KV else {}), **a.engine}
+    n_queue = settings_from(settings).queue_limit
     server_settings(a.server)
     most = max(a.replicas, a.max_replicas)
     engines = serve.deployment(
@@ -102,7 +107,7 @@ def app(args: Mapping[str, Any] | RayArgs) -> Any:
         health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=DRAIN_S,
         **scaling(a.replicas, a.max_replicas, a.np, a.autoscaling),
-    ).bind(a.model, a.draft, {"np": a.np, "ctx": a.ctx, **a.engine})
+    ).bind(a.model, a.draft, settings)
     http = serve.deployment(
         serve.ingress()(HttpServer),
         name="http",
@@ -111,7 +116,14 @@ def app(args: Mapping[str, Any] | RayArgs) -> Any:
         max_ongoing_requests=most_inside(most * a.np, most * n_queue),  # it refuses a flood by itself
         graceful_shutdown_timeout_s=DRAIN_S,
     )
-    return http.bind(engines, most, a.server)
+    return http.bind(engines, most, a.server, a.router == KV)
+
+
+def kv_settings() -> Mapping[str, str]:
+    """Settings of engines whose replicas are chosen by KV events."""
+    from pyspec.serve.kv_router import EVENTS
+
+    return EVENTS
 
 
 def server_settings(given: Mapping[str, Any]) -> ServerSettings:
@@ -144,7 +156,8 @@ def router_config(router: str, args: Mapping[str, Any], np: int) -> Any:
         return RequestRouterConfig()
     ours = {"match_rate_threshold": 0.02, "imbalanced_threshold": np, "do_eviction": True}
     values = (ours if router == PREFIX else {}) | dict(args)
-    return RequestRouterConfig(request_router_class=path, request_router_kwargs=values)
+    often = {"request_routing_stats_period_s": STATS_S} if router == KV else {}
+    return RequestRouterConfig(request_router_class=path, request_router_kwargs=values, **often)
 
 
 def scaling(least: int, most: int, np: int, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,6 +226,14 @@ class EngineReplica:
         """Figures for `wanted_replicas`, and for dashboards."""
         return load_of(self.engine)
 
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Where the replica publishes its KV events, for `router=kv`; else nothing."""
+        if not self.engine.publishers:
+            return {}
+        from pyspec.serve.kv_router import routing_stats
+
+        return routing_stats(self.engine)
+
     def __del__(self) -> None:
         if hasattr(self, "engine"):
             self.engine.close()
@@ -237,20 +258,27 @@ def load_of(engine: ServedEngine) -> dict[str, float]:
 class HttpServer:
     """The HTTP server before the replicas. It needs neither the model's files nor torch."""
 
-    def __init__(self, engines: Any, n_replica: int, settings: Mapping[str, Any]) -> None:
-        self._engines, self._n_replica = engines, n_replica
+    def __init__(
+        self, engines: Any, n_replica: int, settings: Mapping[str, Any], by_events: bool = False
+    ) -> None:
+        self._engines, self._n_replica, self._by_events = engines, n_replica, by_events
         self._settings = server_settings(settings)
         self._core: RemoteCore | None = None
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """pyspec's own application; Ray calls it once the first replica answers."""
+        follow = None
+        if self._by_events:
+            from pyspec.serve.kv_router import follower
+
+            follow = follower(self._engines)  # before the first call
         info, metadata = await self._engines.about.remote()
         tokenizer, template = Tokenizer.from_metadata(metadata), ChatTemplate.from_metadata(metadata)
         runs = self._engines.options(stream=True)
 
         def run(call: Call) -> RemoteRun:
             running: RemoteRun = runs.run.remote(call)
-            return running
+            return running if follow is None else follow(running)
 
         n = self._n_replica
         info = replace(info, n_slot=n * info.n_slot, n_queue=n * info.n_queue)

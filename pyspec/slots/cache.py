@@ -14,7 +14,7 @@ from torch import Tensor
 from pyspec.slots.blocks import BlockLog
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.prefix import NO_HIT, NOT_KNOWN, Hit, Known
+from pyspec.slots.prefix import NO_HIT, NOT_KNOWN, Hit, Known, Node
 from pyspec.slots.states import Saved, StateStore, bytes_of
 from pyspec.slots.table import Slot, SlotTable
 
@@ -84,7 +84,29 @@ class PrefixCache:
         whole  also file the last page, though it is not full: the request has ended
         """
         node = self.table.file(slot, whole=whole)
-        if node is None or not (self.memory.needs_state or draft is not None):
+        if node is not None:
+            self._file_state(node, slot, draft, fold)
+
+    def file_copy(
+        self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], paged: Iterable[PartMemory]
+    ) -> None:
+        """As `file`, and the last page and the state there, too: the slot was filled by no forward and goes on. paged: all paged memory."""
+        node = self.table.file(slot)
+        if node is None and (self.memory.needs_state or draft is not None):
+            found = self.table.file_tail(slot)
+            if found is None:
+                return
+            node, copy = found
+            if copy is not None:
+                old, new = copy
+                self.memory.copy_page(list(paged), self.table.page_size, new, old)
+        if node is not None:
+            self._file_state(node, slot, draft, fold)
+
+    def _file_state(
+        self, node: Node, slot: Slot, draft: object | None, fold: Callable[[Slot], None]
+    ) -> None:
+        if not (self.memory.needs_state or draft is not None):
             return
         if (old := node.states.get(slot.n_past)) is not None:  # another request left one here
             self.states.touch(old)

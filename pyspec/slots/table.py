@@ -172,6 +172,24 @@ class SlotTable:
             slot.nodes.append(node)
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
 
+    def file_tail(self, slot: Slot) -> tuple[Node, tuple[int, int] | None] | None:
+        """File the slot's last page, though it is not full; the slot goes on in a copy of it, if there is a page for that. File its full pages first.
+
+        Returns the page's node, and (from, to) if a page has to be copied before any forward.
+        """
+        i = len(slot.nodes)
+        if slot.n_past <= i * self.page_size or not (self._free or self.tree.n_idle):
+            return None
+        parent = slot.nodes[-1] if slot.nodes else self.tree.root
+        tokens = tuple(slot.tokens[i * self.page_size : slot.n_past])
+        node = self.tree.add(parent, tokens, slot.pages[i], (slot.index, slot.generation))
+        if node.page != slot.pages[i]:  # another request has left it
+            return node, None
+        self.tree.hold(node)
+        slot.pages[i], slot.page_ids = self._take(), None
+        self.tree.let_go([node])
+        return node, (node.page, slot.pages[i])
+
     def release(self, slot: Slot, *, trusted: bool = True) -> None:
         """End the slot's request. Its filed pages stay; if it is not `trusted`, they are removed."""
         assert slot.busy

@@ -96,6 +96,9 @@ def test_a_conversation_goes_on_after_a_restart_as_it_would_have(kind: str, tmp_
         assert m.prompt_tokens_disk == t.disk_n and m.disk_read_bytes > 0 and m.disk_bytes > 0
         settled(e)
         e.loop.cache.check(now=True)
+        same = e.generate(turn, params=GREEDY, max_tokens=24)
+        assert same.tokens == want.tokens
+        assert same.timings.disk_n == 0 and same.timings.cache_n >= t.cache_n, "what was read is kept"
         here = e.generate([*turn, *again.tokens, 9], params=GREEDY, max_tokens=3).timings
         assert here.disk_n == 0 and here.cache_n == len(turn) + 23, "memory comes before the disk"
 

@@ -104,8 +104,10 @@ def wait_for(claim: Callable[[], bool]) -> None:
         time.sleep(0.003)
 
 
-@pytest.mark.parametrize("router", ["", "prefix"])
+@pytest.mark.parametrize("router", ["", "prefix", "kv"])
 def test_no_stream_fails_when_a_replica_is_killed(port: int, router: str) -> None:
+    if router == "kv":
+        pytest.importorskip("dynamo.llm")
     args = {
         "model": "demo",
         "replicas": 2,
@@ -119,7 +121,7 @@ def test_no_stream_fails_when_a_replica_is_killed(port: int, router: str) -> Non
         get(port, "/health") == {"status": "ok"} and get(port, "/v1/models")["data"][0]["id"] == "tiny"
     )
     whole = Streams(port).all()
-    if router == "prefix":
+    if router:
         cached = []
         for i, text in enumerate(whole):
             body = {"prompt": prompt_of(i) + text, "max_tokens": 3}
@@ -328,6 +330,19 @@ def test_figures_for_the_autoscaler(tmp_path: Path) -> None:
     replica.engine.close()
     with pytest.raises(RuntimeError, match="stopped"):
         replica.check_health()
+
+
+def test_a_replica_tells_the_router_where_its_events_are() -> None:
+    replica = EngineReplica("demo", None, {"np": 3, "threads": 1})
+    assert replica.record_routing_stats() == {}
+    replica.engine.close()
+    events = {"kv_events": "tcp://127.0.0.1:0", "kv_events_replay": "tcp://127.0.0.1:0"}
+    replica = EngineReplica("demo", None, {"np": 3, "threads": 1, "page_size": 16, **events})
+    (publisher,), about = replica.engine.publishers, replica.record_routing_stats()["kv_event_metadata"]
+    assert (about["block_size"], about["dp_rank"]) == (16, 0)
+    for name, address in (("endpoint", publisher.endpoint), ("replay_endpoint", publisher.replay)):
+        assert about[name].rpartition(":")[2] == address.rpartition(":")[2]
+    replica.engine.close()
 
 
 def test_the_example_answers(

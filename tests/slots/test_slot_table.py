@@ -382,3 +382,31 @@ def test_common_prefix_is_the_number_of_equal_leading_tokens(at: int) -> None:
     a = [1, 2, 3, 4, 5, 6]
     assert common_prefix(a, [*a[:at], 99, *a[at + 1 :]]) == at
     assert common_prefix(a, a[:at]) == common_prefix(a[:at], a) == at
+
+
+def test_a_last_page_is_filed_while_its_slot_goes_on() -> None:
+    """What was read from elsewhere: other requests find it, and the slot writes behind it in a copy."""
+    t = SlotTable(2, 5, SIZE)
+    a, b = t.slots
+    t.acquire(a, 3 * SIZE)
+    t.grow(a, SIZE + 5)
+    a.tokens.extend(range(SIZE + 5))
+    assert t.file(a) is None
+    before = list(a.pages)
+    found = t.file_tail(a)
+    assert found is not None
+    node, copy = found
+    assert (node.page, node.end) == (before[1], SIZE + 5) and copy == (before[1], a.pages[1])
+    assert a.pages[0] == before[0] and a.pages[1] not in before
+    t.check()
+    hit = t.find([*range(SIZE + 5), 90])
+    assert hit.n == SIZE + 5 and hit.tail is node
+    a.tokens.extend(range(60, 65))
+    again = t.file_tail(a)  # longer, so it takes the shorter one's place
+    assert again is not None and again[0].end == SIZE + 10
+    t.check()
+    t.acquire(b, 2 * SIZE)
+    t.grow(b, 2 * SIZE)
+    t.grow(a, 3 * SIZE)
+    assert t.file_tail(a) is None, "no page is left for a copy"
+    t.check()

@@ -355,7 +355,7 @@ class DiskTier:
             self.worker.memory.restore(slot.index, state.checkpoint)
         slot.tokens[:] = restore.tokens[: found.n]
         draft = None if state is None else state.draft
-        self.cache.file(slot, draft, self.worker.fold)
+        self.cache.file_copy(slot, draft, self.worker.fold, self.worker.pools())
         return draft
 
     def stop(self, restore: Restore) -> None:
