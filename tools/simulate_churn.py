@@ -155,7 +155,7 @@ def _watch(loop: Any, device: Device) -> None:
         inner = getattr(owner, name)
 
         def call(*given: Any, **more: Any) -> Any:
-            began, before = time.perf_counter(), device.skew
+            began = time.perf_counter()
             found = inner(*given, **more)
             device.count[f"{kind} host ms"] += 1e3 * (time.perf_counter() - began)
             device.count[kind] += 1
@@ -236,7 +236,9 @@ def play(kind: str, n_stream: int, args: argparse.Namespace, folder: Path) -> tu
 
 def main() -> None:
     """Tables for each number of streams."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, nargs="*", default=[8, 32, 64])
     parser.add_argument("--np", type=int, default=64)
     parser.add_argument("--each", type=int, default=3)
@@ -248,7 +250,11 @@ def main() -> None:
     for each in args.set:
         where, value = each.split("=")
         module, name = where.split(":")
-        setattr(importlib.import_module(module), name, type(getattr(importlib.import_module(module), name))(float(value)))
+        setattr(
+            importlib.import_module(module),
+            name,
+            type(getattr(importlib.import_module(module), name))(float(value)),
+        )
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for n_stream in args.streams:
@@ -256,9 +262,14 @@ def main() -> None:
                 plain, base = play("none", n_stream, args, Path(folder))
                 mtp, found = play("mtp", n_stream, args, Path(folder))
                 n = n_stream * args.each * ANSWER
-                print(f"{n_stream} streams: plain {plain:.0f}, MTP {mtp:.0f} tokens/s, {mtp / plain:.3f}")
+                print(
+                    f"{n_stream} streams: plain {plain:.0f}, MTP {mtp:.0f} tokens/s, {mtp / plain:.3f}"
+                )
                 for what in sorted({*base, *found}):
-                    print(f"    {what:40} {base[what]:10.1f} {found[what]:10.1f} {(found[what]-base[what]) / n:10.4f}/token", flush=True)
+                    print(
+                        f"    {what:40} {base[what]:10.1f} {found[what]:10.1f} {(found[what] - base[what]) / n:10.4f}/token",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.drafts import Drafts, DraftsAhead
-from pyspec.slots.memory import Checkpoint
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import KV, Checkpoint
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import common_prefix
 from pyspec.slots.table import Slot, SlotTable
@@ -59,14 +60,15 @@ class Pending:
     guess   tokens of the chained rows from n_row on, if they stay where they are right
     n_fold  last exact rows that recurrent layers have as records
     begun   length of the slot in the last `draft_ahead`
+    first   rows below it were never computed, and no row sees them
     """
 
-    __slots__ = ("_pieces", "begun", "generation", "guess", "n_fold", "n_hidden", "n_row")
+    __slots__ = ("_pieces", "begun", "first", "generation", "guess", "n_fold", "n_hidden", "n_row")
 
     def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
         self.generation, self.n_row, self.hidden = generation, n_row, hidden
         self.guess: Sequence[int] = ()
-        self.n_fold = self.begun = 0
+        self.n_fold = self.begun = self.first = 0
 
     @property
     def hidden(self) -> Tensor:
@@ -85,6 +87,10 @@ class Pending:
         """Rows [first, end) of a forward, after those that are there or in their place."""
         self._pieces = [*self._pieces, (rows, first, end)] if after else [(rows, first, end)]
         self.n_hidden = self.n_hidden * after + end - first
+
+
+def _is_plain(name: str, part: PartMemory) -> bool:
+    return name == KV and isinstance(part, KVPool) and part.paged
 
 
 class Chain:
@@ -228,7 +234,24 @@ class Chain:
         for state, seq in late:
             state.n_row, state.hidden = state.n_row + seq.width, state.hidden[seq.width :].clone()
 
+    @property
+    def can_join(self) -> bool:
+        """Rows of its layers stand in pages and nowhere else, and each is seen by later ones alone."""
+        parts = [part for layer in self.memory.layers for part in layer.items()]
+        return self.block.n_hidden > 0 and bool(parts) and all(_is_plain(*part) for part in parts)
+
+    def hide(self, slot: Slot, n: int) -> None:
+        state = self._state(slot)
+        state.first = max(state.first, n)
+
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
+        states = self.states
+        seqs = [
+            replace(seq, first_key=state.first)
+            if (state := states[seq.slot]) is not None and state.first
+            else seq
+            for seq in seqs
+        ]
         return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.first_key)
 
     def _within(self, seq: Seq) -> Seq:

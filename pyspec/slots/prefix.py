@@ -39,7 +39,7 @@ class State:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One filed page. by: slot and generation that filed it; refs: slots that hold it now."""
+    """One filed page. by: slot and generation that filed it; refs: slots that hold it now; is_unread: the drafter has not read all of it."""
 
     page: int
     tokens: tuple[int, ...]
@@ -50,6 +50,7 @@ class Node:
     used: int = 0
     children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
     states: dict[int, State] = field(default_factory=dict)  # by n_past
+    is_unread: bool = False
 
     @property
     def start(self) -> int:
@@ -74,6 +75,17 @@ class Hit:
     tail: Node | None = None
     state: State | None = None
     other: tuple[int, ...] = ()
+
+    @property
+    def n_unread(self) -> int:
+        """Tokens at the begin behind which the drafter has read all."""
+        pages = self.nodes if self.tail is None else (*self.nodes, self.tail)
+        return min(self.n, unread_end(pages))
+
+
+def unread_end(nodes: Sequence[Node]) -> int:
+    """Tokens up to the end of the last page of a text that the drafter has not read."""
+    return next((node.end for node in reversed(nodes) if node.is_unread), 0)
 
 
 NO_HIT = Hit()

@@ -26,6 +26,7 @@ from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
+from pyspec.engine.policy.reading import Reading
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
 from pyspec.slots.table import Slot
@@ -47,6 +48,7 @@ ASK_GAIN = 0.1  # part of the drafts' expected gain that refills the budget
 FEW, DEAR_FIRST = 8, 1.5  # with fewer verdicts, no drafts in rounds that cost this many plain ones
 NO_CAP = "none: switched off for the request, at its last token, or past the drafter's length"
 NO_OFFER = "none: the last tokens stand nowhere before, or drafts are switched off for the request"
+UNREAD = "none: drafts have not paid for long, so the drafter does not read this request"
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -79,28 +81,27 @@ class Controller:
     force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
     verify_ms: Timer = field(default_factory=Timer)
     forward_costs: ForwardCosts = field(default_factory=ForwardCosts)  # of forwards that read prompts
-    draft_ms: Timer = field(
-        default_factory=Timer
-    )  # by drafting slots, a pass if chained; by rows for blocks
+    # by drafting slots, a pass if chained; by rows for blocks
+    draft_ms: Timer = field(default_factory=Timer)
 
     def __post_init__(self) -> None:
         self.n_own = self.n_max if self.n_own < 0 else self.n_own
         self.since_plain = self.n_round = 0
         self.ms = self.asked_ms = 0.0  # of all rounds, and expected to be lost by probing and trying
         self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
-        self._plain: tuple[int, list[tuple[int, int]], str] | None = (
-            None  # round and caps of the last choice of no drafts, and its reason
-        )
+        # round and caps of the last choice of no drafts, and its reason
+        self._plain: tuple[int, list[tuple[int, int]], str] | None = None
+        self.unread: set[int] = set()  # slots whose requests the drafter does not read
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
         """Reset all but the measured times. At the end of a warm-up, keep only reliable times."""
         if self.force is not None:
             self._question()
-        self.silent, self.try_in = (
-            0,
-            TRY_FIRST,
-        )  # rounds without drafts so far, and rounds until some slots try
+        # rounds without drafts so far, and rounds until some slots try
+        self.silent, self.try_in = 0, TRY_FIRST
+        self.reading = Reading()
+        self.pays: bool | None = None  # the last choice drafts to gain tokens; None: nothing was weighed
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.beside = 0  # rows of prompts in the forward of the last choice
         self.certainty = Certainty(self.n_own)
@@ -154,7 +155,7 @@ class Controller:
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
         if self.offered:
             caps = [(slot, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
-        self.n_round += 1
+        self.n_round, self.pays = self.n_round + 1, None
         if self.n_round % DOUBT_EVERY == 0:
             self.verify_ms.expire()
             self.draft_ms.expire()
@@ -167,6 +168,7 @@ class Controller:
         elif not self.beside and self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
+            self.pays = False
             picked, why = self._weigh(caps)
             if self.silent >= self.try_in and self._may_try(len(caps)):
                 tried = self._tried(caps, picked) if self.n_own else self._tried_offer(caps, picked)
@@ -175,14 +177,17 @@ class Controller:
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
             if not cap:
-                lane.reason = NO_CAP if self.n_own else NO_OFFER
+                lane.reason = UNREAD if slot in self.unread else NO_CAP if self.n_own else NO_OFFER
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
         if not self.beside:  # only rounds without prompts are timed
             self.since_plain = self.since_plain + 1 if any(picked) else 0
         offered = self.offered if self.n_own else ()
         is_asked = any(n and slot not in offered for (slot, _), n in zip(caps, picked, strict=True))
-        self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
+        may_ask = any(cap for _, cap in caps)
+        self.silent = 0 if is_asked else self.silent + may_ask
+        if self.pays is not None and may_ask and self.n_own:
+            self.reading.count(pays=self.pays and is_asked)
         return picked
 
     @property
@@ -261,13 +266,9 @@ class Controller:
         """Choose by `_best`. A choice of no drafts stands for some rounds, because choosing takes time."""
         if self.beside:
             return self._best_beside(caps)
-        if (
-            self._plain is not None
-            and not self.offered
-            and self._plain[1] == caps
-            and self.n_round - self._plain[0] < RETHINK
-        ):
-            return [0] * len(caps), self._plain[2]
+        last = None if self.offered else self._plain
+        if last is not None and last[1] == caps and self.n_round - last[0] < RETHINK:
+            return [0] * len(caps), last[2]
         picked, why = self._best(caps)
         self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
@@ -289,8 +290,9 @@ class Controller:
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
         """Have some slots draft, others each time: texts or times may have changed."""
         able = [i for i, (_, cap) in enumerate(caps) if cap]
+        n_unread = sum(slot in self.unread for slot, _ in caps)
         tried, before = picked.copy(), self._costs(caps, picked)
-        for k in range(-(-len(able) // TRY_SLOTS)):
+        for k in range(min(len(able), -(-(len(able) + n_unread) // TRY_SLOTS))):
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
@@ -337,9 +339,8 @@ class Controller:
         rows = self._rows(caps, news)
         verify = self._extra_ms(rows, busy)
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
-            plain_ms = min(
-                plain_ms, float(verify.min())
-            )  # fewer rows never take longer, so this was noise
+            # fewer rows never take longer, so this was noise
+            plain_ms = min(plain_ms, float(verify.min()))
         plain = self.rate = busy / plain_ms
         best = self._best_way(rows, busy, verify)
         if best.worth <= plain * MARGIN:
@@ -357,6 +358,7 @@ class Controller:
                 n if slot in self.offered else min(n, ASK_DRAFT)
                 for (slot, _), n in zip(caps, picked, strict=True)
             ]
+        self.pays = True
         self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
@@ -385,6 +387,7 @@ class Controller:
         if lost >= 0:  # it only probes
             self.asked_ms += lost / self.rate
             return [min(n, ASK_DRAFT) for n in picked], f"probing texts {beside}"
+        self.pays = True
         return picked, f"worth their time {beside}"
 
     def _forward_ms(self, sizes: range) -> Floats:

@@ -1,0 +1,42 @@
+"""Whether the drafter reads new requests. Arithmetic only: no torch, and no clock.
+
+A drafter that pairs tokens with the target's hidden states reads every token of a request, prompt and answer, whether it drafts or not: with
+many streams a percent of the time or more. Where no draft has paid for long, that is given away. So it then reads a few requests, whose drafts
+tell when texts or the load have changed, and no others. As soon as drafts pay again it reads all new requests, and the rest of those that run.
+"""
+
+from __future__ import annotations
+
+REST_AFTER = 128  # choices without a draft that pays until new requests are not read; 0: all requests are read, always
+LEAST_READ, READ_ONE_IN = (
+    4,
+    8,
+)  # requests that are read in any case, and one in this many of those that run
+AWAKE, FORGET = (
+    4.0,
+    1 / 32,
+)  # paying choices after which all are read again, and what each other choice takes from their number
+
+
+class Reading:
+    """It rests while drafts do not pay.
+
+    n_idle  choices since drafts paid last
+    """
+
+    def __init__(self) -> None:
+        self.n_idle = 0
+        self._paid = AWAKE
+
+    def count(self, *, pays: bool) -> None:
+        """The controller has chosen for slots that may draft. pays: it drafts because that promises more tokens, and not to learn."""
+        self._paid = min(AWAKE, self._paid + 1.0) if pays else max(0.0, self._paid - FORGET)
+        self.n_idle = 0 if pays and self._paid >= AWAKE else self.n_idle + 1
+
+    @property
+    def rests(self) -> bool:
+        return 0 < REST_AFTER <= self.n_idle
+
+    def wants(self, n_read: int, n_busy: int) -> bool:
+        """Whether the drafter reads one more request, beside `n_busy` others, `n_read` of which it reads."""
+        return not self.rests or n_read < max(LEAST_READ, -(-(n_busy + 1) // READ_ONE_IN))
