@@ -26,6 +26,7 @@ from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
+from pyspec.engine.policy.lanes import NO_CAP, NO_OFFER, UNREAD, Lane
 from pyspec.engine.policy.reading import Reading
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
@@ -46,20 +47,7 @@ HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of
 ASK_FIRST, ASK_SHARE = 1.5, 0.006  # budget of lost time: plain rounds at first, then a share of the time
 ASK_GAIN = 0.1  # part of the drafts' expected gain that refills the budget
 FEW, DEAR_FIRST = 8, 1.5  # with fewer verdicts, no drafts in rounds that cost this many plain ones
-NO_CAP = "none: switched off for the request, at its last token, or past the drafter's length"
-NO_OFFER = "none: the last tokens stand nowhere before, or drafts are switched off for the request"
-UNREAD = "none: drafts have not paid for long, so the drafter does not read this request"
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One slot's last decision, and the outcome of its drafts."""
-
-    n_draft: int = 0
-    reason: str = "not started"
-    drafted: float = 0.0
-    kept: float = 0.0
 
 
 @dataclass
@@ -100,8 +88,8 @@ class Controller:
             self._question()
         # rounds without drafts so far, and rounds until some slots try
         self.silent, self.try_in = 0, TRY_FIRST
-        self.reading = Reading()
-        self.pays: bool | None = None  # the last choice drafts to gain tokens; None: nothing was weighed
+        self.reading, self._would = Reading(), (-RETHINK, False)  # round and result of `_would_pay`
+        self.pays: bool | None = None  # this choice drafts to gain tokens; None: it says nothing of that
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.beside = 0  # rows of prompts in the forward of the last choice
         self.certainty = Certainty(self.n_own)
@@ -109,7 +97,7 @@ class Controller:
         self.uncut: dict[int, int] = {}  # lengths that would be verified without a cut
         self.rate = 0.0  # tokens a millisecond that the last choice promised
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
-        self.lanes = [_Lane() for _ in range(self.n_slot)]
+        self.lanes = [Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
         self.offered: dict[int, Sequence[float]] = {}
 
@@ -121,7 +109,7 @@ class Controller:
     def begin(self, slot: int, grammar: str = "") -> None:
         """Start a request. Texts under a grammar have a prior of their own."""
         self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
-        self.lanes[slot] = _Lane()
+        self.lanes[slot] = Lane()
         self._plain = None
 
     def restart(self, slot: int) -> None:
@@ -168,9 +156,11 @@ class Controller:
         elif not self.beside and self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
-            self.pays = False
             picked, why = self._weigh(caps)
-            if self.silent >= self.try_in and self._may_try(len(caps)):
+            if self.unread and not self.pays:
+                self.pays = self._would_pay(caps)
+            is_due = self.silent >= self.try_in and self._may_try(len(caps))
+            if is_due or (self.unread and self.reading.is_hopeful):
                 tried = self._tried(caps, picked) if self.n_own else self._tried_offer(caps, picked)
                 picked, why = tried, f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
@@ -187,7 +177,7 @@ class Controller:
         may_ask = any(cap for _, cap in caps)
         self.silent = 0 if is_asked else self.silent + may_ask
         if self.pays is not None and may_ask and self.n_own:
-            self.reading.count(pays=self.pays and is_asked)
+            self.reading.count(pays=self.pays and (is_asked or bool(self.unread)))
         return picked
 
     @property
@@ -266,12 +256,26 @@ class Controller:
         """Choose by `_best`. A choice of no drafts stands for some rounds, because choosing takes time."""
         if self.beside:
             return self._best_beside(caps)
-        last = None if self.offered else self._plain
+        self.pays, last = False, None if self.offered else self._plain
         if last is not None and last[1] == caps and self.n_round - last[0] < RETHINK:
             return [0] * len(caps), last[2]
         picked, why = self._best(caps)
         self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
+
+    def _would_pay(self, caps: list[tuple[int, int]]) -> bool:
+        """Drafts would promise more than none if the drafter read all requests: of texts that it does not read the others tell."""
+        if self.n_round - self._would[0] >= RETHINK:
+            offered, self.offered, busy = self.offered, {}, len(caps)
+            whole = [(slot, self.n_own if slot in self.unread else cap) for slot, cap in caps]
+            rows = self._rows(whole, np.zeros(busy))
+            verify = self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
+            best = self._best_way(rows, busy, verify).worth
+            self.offered, self._would = (
+                offered,
+                (self.n_round, best > MARGIN * busy / self._verify_ms(busy, busy)),
+            )
+        return self._would[1]
 
     def _plain_is_stale(self, busy: int) -> bool:
         if not self.verify_ms.knows(busy):
@@ -296,6 +300,9 @@ class Controller:
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
+        if self.unread:
+            slots = [slot for (slot, _), n in zip(caps, tried, strict=True) if n]
+            self.reading.tries(slots, MARGIN * self._costs(caps, [1] * len(caps)) / before - 1)
         self.asked_ms += self._costs(caps, tried) - before
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
@@ -465,6 +472,7 @@ class Controller:
         lane, beyond = self.lanes[slot], self.certainty.judge(slot, n_draft, n_accepted)
         self.texts.add(slot, n_draft, n_accepted, beyond)
         if n_draft:
+            self.reading.judge(slot, n_accepted)
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
 

@@ -7,6 +7,8 @@ tell when texts or the load have changed, and no others. As soon as drafts pay a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 REST_AFTER = 128  # choices without a draft that pays until new requests are not read; 0: all requests are read, always
 LEAST_READ, READ_ONE_IN = (
     4,
@@ -27,6 +29,8 @@ class Reading:
     def __init__(self) -> None:
         self.n_idle = 0
         self._paid = AWAKE
+        self._tried: set[int] = set()  # slots whose drafts are not judged yet
+        self._missing = 0.0  # right drafts that the last try lacks to promise more than no drafts
 
     def count(self, *, pays: bool) -> None:
         """The controller has chosen for slots that may draft. pays: it drafts because that promises more tokens, and not to learn."""
@@ -40,3 +44,18 @@ class Reading:
     def wants(self, n_read: int, n_busy: int) -> bool:
         """Whether the drafter reads one more request, beside `n_busy` others, `n_read` of which it reads."""
         return not self.rests or n_read < max(LEAST_READ, -(-(n_busy + 1) // READ_ONE_IN))
+
+    def tries(self, slots: Sequence[int], least: float) -> None:
+        """These slots draft although it does not pay. It would if this share of the first tokens were right in all slots."""
+        self._tried, self._missing = set(slots), least * len(slots)
+
+    def judge(self, slot: int, n_right: int) -> None:
+        """The verdict on a slot's draft."""
+        if slot in self._tried:
+            self._tried.discard(slot)
+            self._missing -= n_right > 0
+
+    @property
+    def is_hopeful(self) -> bool:
+        """The last try went as if drafts paid: another one at once tells whether texts have changed."""
+        return self._missing < 0 and not self._tried
