@@ -204,6 +204,7 @@ def play(kind: str, n_stream: int, args: argparse.Namespace, folder: Path) -> tu
     """Tokens a second, and counts of what was done."""
     r, device = make(kind, args.np, args.len, folder)
     loop = r.loop
+    loop.raises_bugs = loop.speculator.raises_bugs = True
     worker_module.stamp = lambda _: Moment(device)  # type: ignore[assignment]
     warm(loop, args.np)
     gen = torch.Generator().manual_seed(3)
@@ -222,7 +223,7 @@ def play(kind: str, n_stream: int, args: argparse.Namespace, folder: Path) -> tu
         while heard:
             loop.step()
             for i in [i for i, h in heard.items() if h.over]:
-                del heard[i]
+                assert len(heard.pop(i).tokens) == n_answer, "a request failed"
                 if left[i]:
                     ask(i)
         return device.clock() - began

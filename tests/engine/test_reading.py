@@ -7,13 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import pytest
-
 from pyspec.engine.loop.read_slots import ReadSlots
-from pyspec.engine.policy import reading
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.lanes import UNREAD
-from pyspec.engine.policy.reading import Reading
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.table import Slot, SlotTable

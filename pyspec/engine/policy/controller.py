@@ -15,14 +15,13 @@ Times and the shares of acceptance levels belong to the engine and outlive reque
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pyspec.draft.blocks import BlockLength
-from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
+from pyspec.engine.policy.acceptance import Acceptance
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
@@ -41,7 +40,6 @@ TRY_SLOTS = 8  # one in this many slots tries
 PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, doubled each time
 DOUBT_EVERY = 512  # rounds
 RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it
-MOST_GRAMMARS = 64  # grammars whose acceptance is kept
 DEAR_LIVE = 0.02  # share of a round: if drafting for all slots costs more over drafting for one, choose among slots
 HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text
 ASK_FIRST, ASK_SHARE = 1.5, 0.006  # budget of lost time: plain rounds at first, then a share of the time
@@ -88,7 +86,8 @@ class Controller:
             self._question()
         # rounds without drafts so far, and rounds until some slots try
         self.silent, self.try_in = 0, TRY_FIRST
-        self.reading, self._would = Reading(), (-RETHINK, False)  # round and result of `_would_pay`
+        # round, slots and result of the last `_would_pay`
+        self.reading, self._would = Reading(), (-RETHINK, 0, False)
         self.pays: bool | None = None  # this choice drafts to gain tokens; None: it says nothing of that
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.beside = 0  # rows of prompts in the forward of the last choice
@@ -96,7 +95,6 @@ class Controller:
         self.cut_trial, self.cut_gain_ms = CutTrial(), 0.0  # of the last cut, against no cut
         self.uncut: dict[int, int] = {}  # lengths that would be verified without a cut
         self.rate = 0.0  # tokens a millisecond that the last choice promised
-        self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.lanes = [Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
         self.offered: dict[int, Sequence[float]] = {}
@@ -108,7 +106,7 @@ class Controller:
 
     def begin(self, slot: int, grammar: str = "") -> None:
         """Start a request. Texts under a grammar have a prior of their own."""
-        self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
+        self.texts.begin(slot, self.texts.of_grammar(grammar) if grammar else self.texts.free)
         self.lanes[slot] = Lane()
         self._plain = None
 
@@ -116,14 +114,6 @@ class Controller:
         """Forget what is believed of a slot's text: its drafts are made in another way from now on."""
         self.texts.begin(slot, self.texts.texts[slot])
         self._plain = None
-
-    def _of_grammar(self, grammar: str) -> AcceptancePrior:
-        if grammar not in self.grammars:
-            self.grammars[grammar] = self.texts.held_texts()
-        self.grammars.move_to_end(grammar)
-        if len(self.grammars) > MOST_GRAMMARS:
-            self.grammars.popitem(last=False)
-        return self.grammars[grammar]
 
     def choose(
         self,
@@ -265,17 +255,16 @@ class Controller:
 
     def _would_pay(self, caps: list[tuple[int, int]]) -> bool:
         """Drafts would promise more than none if the drafter read all requests: of texts that it does not read the others tell."""
-        if self.n_round - self._would[0] >= RETHINK:
-            offered, self.offered, busy = self.offered, {}, len(caps)
-            whole = [(slot, self.n_own if slot in self.unread else cap) for slot, cap in caps]
+        whole = [(slot, cap) for slot, cap in caps if slot not in self.unread]
+        whole += [(slot, self.n_own) for slot in sorted(self.unread)]  # prompts that are being read, too
+        (at, of, pays), busy = self._would, len(whole)
+        if self.n_round - at >= RETHINK or abs(busy - of) > of // 8:
+            offered, self.offered = self.offered, {}
             rows = self._rows(whole, np.zeros(busy))
             verify = self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
-            best = self._best_way(rows, busy, verify).worth
-            self.offered, self._would = (
-                offered,
-                (self.n_round, best > MARGIN * busy / self._verify_ms(busy, busy)),
-            )
-        return self._would[1]
+            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self._verify_ms(busy, busy)
+            self.offered, self._would = offered, (self.n_round, busy, pays)
+        return pays
 
     def _plain_is_stale(self, busy: int) -> bool:
         if not self.verify_ms.knows(busy):

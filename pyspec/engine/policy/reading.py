@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REST_AFTER = 128  # choices without a draft that pays until new requests are not read; 0: all requests are read, always
-LEAST_READ, READ_ONE_IN = (
-    4,
-    8,
-)  # requests that are read in any case, and one in this many of those that run
+LEAST_READ = 8  # requests that are read in any case
+READ_ONE_IN = 8  # of the requests that run, one in this many is read
 AWAKE, FORGET = (
     4.0,
     1 / 32,
-)  # paying choices after which all are read again, and what each other choice takes from their number
+)  # paying choices until all are read again, and what each other choice takes from their number
 
 
 class Reading:
