@@ -39,7 +39,8 @@ class State:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One filed page. by: slot and generation that filed it; refs: slots that hold it now; is_unread: the drafter has not read all of it."""
+    """One filed page. by: slot and generation that filed it; refs: slots that hold it now; n_unread: tokens of the text
+    up to the last one of this page that the drafter has not read."""
 
     page: int
     tokens: tuple[int, ...]
@@ -50,7 +51,7 @@ class Node:
     used: int = 0
     children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
     states: dict[int, State] = field(default_factory=dict)  # by n_past
-    is_unread: bool = False
+    n_unread: int = 0
 
     @property
     def start(self) -> int:
@@ -84,8 +85,8 @@ class Hit:
 
 
 def unread_end(nodes: Sequence[Node]) -> int:
-    """Tokens up to the end of the last page of a text that the drafter has not read."""
-    return next((node.end for node in reversed(nodes) if node.is_unread), 0)
+    """Tokens of a text up to the last one that the drafter has not read."""
+    return next((node.n_unread for node in reversed(nodes) if node.n_unread), 0)
 
 
 NO_HIT = Hit()

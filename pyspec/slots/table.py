@@ -170,7 +170,7 @@ class SlotTable:
                 self._free.append(slot.pages[i])
                 slot.pages[i], slot.page_ids = node.page, None
             elif node.start < n_unread:
-                node.is_unread = True
+                node.n_unread = min(node.end, n_unread)
             self.tree.hold(node)
             slot.nodes.append(node)
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
