@@ -7,8 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import pytest
+
 from pyspec.engine.loop.read_slots import ReadSlots
+from pyspec.engine.policy import reading
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.lanes import UNREAD
+from pyspec.engine.policy.reading import Reading
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.table import Slot, SlotTable
@@ -91,3 +96,89 @@ class Served:
                 return n
             self.round()
         raise AssertionError(f"not so after {most} rounds")
+
+
+def test_it_rests_after_many_choices_and_wakes_after_a_few_that_pay() -> None:
+    r = Reading()
+    for _ in range(reading.REST_AFTER - 1):
+        r.count(pays=False)
+    assert not r.rests and r.wants(0, 0)
+    r.count(pays=False)
+    assert r.rests
+    for _ in range(3):
+        r.count(pays=True)
+        assert r.rests, "a lucky text is no reason"
+    r.count(pays=True)
+    assert not r.rests
+
+
+@pytest.mark.parametrize(("n_busy", "n_read"), [(4, 8), (63, 8), (99, 13)])
+def test_it_reads_eight_requests_in_any_case_and_one_in_eight(n_busy: int, n_read: int) -> None:
+    r = Reading()
+    r.n_idle = reading.REST_AFTER
+    assert r.wants(n_read - 1, n_busy) and not r.wants(n_read, n_busy)
+
+
+@pytest.mark.parametrize(("n_slot", "chance"), [(10, 0.02), (37, 0.1), (64, 0.167)])
+def test_where_drafts_are_hardly_ever_right_few_requests_are_read(n_slot: int, chance: float) -> None:
+    """No request is ever joined, few are drafted for, and the others say why they have no drafts."""
+    s = Served(n_slot, chance)
+    for _ in range(900):
+        s.round()
+    n_read = max(8, -(-n_slot // 8))
+    assert len(s.read.unread) == n_slot - n_read
+    s.drafter.begun.clear()
+    before = s.n_request
+    for _ in range(900):
+        s.round()
+        assert len(s.read.unread) == n_slot - n_read
+    begun = s.n_request - before
+    assert len(s.drafter.begun) <= begun * n_read / n_slot + n_read and not s.drafter.hidden
+    assert 0 < sum(map(sum, s.picked[-900:])) < 100
+    assert {s.controller.lanes[slot].reason for slot in s.read.unread} == {UNREAD}
+
+
+@pytest.mark.parametrize("n_slot", [10, 37, 64])
+def test_drafts_come_back_when_they_are_right_again(n_slot: int) -> None:
+    """Within two tries, and for the requests that run, too: those are joined where they stand."""
+    s = Served(n_slot, 0.167)
+    for _ in range(1500):
+        s.round()
+    unread, before = set(s.read.unread), s.n_request
+    assert unread
+    s.chance = 0.75
+    n = s.until(lambda: not s.read.unread, 450)
+    assert s.n_request - before < 450 * n_slot / 192 and n > 0
+    joined = {slot for slot in unread if s.drafter.hidden.get(slot) == 20}
+    assert joined
+    for _ in range(40):
+        s.round()
+    assert sum(n > 0 for n in s.picked[-1]) > 0.8 * n_slot
+    assert not any(s.read._joined)
+
+
+@pytest.mark.sampled(1, most=2)
+@pytest.mark.parametrize(
+    ("n_slot", "chance"), [(10, 0.35), (10, 0.75), (37, 0.45), (37, 0.75), (64, 0.6), (64, 0.75)]
+)
+def test_where_drafts_pay_nothing_changes(
+    n_slot: int, chance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same drafts, round for round, as of an engine that reads all requests."""
+    picked = []
+    for rest_after in (0, reading.REST_AFTER):
+        monkeypatch.setattr(reading, "REST_AFTER", rest_after)
+        s = Served(n_slot, chance)
+        for _ in range(700):
+            s.round()
+            assert not s.read.unread
+        picked.append(s.picked)
+    assert picked[0] == picked[1]
+
+
+def test_up_to_eight_requests_are_all_read() -> None:
+    s = Served(7, 0.0)
+    for _ in range(900):
+        s.round()
+        assert not s.read.unread
+    assert s.controller.reading.rests

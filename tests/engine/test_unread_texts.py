@@ -192,8 +192,28 @@ def test_a_cached_prefix_that_was_not_read_is_hidden_from_drafts() -> None:
         assert h.tokens == cold.generate(turn, 20).tokens
         nodes, _ = r.loop.table.tree.path([*turn, *h.tokens[:-1]])
         assert [node.n_unread > 0 for node in nodes] == [node.start < n_hidden for node in nodes]
-    image = r.loop.imager()
-    assert h.slot >= 0 and image.take(h.slot).n_token > 100
+
+
+def test_an_image_of_a_text_that_was_not_read_is_put_back_as_such() -> None:
+    """It has the pages of an engine without a drafter; one of a text that was read has the drafter's shares."""
+    r, reading = scripted(3)
+    cold = plain_rig(QWEN35)
+    for resting, seed in ((False, 61), (True, 62)):
+        reading.resting = resting
+        h = r.generate(reuse.random_ids(seed, 90), 20)
+        text = [*h.request.prompt, *h.tokens]
+        imager = r.loop.imager()
+        image = imager.take(h.slot)
+        assert any(head.has_share for head in image.states) is not resting
+        imager.erase(h.slot)
+        imager.put(h.slot, image)
+        nodes, n = r.loop.table.tree.path(text)
+        assert n == image.n_token == 109
+        assert [node.n_unread for node in nodes] == [node.end * resting for node in nodes]
+        reading.resting = False
+        turn = [*text, 7, 8]
+        again = r.generate(turn, 20)
+        assert again.timings.cache_n == 109 and again.tokens == cold.generate(turn, 20).tokens
 
 
 def test_pages_of_an_unread_twin_are_hidden_once_they_are_shared() -> None:
@@ -201,15 +221,17 @@ def test_pages_of_an_unread_twin_are_hidden_once_they_are_shared() -> None:
     r, reading = scripted(2, ubatch=512)
     prompt, cold = reuse.random_ids(31, 70), plain_rig(QWEN35)
     reading.resting, reading.reads = True, lambda n_read: r.loop.table.slots[1].busy
-    twins = [r.submit(prompt, 40, slot=i) for i in range(2)]
-    drafter, read = r.loop.drafter, r.loop.speculator.read
+    drafter, hidden = r.loop.drafter, []
     assert isinstance(drafter, Chain)
+    hide = drafter.hide
+    drafter.hide = lambda slot, n: (hidden.append((slot.index, n)), hide(slot, n))[1]  # type: ignore[method-assign]
+    twins = [r.submit(prompt, 40, slot=i) for i in range(2)]
     r.loop.step()
-    assert r.loop.controller.unread == {0} and drafter.states[1] is not None
+    assert r.loop.controller.unread == {0}
     r.run()
     assert [t.tokens for t in twins] == [cold.generate(prompt, 40).tokens] * 2
     nodes, _ = r.loop.table.tree.path(prompt)
-    assert all(node.n_unread == node.end for node in nodes[:4]) and not read._hidden
+    assert [node.n_unread for node in nodes[:4]] == [16, 32, 48, 64] and (1, 64) in hidden
 
 
 @pytest.mark.parametrize(("kind", "n"), [("mtp", 17), ("mtp", 40), ("mtp-deepseek4", 33)])
