@@ -10,7 +10,7 @@ next exact rows, those of refused ones never. The chain knows a block by `models
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -60,15 +60,14 @@ class Pending:
     guess   tokens of the chained rows from n_row on, if they stay where they are right
     n_fold  last exact rows that recurrent layers have as records
     begun   length of the slot in the last `draft_ahead`
-    first   rows below it were never computed, and no row sees them
     """
 
-    __slots__ = ("_pieces", "begun", "first", "generation", "guess", "n_fold", "n_hidden", "n_row")
+    __slots__ = ("_pieces", "begun", "generation", "guess", "n_fold", "n_hidden", "n_row")
 
     def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
         self.generation, self.n_row, self.hidden = generation, n_row, hidden
         self.guess: Sequence[int] = ()
-        self.n_fold = self.begun = self.first = 0
+        self.n_fold = self.begun = 0
 
     @property
     def hidden(self) -> Tensor:
@@ -99,9 +98,11 @@ class Chain:
     is_recurrent  its block has recurrent layers
     modes         of exact rows, of chained ones
     first_key     as of its block
+    hidden_rows   by slot, rows at the begin of its text that were never computed: no other row sees them
     """
 
     is_recurrent, first_key = False, 0
+    hidden_rows: Mapping[int, int] = {}
     modes = (SeqMode.VERIFY, SeqMode.VERIFY)
 
     def __init__(
@@ -241,17 +242,12 @@ class Chain:
         return self.block.n_hidden > 0 and bool(parts) and all(_is_plain(*part) for part in parts)
 
     def hide(self, slot: Slot, n: int) -> None:
-        state = self._state(slot)
-        state.first = max(state.first, n)
+        self._state(slot)
+        self.hidden_rows = self.hidden_rows | {slot.index: max(n, self.hidden_rows.get(slot.index, 0))}
 
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
-        states = self.states
-        seqs = [
-            replace(seq, first_key=state.first)
-            if (state := states[seq.slot]) is not None and state.first
-            else seq
-            for seq in seqs
-        ]
+        if hidden := self.hidden_rows:
+            seqs = [replace(seq, first_key=hidden.get(seq.slot, 0)) for seq in seqs]
         return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.first_key)
 
     def _within(self, seq: Seq) -> Seq:
@@ -494,3 +490,5 @@ class Chain:
 
     def end(self, slot: Slot) -> None:
         self.states[slot.index] = None
+        if slot.index in self.hidden_rows:
+            self.hidden_rows = {i: n for i, n in self.hidden_rows.items() if i != slot.index}

@@ -13,7 +13,7 @@ from pyspec.engine.loop.read_slots import ReadSlots
 from pyspec.engine.policy import reading
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.lanes import UNREAD
-from pyspec.engine.policy.reading import Reading
+from pyspec.engine.policy.reading import DraftReading
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.table import Slot, SlotTable
@@ -99,7 +99,7 @@ class Served:
 
 
 def test_it_rests_after_many_choices_and_wakes_after_a_few_that_pay() -> None:
-    r = Reading()
+    r = DraftReading()
     for _ in range(reading.REST_AFTER - 1):
         r.count(pays=False)
     assert not r.rests and r.wants(0, 0)
@@ -114,7 +114,7 @@ def test_it_rests_after_many_choices_and_wakes_after_a_few_that_pay() -> None:
 
 @pytest.mark.parametrize(("n_busy", "n_read"), [(4, 8), (63, 8), (99, 13)])
 def test_it_reads_eight_requests_in_any_case_and_one_in_eight(n_busy: int, n_read: int) -> None:
-    r = Reading()
+    r = DraftReading()
     r.n_idle = reading.REST_AFTER
     assert r.wants(n_read - 1, n_busy) and not r.wants(n_read, n_busy)
 

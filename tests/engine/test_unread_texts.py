@@ -16,13 +16,13 @@ from known_texts import N_TEXT, known_texts
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.policy.lanes import UNREAD
-from pyspec.engine.policy.reading import Reading
+from pyspec.engine.policy.reading import DraftReading
 from pyspec.slots.table import Slot
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 
 
-class Scripted(Reading):
+class Scripted(DraftReading):
     """Rests while `resting`, and reads the requests that `reads` allows."""
 
     resting = False

@@ -38,8 +38,8 @@ class ReadSlots:
         """The drafter, if it can begin in the middle of a text."""
         drafter, was = self.worker.drafter, self._joining
         if drafter is not was[0]:
-            joins = isinstance(drafter, JoiningDrafter) and drafter.can_join
-            was = self._joining = drafter, drafter if joins else None
+            joining = drafter if isinstance(drafter, JoiningDrafter) and drafter.can_join else None
+            was = self._joining = drafter, joining
         return was[1]
 
     def begin(self, slot: Slot, saved: object | None, n_unread: int) -> None:

@@ -26,7 +26,7 @@ from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
 from pyspec.engine.policy.lanes import NO_CAP, NO_OFFER, UNREAD, Lane
-from pyspec.engine.policy.reading import Reading
+from pyspec.engine.policy.reading import DraftReading
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
 from pyspec.slots.table import Slot
@@ -87,7 +87,7 @@ class Controller:
         # rounds without drafts so far, and rounds until some slots try
         self.silent, self.try_in = 0, TRY_FIRST
         # round, slots and result of the last `_would_pay`
-        self.reading, self._would = Reading(), (-RETHINK, 0, False)
+        self.reading, self._would = DraftReading(), (-RETHINK, 0, False)
         self.pays: bool | None = None  # this choice drafts to gain tokens; None: it says nothing of that
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.beside = 0  # rows of prompts in the forward of the last choice

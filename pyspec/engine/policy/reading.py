@@ -18,7 +18,7 @@ AWAKE, FORGET = (
 )  # paying choices until all are read again, and what each other choice takes from their number
 
 
-class Reading:
+class DraftReading:
     """It rests while drafts do not pay.
 
     n_idle  choices since drafts paid last
