@@ -12,9 +12,12 @@ from collections.abc import Iterable, Sequence
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, JoiningDrafter
 from pyspec.engine.policy.controller import Controller
+from pyspec.repeats import limited
 from pyspec.slots.batch import Seq
 from pyspec.slots.prefix import unread_end
 from pyspec.slots.table import Slot
+
+log = limited(__name__)
 
 
 class ReadSlots:
@@ -49,6 +52,8 @@ class ReadSlots:
         n_read = sum(index not in self.unread for index in busy)
         may_rest = self.joining is not None and self.disk is None
         if may_rest and not self.controller.reading.wants(n_read, len(busy)):
+            if not self.unread:
+                log.info("drafts have not paid for long: the drafter reads few of the new requests")
             self.unread.add(slot.index)
             self._has_rested = True
             return
@@ -77,6 +82,8 @@ class ReadSlots:
     def join(self, slot: Slot) -> None:
         """Read the request from here on."""
         self.unread.discard(slot.index)
+        if not self.unread:
+            log.info("drafts pay again: the drafter reads all requests")
         self._joined.add(slot.index)
         self._start(slot, None, slot.n_past)
 

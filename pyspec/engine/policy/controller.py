@@ -282,7 +282,7 @@ class Controller:
 
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
         """Have some slots draft, others each time: texts or times may have changed."""
-        able = [i for i, (_, cap) in enumerate(caps) if cap]
+        able = [i for i, (slot, cap) in enumerate(caps) if cap and slot not in self.unread]
         n_unread = sum(slot in self.unread for slot, _ in caps)
         tried, before = picked.copy(), self._costs(caps, picked)
         for k in range(min(len(able), -(-(len(able) + n_unread) // TRY_SLOTS))):

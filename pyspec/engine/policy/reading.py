@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 REST_AFTER = 128  # choices without a draft that pays until new requests are not read; 0: all requests are read, always
-LEAST_READ = 8  # requests that are read in any case
-READ_ONE_IN = 8  # of the requests that run, one in this many is read
+FEW = 8  # so many requests at once are all read: that costs little, and few could tell of the others
+LEAST_READ, READ_ONE_IN = 4, 8  # of more, so many are read, or one in this many
 AWAKE, FORGET = (
     4.0,
     1 / 32,
@@ -41,7 +41,8 @@ class DraftReading:
 
     def wants(self, n_read: int, n_busy: int) -> bool:
         """Whether the drafter reads one more request, beside `n_busy` others, `n_read` of which it reads."""
-        return not self.rests or n_read < max(LEAST_READ, -(-(n_busy + 1) // READ_ONE_IN))
+        n_least = max(LEAST_READ, -(-(n_busy + 1) // READ_ONE_IN))
+        return not self.rests or n_busy < FEW or n_read < n_least
 
     def tries(self, slots: Sequence[int], least: float) -> None:
         """These slots draft although it does not pay. It would if this share of the first tokens were right in all slots."""
