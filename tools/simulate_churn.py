@@ -1,6 +1,6 @@
 """Requests that join and leave, with and without an MTP drafter: the real loop on this machine, over a device on paper.
 
-    python tools/simulate_churn.py --streams 8 32 64 [--len 1.2] [--each 3] [--set MODULE:NAME=N]
+    python tools/simulate_churn.py --streams 8 32 64 [--len 1.2] [--then 3] [--each 3] [--set MODULE:NAME=N]
 
 The host's work is real and takes its time by the clock. Forwards and drafts return prepared results, and the clock jumps as if a device ran
 them one after the other, at the costs of `COST` (27B Q8_0 on one H100, from the log). Prints tokens a second, their ratio, and for an answered
@@ -222,6 +222,11 @@ def play(kind: str, n_stream: int, args: argparse.Namespace, folder: Path) -> tu
             ask(i)
         while heard:
             loop.step()
+            if n_each > 1 and args.then and sum(left) < n_stream * n_each // 2:
+                synth = SynthAcceptance.of_length(args.then, 3)
+                if loop.lookahead.synth.chances != synth.chances:
+                    loop.lookahead.synth = synth
+                device.count["rounds until all requests are read"] += bool(loop.controller.unread)
             for i in [i for i, h in heard.items() if h.over]:
                 assert len(heard.pop(i).tokens) == n_answer, "a request failed"
                 if left[i]:
@@ -245,6 +250,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=3)
     parser.add_argument("--lockstep", type=int, default=256)
     parser.add_argument("--len", type=float, default=1.2)
+    parser.add_argument("--then", type=float, default=0.0, help="--len of the second half")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], metavar="MODULE:NAME=N")
     args = parser.parse_args()

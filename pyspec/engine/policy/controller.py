@@ -163,11 +163,14 @@ class Controller:
         if not self.beside:  # only rounds without prompts are timed
             self.since_plain = self.since_plain + 1 if any(picked) else 0
         offered = self.offered if self.n_own else ()
-        is_asked = any(n and slot not in offered for (slot, _), n in zip(caps, picked, strict=True))
+        asked = [slot for (slot, _), n in zip(caps, picked, strict=True) if n and slot not in offered]
+        if self.unread and asked:
+            plain, all_ = ([n] * len(caps) for n in (0, 1))
+            self.reading.tries(asked, MARGIN * self._costs(caps, all_) / self._costs(caps, plain) - 1)
         may_ask = any(cap for _, cap in caps)
-        self.silent = 0 if is_asked else self.silent + may_ask
+        self.silent = 0 if asked else self.silent + may_ask
         if self.pays is not None and may_ask and self.n_own:
-            self.reading.count(pays=self.pays and (is_asked or bool(self.unread)))
+            self.reading.count(pays=self.pays and bool(asked or self.unread))
         return picked
 
     @property
@@ -289,9 +292,6 @@ class Controller:
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
-        if self.unread:
-            slots = [slot for (slot, _), n in zip(caps, tried, strict=True) if n]
-            self.reading.tries(slots, MARGIN * self._costs(caps, [1] * len(caps)) / before - 1)
         self.asked_ms += self._costs(caps, tried) - before
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried

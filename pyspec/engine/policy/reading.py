@@ -28,7 +28,7 @@ class DraftReading:
         self.n_idle = 0
         self._paid = AWAKE
         self._tried: set[int] = set()  # slots whose drafts are not judged yet
-        self._missing = 0.0  # right drafts that the last try lacks to promise more than no drafts
+        self._missing = 0.0  # right drafts that the last ones lack to promise more than none
 
     def count(self, *, pays: bool) -> None:
         """The controller has chosen for slots that may draft. pays: it drafts because that promises more tokens, and not to learn."""
@@ -45,7 +45,7 @@ class DraftReading:
         return not self.rests or n_busy < FEW or n_read < n_least
 
     def tries(self, slots: Sequence[int], least: float) -> None:
-        """These slots draft although it does not pay. It would if this share of the first tokens were right in all slots."""
+        """These slots draft, to learn or to gain. It would pay in all slots if this share of the first tokens were right."""
         self._tried, self._missing = set(slots), least * len(slots)
 
     def judge(self, slot: int, n_right: int) -> None:
@@ -56,5 +56,5 @@ class DraftReading:
 
     @property
     def is_hopeful(self) -> bool:
-        """The last try went as if drafts paid: another one at once tells whether texts have changed."""
+        """The last drafts went as if they paid: others at once tell whether texts have changed."""
         return self._missing < 0 and not self._tried
