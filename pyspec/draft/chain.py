@@ -243,7 +243,8 @@ class Chain:
 
     def hide(self, slot: Slot, n: int) -> None:
         self._state(slot)
-        self.hidden_rows = self.hidden_rows | {slot.index: max(n, self.hidden_rows.get(slot.index, 0))}
+        most = max(n, self.hidden_rows.get(slot.index, 0))
+        self.hidden_rows = {**self.hidden_rows, slot.index: most}
 
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
         if hidden := self.hidden_rows:
