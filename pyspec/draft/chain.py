@@ -10,7 +10,7 @@ next exact rows, those of refused ones never. The chain knows a block by `models
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,8 @@ from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.drafts import Drafts, DraftsAhead
-from pyspec.slots.memory import Checkpoint
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import KV, Checkpoint
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import common_prefix
 from pyspec.slots.table import Slot, SlotTable
@@ -87,15 +88,21 @@ class Pending:
         self.n_hidden = self.n_hidden * after + end - first
 
 
+def _is_plain(name: str, part: PartMemory) -> bool:
+    return name == KV and isinstance(part, KVPool) and part.paged
+
+
 class Chain:
     """Implements `Drafter`.
 
     is_recurrent  its block has recurrent layers
     modes         of exact rows, of chained ones
     first_key     as of its block
+    hidden_rows   by slot, rows at the begin of its text that were never computed: no other row sees them
     """
 
     is_recurrent, first_key = False, 0
+    hidden_rows: Mapping[int, int] = {}
     modes = (SeqMode.VERIFY, SeqMode.VERIFY)
 
     def __init__(
@@ -228,7 +235,20 @@ class Chain:
         for state, seq in late:
             state.n_row, state.hidden = state.n_row + seq.width, state.hidden[seq.width :].clone()
 
+    @property
+    def can_join(self) -> bool:
+        """Rows of its layers stand in pages and nowhere else, and each is seen by later ones alone."""
+        parts = [part for layer in self.memory.layers for part in layer.items()]
+        return self.block.n_hidden > 0 and bool(parts) and all(_is_plain(*part) for part in parts)
+
+    def hide(self, slot: Slot, n: int) -> None:
+        self._state(slot)
+        most = max(n, self.hidden_rows.get(slot.index, 0))
+        self.hidden_rows = {**self.hidden_rows, slot.index: most}
+
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
+        if hidden := self.hidden_rows:
+            seqs = [replace(seq, first_key=hidden.get(seq.slot, 0)) for seq in seqs]
         return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.first_key)
 
     def _within(self, seq: Seq) -> Seq:
@@ -471,3 +491,5 @@ class Chain:
 
     def end(self, slot: Slot) -> None:
         self.states[slot.index] = None
+        if slot.index in self.hidden_rows:
+            self.hidden_rows = {i: n for i, n in self.hidden_rows.items() if i != slot.index}

@@ -347,6 +347,20 @@ class WindowedDrafter(Protocol):
 
 
 @runtime_checkable
+class JoiningDrafter(Protocol):
+    """A drafter that can begin in the middle of a text."""
+
+    @property
+    def can_join(self) -> bool:
+        """It reads every token of a request, which takes its time, and needs none of them."""
+        ...
+
+    def hide(self, slot: Slot, n: int) -> None:
+        """It has no rows of the text's first `n` tokens: the request's drafts see none of them."""
+        ...
+
+
+@runtime_checkable
 class GraphedDrafter(Protocol):
     """A drafter whose passes can run as CUDA graphs."""
 

@@ -75,15 +75,22 @@ class PrefixCache:
         return None
 
     def file(
-        self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], *, whole: bool = False
+        self,
+        slot: Slot,
+        draft: object | None,
+        fold: Callable[[Slot], None],
+        *,
+        whole: bool = False,
+        n_unread: int = 0,
     ) -> None:
         """File the slot's committed tokens, and its state there.
 
         draft  the drafter's share at this length; its rows of all committed tokens are in the pages
         fold   brings the slot's recurrent state to its committed length
         whole  also file the last page, though it is not full: the request has ended
+        n_unread  tokens up to which the drafter has not read the text, so that its rows are not in the pages
         """
-        node = self.table.file(slot, whole=whole)
+        node = self.table.file(slot, whole=whole, n_unread=n_unread)
         if node is not None:
             self._file_state(node, slot, draft, fold)
 

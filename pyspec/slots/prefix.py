@@ -39,7 +39,8 @@ class State:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One filed page. by: slot and generation that filed it; refs: slots that hold it now."""
+    """One filed page. by: slot and generation that filed it; refs: slots that hold it now; n_unread: tokens of the text
+    up to the last one of this page that the drafter has not read."""
 
     page: int
     tokens: tuple[int, ...]
@@ -50,6 +51,7 @@ class Node:
     used: int = 0
     children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
     states: dict[int, State] = field(default_factory=dict)  # by n_past
+    n_unread: int = 0
 
     @property
     def start(self) -> int:
@@ -74,6 +76,17 @@ class Hit:
     tail: Node | None = None
     state: State | None = None
     other: tuple[int, ...] = ()
+
+    @property
+    def n_unread(self) -> int:
+        """Tokens at the begin behind which the drafter has read all."""
+        pages = self.nodes if self.tail is None else (*self.nodes, self.tail)
+        return min(self.n, unread_end(pages))
+
+
+def unread_end(nodes: Sequence[Node]) -> int:
+    """Tokens of a text up to the last one that the drafter has not read."""
+    return next((node.n_unread for node in reversed(nodes) if node.n_unread), 0)
 
 
 NO_HIT = Hit()

@@ -151,10 +151,11 @@ class SlotTable:
         # If no other page was free, the tail itself was evicted: it has the content already.
         return None if slot.pages[-1] == hit.tail.page else (hit.tail.page, slot.pages[-1])
 
-    def file(self, slot: Slot, *, whole: bool = False) -> Node | None:
+    def file(self, slot: Slot, *, whole: bool = False, n_unread: int = 0) -> Node | None:
         """File the full pages of the slot's committed tokens. A page that is filed already is shared from now on.
 
-        whole: also the page that is not full; release the slot next. Returns the node of the slot's last token, if that is filed.
+        whole: also the page that is not full; release the slot next. n_unread: the drafter has no rows of so many tokens at the begin.
+        Returns the node of the slot's last token, if that is filed.
         """
         size, by = self.page_size, (slot.index, slot.generation)
         for i in range(len(slot.nodes), self.pages_for(slot.n_past) if whole else slot.n_past // size):
@@ -168,6 +169,8 @@ class SlotTable:
             if node.page != slot.pages[i]:
                 self._free.append(slot.pages[i])
                 slot.pages[i], slot.page_ids = node.page, None
+            elif node.start < n_unread:
+                node.n_unread = min(node.end, n_unread)
             self.tree.hold(node)
             slot.nodes.append(node)
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None

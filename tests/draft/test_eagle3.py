@@ -24,6 +24,7 @@ from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.eagle3 import EagleBlock, read_eagle
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
+from pyspec.engine.policy.reading import REST_AFTER
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models.target import Out
@@ -253,6 +254,22 @@ def test_the_text_is_the_targets_with_staggered_joins(kind: str, is_ahead: bool,
     heard = joined(r, texts)
     assert [h.tokens for h in heard] == list(texts.values())
     assert sum(h.timings.draft_n for h in heard) > 100
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_requests_that_were_not_read_are_joined_where_they_stand(is_ahead: bool) -> None:
+    texts, r = known_texts(tiny("qwen3")), drafted("qwen3", own=True, np=5, ubatch=40)
+    r.loop.lookahead.on, reading = is_ahead, r.loop.controller.reading
+    reading.wants = lambda n_read, n_busy: n_read < 2  # type: ignore[method-assign]
+    reading.n_idle = REST_AFTER
+    heard = [r.submit(prompt, N_TEXT) for prompt in list(texts)[:5]]
+    for _ in range(12):
+        r.loop.step()
+    assert len(r.loop.controller.unread) == 3
+    reading.n_idle = 0
+    r.run()
+    assert [h.tokens for h in heard] == list(texts.values())[:5]
+    assert all(h.timings.draft_n > 0 for h in heard)
 
 
 def test_passes_are_recorded() -> None:

@@ -217,7 +217,7 @@ def test_a_drafter_hears_that_a_grammar_refuses_its_drafts() -> None:
     brace = r.tokenizer.encode_inside("}")[0]
     r = rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [brace - 1] * n), np=1)
     under(r, "regex", "[a-z]{60}", n=60)
-    (texts,) = r.loop.controller.grammars.values()
+    (texts,) = r.loop.controller.texts.grammars.values()
     r.loop.controller.texts.learn()
     assert texts.seen[0] > 0.5 and texts.right[0] == 0.0
 

@@ -13,7 +13,7 @@ from engine_rig import FIXTURES, GREEDY, Rig, every_rig, fake_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.engine.load.warmup import warm_up
-from pyspec.engine.loop.speculator import AcceptanceWatch
+from pyspec.engine.policy.collapse import AcceptanceWatch
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import SeqMode
 from pyspec.slots.round import Round

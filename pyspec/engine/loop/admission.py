@@ -184,6 +184,7 @@ class Admission:
             grammar="" if request.grammar is None else request.grammar.source,
             text=TextToDraft.of(job),
             n_prompt=job.n_prefill,
+            n_unread=hit.n_unread,
         )
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}

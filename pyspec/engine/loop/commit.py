@@ -180,7 +180,9 @@ class Committer:
         draft = self.speculator.checkpoint(slot)
         if slot.index in self.speculator.lost_track:
             return False
-        self.cache.file(slot, draft, self.worker.fold, whole=whole)
+        n_unread = self.speculator.read.n_unread(slot)
+        self.cache.file(slot, draft, self.worker.fold, whole=whole, n_unread=n_unread)
+        self.speculator.filed(slot)
         return True
 
     def _keep_start(self, pending: PendingRound, w: Work) -> None:

@@ -234,7 +234,7 @@ class Loop:
             return None
         speculator.chosen = speculator.lengths([w.job for w in work], [w.seq.width for w in work])
         n_drafts = [n for _, n in speculator.chosen]
-        if any(n_drafts) and any(w.slot.index in speculator.lost_track for w in work):
+        if any(n_drafts) and not all(speculator.follows(w.slot.index) for w in work):
             return None
         planned = ahead.plan(work, n_drafts, speculator.drafter, pending.refuse(self.jobs))
         if planned is None:
@@ -440,7 +440,7 @@ class Loop:
 
     def use_disk(self, disk: DiskTier | None) -> None:
         """From now on the prefix cache has a tier on disk, or none."""
-        self.disk = self.committer.disk = self.admission.disk = disk
+        self.disk = self.committer.disk = self.admission.disk = self.speculator.read.disk = disk
 
     def leave(self) -> None:
         """Let go of the other ranks. Nothing runs after that."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import PortableDrafter
+from pyspec.draft.drafter import JoiningDrafter, PortableDrafter
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Like, planes_of, read_planes, write_planes
-from pyspec.slots.prefix import State
+from pyspec.slots.prefix import State, unread_end
 from pyspec.slots.slot_file import Bytes, SlotFile
 from pyspec.slots.states import Saved, bytes_of
 from pyspec.slots.table import Slot
@@ -114,17 +114,19 @@ class SlotImager:
         content = [torch.tensor(slot.left[:n], dtype=torch.int32)]
         content += self.worker.memory.read_pages(self.table.page_size, pages)
         content += read_planes(self._drafts(), pages)
-        heads = []
+        heads, has_shares = [], not unread_end(nodes)
         for state in states:
-            head, tensors = self._take_state(state)
+            head, tensors = self._take_state(state, has_shares=has_shares)
             heads.append(head)
             content += tensors
         return Image(n, tuple(heads), content)
 
-    def _take_state(self, state: State) -> tuple[StateHead, list[Tensor]]:
+    def _take_state(self, state: State, *, has_shares: bool) -> tuple[StateHead, list[Tensor]]:
+        """has_shares: the drafter has read the text. Without its shares it begins anew where the text is put back."""
         saved = state.content
         assert isinstance(saved, Saved)
-        tensors, drafter = self.worker.memory.read_state(saved.checkpoint), self._drafter
+        tensors = self.worker.memory.read_state(saved.checkpoint)
+        drafter = self._drafter if has_shares else None
         shapes = tuple(tuple(t.shape) for t in tensors)
         has_share = saved.draft is not None and drafter is not None
         if saved.draft is not None and drafter is not None:
@@ -235,7 +237,10 @@ class SlotImager:
         content = iter(image.content[1:])
         self.worker.memory.write_pages(self.table.page_size, slot.pages, content)
         write_planes(self._drafts(), slot.pages, content)
-        self.table.file(slot, whole=True)
+        drafter = self.worker.drafter
+        is_unread = isinstance(drafter, JoiningDrafter) and drafter.can_join
+        is_unread = is_unread and not any(head.has_share for head in image.states)
+        self.table.file(slot, whole=True, n_unread=image.n_token if is_unread else 0)
         for head in image.states:
             self._fill_state(slot, head, [next(content) for _ in range(head.n_tensor)])
         if self.worker.memory.needs_state and image.n_token not in slot.nodes[-1].states:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from pyspec.constrain.offer import Offer
@@ -27,8 +27,10 @@ from pyspec.draft.suffix_draft import NO_DRAFT as NO_SUFFIX_DRAFT
 from pyspec.draft.suffix_draft import SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.read_slots import ReadSlots
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import Patience, SuffixSource, TextToDraft
+from pyspec.engine.policy.collapse import AcceptanceWatch
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
 from pyspec.engine.policy.host_drafts import HostDrafts
@@ -64,6 +66,7 @@ class Speculator:
         self.worker, self.controller, self.stats = worker, controller, stats
         self.suffixes = SuffixSource(suffixes, has_device=worker.device.type != "cpu")
         self.patience = Patience()
+        self.read = ReadSlots(worker, controller)
         self.waits_for_offers = False  # offered drafts are not verified yet
         self.lost_track: set[int] = set()  # slots whose drafter state is not trusted
         self.chosen: list[tuple[int, int]] | None = (
@@ -100,6 +103,10 @@ class Speculator:
     def needs(self) -> Needs:
         return self.worker.needs
 
+    def follows(self, index: int) -> bool:
+        """The drafter knows the tokens of the request in this slot."""
+        return index not in self.lost_track and index not in self.read.unread
+
     # -- before a verify -----------------------------------------------------------------------------------------
 
     def lengths(
@@ -109,6 +116,8 @@ class Speculator:
 
         whole: they will be cut when they are known. beside: rows of prompts in the same forward
         """
+        for slot in self.read.unread_slots() if self.read.is_due else ():
+            self._or_lose_track(partial(self.read.join, slot), [slot])
         self._set_windows(jobs)
         under_way = taken or [0] * len(jobs)
         caps = [
@@ -125,12 +134,14 @@ class Speculator:
     def _set_windows(self, jobs: Iterable[Job]) -> None:
         drafter = self.windowed
         if drafter is not None:
-            for slot in (job.slot for job in jobs if job.slot is not None):
+            for slot in (
+                job.slot for job in jobs if job.slot is not None and self.follows(job.slot.index)
+            ):
                 drafter.set_window(slot, self.decay.window(slot.index, slot.n_past))
 
     def most(self, job: Job, taken: int) -> int:
         """Most tokens that the drafter may draft."""
-        if job.slot is not None and job.slot.index in self.lost_track:
+        if job.slot is not None and not (self.follows(job.slot.index) and self.read.may_draft(job.slot)):
             return 0
         n_most = self.needs.n_draft if self.controller.force is None else self.controller.n_max
         if job.slot is not None and self.needs.n_ctx:
@@ -198,7 +209,7 @@ class Speculator:
                 self._draw(job) if n else None,
             )
             for job, (slot, n) in zip(jobs, chosen, strict=True)
-            if job.slot is not None and job.anchor is not None and slot not in self.lost_track
+            if job.slot is not None and job.anchor is not None and self.follows(slot)
         ]
 
         def by_slot() -> dict[int, Drafts]:
@@ -358,7 +369,7 @@ class Speculator:
         """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
         drafter = self.drafter
         self._enter_texts(batch.n_row, len(batch.seqs))
-        known = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.lost_track and kept[i]]
+        known = [i for i, seq in enumerate(batch.seqs) if self.follows(seq.slot) and kept[i]]
         if drafter is None or not known:
             return
         if len(known) < len(batch.seqs):
@@ -371,6 +382,7 @@ class Speculator:
             lambda: drafter.observe(batch, kept, out),
             [self.worker.table.slots[q.slot] for q in batch.seqs],
         )
+        self.read.observed(batch.seqs)
 
     def _enter_texts(self, n_row: int, busy: int) -> None:
         """Enter a part of the texts that wait for suffix drafts, unless those rest."""
@@ -385,7 +397,7 @@ class Speculator:
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
-        drafter, known = self.drafter, [slot for slot in slots if slot.index not in self.lost_track]
+        drafter, known = self.drafter, [slot for slot in slots if self.follows(slot.index)]
         if isinstance(drafter, LookaheadDrafter) and known:
             self._or_lose_track(lambda: drafter.confirm_ahead(known), known)
 
@@ -406,12 +418,13 @@ class Speculator:
         grammar: str = "",
         text: TextToDraft | None = None,
         n_prompt: int = 0,
+        n_unread: int = 0,
     ) -> None:
-        """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source. text: for suffix drafts."""
-        drafter = self.drafter
+        """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source. text: for suffix drafts.
+        n_unread: tokens up to which the drafter has not read that prefix."""
         self.suffixes.begin(slot, text)
-        if drafter is not None:
-            self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
+        if self.drafter is not None:
+            self._or_lose_track(lambda: self.read.begin(slot, saved, n_unread), [slot])
         self.decay.begin(slot.index, n_prompt)
         self.controller.begin(slot.index, grammar)
         self.host.begin(slot.index)
@@ -419,15 +432,22 @@ class Speculator:
     def checkpoint(self, slot: Slot) -> object | None:
         """The drafter's share of a checkpoint. The drafter may lose track of the slot here."""
         drafter = self.drafter
-        return None if drafter is None else self._or_lose_track(lambda: drafter.checkpoint(slot), [slot])
+        if drafter is None or slot.index in self.read.unread:
+            return None
+        return self._or_lose_track(lambda: drafter.checkpoint(slot), [slot])
+
+    def filed(self, slot: Slot) -> None:
+        """The slot reads pages of other requests from now on, where they have the same tokens."""
+        self._or_lose_track(lambda: self.read.filed(slot), [slot])
 
     def end(self, slot: Slot) -> None:
         """End the slot's request."""
         drafter = self.drafter
         self.suffixes.end(slot)
-        if drafter is not None and slot.index not in self.lost_track:
+        if drafter is not None and self.follows(slot.index):
             self._or_lose_track(lambda: drafter.end(slot), [slot])
         self.lost_track.discard(slot.index)
+        self.read.end(slot)
 
     def _or_lose_track(self, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         try:
@@ -470,28 +490,3 @@ class Speculator:
 
 def _drafts_of(offer: Offer | SuffixDraft, n: int) -> Drafts:
     return Drafts(offer.tokens[:n], source=offer.source)
-
-
-class AcceptanceWatch:
-    """Detects over many requests that a good drafter's acceptance collapsed. It does not find the reason."""
-
-    LEAST_DRAFTED = 8  # drafted tokens of a request that counts
-    MANY = 24  # requests
-    GOOD, COLLAPSED = 0.3, 0.25  # acceptance that counts as good; share of it that counts as collapsed
-
-    def __init__(self) -> None:
-        self.was = self.now = 0.0
-        self.recent: deque[float] = deque(maxlen=self.MANY)
-
-    def add(self, n_drafted: int, n_accepted: int) -> bool:
-        """Add a finished request. Returns True once if the last MANY of them show a collapse."""
-        if n_drafted < self.LEAST_DRAFTED:
-            return False
-        if len(self.recent) == self.MANY:  # a request that leaves the window counts into the past mean
-            self.was += (self.recent[0] - self.was) * (1 / self.MANY if self.was else 1.0)
-        self.recent.append(n_accepted / n_drafted)
-        self.now = sum(self.recent) / len(self.recent)
-        if len(self.recent) < self.MANY or self.was < self.GOOD or self.now > self.COLLAPSED * self.was:
-            return False
-        self.was = self.now  # so that the collapse is reported once
-        return True

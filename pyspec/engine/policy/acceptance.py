@@ -7,6 +7,7 @@ differ, a few verdicts change much. Deeper positions may be harder or easier tha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -23,6 +24,7 @@ INDEPENDENT = 0.1  # weight of a verdict for the shares: earlier verdicts were o
 PRIOR_COMMON, PRIOR_PLACE = 0.07, 10.0  # weights of the initial assumptions, in verdicts
 ALIKE = 0.5  # prior chance that all texts have one level; this is learned soonest
 FORGET = 0.998  # decay per verdict of everything learned from all slots
+MOST_GRAMMARS = 64  # grammars whose acceptance is kept
 INHERIT = 0.25  # part of a slot's last belief that the next text inherits
 
 
@@ -95,6 +97,7 @@ class Acceptance:
         self.n_slot, self.n_max = n_slot, n_max
         self.free = AcceptancePrior(n_max)  # without a grammar
         self.held = AcceptancePrior(n_max)  # under any grammar
+        self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.texts = [self.free] * n_slot
         self.beliefs: Floats = np.tile(self.free.common, (n_slot, 1))
         self.pending: dict[int, tuple[int, int, int, float]] = {}
@@ -105,6 +108,15 @@ class Acceptance:
         """The prior for a new grammar: an even mix of free text and other grammars."""
         self.learn()
         return AcceptancePrior(self.n_max, 0.5 * (self.free.common + self.held.common))
+
+    def of_grammar(self, grammar: str) -> AcceptancePrior:
+        """What is known of texts under a grammar, by its source."""
+        if grammar not in self.grammars:
+            self.grammars[grammar] = self.held_texts()
+        self.grammars.move_to_end(grammar)
+        if len(self.grammars) > MOST_GRAMMARS:
+            self.grammars.popitem(last=False)
+        return self.grammars[grammar]
 
     def begin(self, slot: int, texts: AcceptancePrior) -> None:
         """Start another text in this slot."""

@@ -15,17 +15,18 @@ Times and the shares of acceptance levels belong to the engine and outlive reque
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pyspec.draft.blocks import BlockLength
-from pyspec.engine.policy.acceptance import Acceptance, AcceptancePrior
+from pyspec.engine.policy.acceptance import Acceptance
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
+from pyspec.engine.policy.lanes import NO_CAP, NO_OFFER, UNREAD, Lane
+from pyspec.engine.policy.reading import DraftReading
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
 from pyspec.slots.table import Slot
@@ -39,25 +40,12 @@ TRY_SLOTS = 8  # one in this many slots tries
 PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, doubled each time
 DOUBT_EVERY = 512  # rounds
 RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it
-MOST_GRAMMARS = 64  # grammars whose acceptance is kept
 DEAR_LIVE = 0.02  # share of a round: if drafting for all slots costs more over drafting for one, choose among slots
 HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text
 ASK_FIRST, ASK_SHARE = 1.5, 0.006  # budget of lost time: plain rounds at first, then a share of the time
 ASK_GAIN = 0.1  # part of the drafts' expected gain that refills the budget
 FEW, DEAR_FIRST = 8, 1.5  # with fewer verdicts, no drafts in rounds that cost this many plain ones
-NO_CAP = "none: switched off for the request, at its last token, or past the drafter's length"
-NO_OFFER = "none: the last tokens stand nowhere before, or drafts are switched off for the request"
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
-
-
-@dataclass(slots=True)
-class _Lane:
-    """One slot's last decision, and the outcome of its drafts."""
-
-    n_draft: int = 0
-    reason: str = "not started"
-    drafted: float = 0.0
-    kept: float = 0.0
 
 
 @dataclass
@@ -79,36 +67,35 @@ class Controller:
     force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
     verify_ms: Timer = field(default_factory=Timer)
     forward_costs: ForwardCosts = field(default_factory=ForwardCosts)  # of forwards that read prompts
-    draft_ms: Timer = field(
-        default_factory=Timer
-    )  # by drafting slots, a pass if chained; by rows for blocks
+    # by drafting slots, a pass if chained; by rows for blocks
+    draft_ms: Timer = field(default_factory=Timer)
 
     def __post_init__(self) -> None:
         self.n_own = self.n_max if self.n_own < 0 else self.n_own
         self.since_plain = self.n_round = 0
         self.ms = self.asked_ms = 0.0  # of all rounds, and expected to be lost by probing and trying
         self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
-        self._plain: tuple[int, list[tuple[int, int]], str] | None = (
-            None  # round and caps of the last choice of no drafts, and its reason
-        )
+        # round and caps of the last choice of no drafts, and its reason
+        self._plain: tuple[int, list[tuple[int, int]], str] | None = None
+        self.unread: set[int] = set()  # slots whose requests the drafter does not read
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
         """Reset all but the measured times. At the end of a warm-up, keep only reliable times."""
         if self.force is not None:
             self._question()
-        self.silent, self.try_in = (
-            0,
-            TRY_FIRST,
-        )  # rounds without drafts so far, and rounds until some slots try
+        # rounds without drafts so far, and rounds until some slots try
+        self.silent, self.try_in = 0, TRY_FIRST
+        # round, slots and result of the last `_would_pay`
+        self.reading, self._would = DraftReading(), (-RETHINK, 0, False)
+        self.pays: bool | None = None  # this choice drafts to gain tokens; None: it says nothing of that
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.beside = 0  # rows of prompts in the forward of the last choice
         self.certainty = Certainty(self.n_own)
         self.cut_trial, self.cut_gain_ms = CutTrial(), 0.0  # of the last cut, against no cut
         self.uncut: dict[int, int] = {}  # lengths that would be verified without a cut
         self.rate = 0.0  # tokens a millisecond that the last choice promised
-        self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
-        self.lanes = [_Lane() for _ in range(self.n_slot)]
+        self.lanes = [Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
         self.offered: dict[int, Sequence[float]] = {}
 
@@ -119,22 +106,14 @@ class Controller:
 
     def begin(self, slot: int, grammar: str = "") -> None:
         """Start a request. Texts under a grammar have a prior of their own."""
-        self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
-        self.lanes[slot] = _Lane()
+        self.texts.begin(slot, self.texts.of_grammar(grammar) if grammar else self.texts.free)
+        self.lanes[slot] = Lane()
         self._plain = None
 
     def restart(self, slot: int) -> None:
         """Forget what is believed of a slot's text: its drafts are made in another way from now on."""
         self.texts.begin(slot, self.texts.texts[slot])
         self._plain = None
-
-    def _of_grammar(self, grammar: str) -> AcceptancePrior:
-        if grammar not in self.grammars:
-            self.grammars[grammar] = self.texts.held_texts()
-        self.grammars.move_to_end(grammar)
-        if len(self.grammars) > MOST_GRAMMARS:
-            self.grammars.popitem(last=False)
-        return self.grammars[grammar]
 
     def choose(
         self,
@@ -154,7 +133,7 @@ class Controller:
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
         if self.offered:
             caps = [(slot, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
-        self.n_round += 1
+        self.n_round, self.pays = self.n_round + 1, None
         if self.n_round % DOUBT_EVERY == 0:
             self.verify_ms.expire()
             self.draft_ms.expire()
@@ -168,21 +147,30 @@ class Controller:
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
             picked, why = self._weigh(caps)
-            if self.silent >= self.try_in and self._may_try(len(caps)):
+            if self.unread and not self.pays:
+                self.pays = self._would_pay(caps)
+            is_due = self.silent >= self.try_in and self._may_try(len(caps))
+            if is_due or (self.unread and self.reading.is_hopeful):
                 tried = self._tried(caps, picked) if self.n_own else self._tried_offer(caps, picked)
                 picked, why = tried, f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
             if not cap:
-                lane.reason = NO_CAP if self.n_own else NO_OFFER
+                lane.reason = UNREAD if slot in self.unread else NO_CAP if self.n_own else NO_OFFER
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
         if not self.beside:  # only rounds without prompts are timed
             self.since_plain = self.since_plain + 1 if any(picked) else 0
         offered = self.offered if self.n_own else ()
-        is_asked = any(n and slot not in offered for (slot, _), n in zip(caps, picked, strict=True))
-        self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
+        asked = [slot for (slot, _), n in zip(caps, picked, strict=True) if n and slot not in offered]
+        if self.unread and asked:
+            plain, all_ = ([n] * len(caps) for n in (0, 1))
+            self.reading.tries(asked, MARGIN * self._costs(caps, all_) / self._costs(caps, plain) - 1)
+        may_ask = any(cap for _, cap in caps)
+        self.silent = 0 if asked else self.silent + may_ask
+        if self.pays is not None and may_ask and self.n_own:
+            self.reading.count(pays=self.pays and bool(asked or self.unread))
         return picked
 
     @property
@@ -261,16 +249,25 @@ class Controller:
         """Choose by `_best`. A choice of no drafts stands for some rounds, because choosing takes time."""
         if self.beside:
             return self._best_beside(caps)
-        if (
-            self._plain is not None
-            and not self.offered
-            and self._plain[1] == caps
-            and self.n_round - self._plain[0] < RETHINK
-        ):
-            return [0] * len(caps), self._plain[2]
+        self.pays, last = False, None if self.offered else self._plain
+        if last is not None and last[1] == caps and self.n_round - last[0] < RETHINK:
+            return [0] * len(caps), last[2]
         picked, why = self._best(caps)
         self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
+
+    def _would_pay(self, caps: list[tuple[int, int]]) -> bool:
+        """Drafts would promise more than none if the drafter read all requests: of texts that it does not read the others tell."""
+        whole = [(slot, cap) for slot, cap in caps if slot not in self.unread]
+        whole += [(slot, self.n_own) for slot in sorted(self.unread)]  # prompts that are being read, too
+        (at, of, pays), busy = self._would, len(whole)
+        if self.n_round - at >= RETHINK or abs(busy - of) > of // 8:
+            offered, self.offered = self.offered, {}
+            rows = self._rows(whole, np.zeros(busy))
+            verify = self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
+            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self._verify_ms(busy, busy)
+            self.offered, self._would = offered, (self.n_round, busy, pays)
+        return pays
 
     def _plain_is_stale(self, busy: int) -> bool:
         if not self.verify_ms.knows(busy):
@@ -288,9 +285,10 @@ class Controller:
 
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
         """Have some slots draft, others each time: texts or times may have changed."""
-        able = [i for i, (_, cap) in enumerate(caps) if cap]
+        able = [i for i, (slot, cap) in enumerate(caps) if cap and slot not in self.unread]
+        n_unread = sum(slot in self.unread for slot, _ in caps)
         tried, before = picked.copy(), self._costs(caps, picked)
-        for k in range(-(-len(able) // TRY_SLOTS)):
+        for k in range(min(len(able), -(-(len(able) + n_unread) // TRY_SLOTS))):
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
@@ -337,9 +335,8 @@ class Controller:
         rows = self._rows(caps, news)
         verify = self._extra_ms(rows, busy)
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
-            plain_ms = min(
-                plain_ms, float(verify.min())
-            )  # fewer rows never take longer, so this was noise
+            # fewer rows never take longer, so this was noise
+            plain_ms = min(plain_ms, float(verify.min()))
         plain = self.rate = busy / plain_ms
         best = self._best_way(rows, busy, verify)
         if best.worth <= plain * MARGIN:
@@ -357,6 +354,7 @@ class Controller:
                 n if slot in self.offered else min(n, ASK_DRAFT)
                 for (slot, _), n in zip(caps, picked, strict=True)
             ]
+        self.pays = True
         self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
@@ -385,6 +383,7 @@ class Controller:
         if lost >= 0:  # it only probes
             self.asked_ms += lost / self.rate
             return [min(n, ASK_DRAFT) for n in picked], f"probing texts {beside}"
+        self.pays = True
         return picked, f"worth their time {beside}"
 
     def _forward_ms(self, sizes: range) -> Floats:
@@ -462,6 +461,7 @@ class Controller:
         lane, beyond = self.lanes[slot], self.certainty.judge(slot, n_draft, n_accepted)
         self.texts.add(slot, n_draft, n_accepted, beyond)
         if n_draft:
+            self.reading.judge(slot, n_accepted)
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
 

@@ -1,0 +1,112 @@
+"""Slots whose requests the drafter reads: all, or a few while its drafts do not pay (`engine/policy/reading.py`).
+
+A request that is not read has no draft state and never drafts, so its text, pages and checkpoints are those of an engine without a drafter. The
+prefix cache marks its pages (`Node.n_unread`): the drafter sees nothing of them in a later request. When drafts pay again, the drafter
+joins the requests that run where they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pyspec.device.worker import Worker
+from pyspec.draft.drafter import Drafter, JoiningDrafter
+from pyspec.engine.policy.controller import Controller
+from pyspec.repeats import limited
+from pyspec.slots.batch import Seq
+from pyspec.slots.prefix import unread_end
+from pyspec.slots.table import Slot
+
+log = limited(__name__)
+
+
+class ReadSlots:
+    """Begins and joins requests for the drafter.
+
+    unread    slots whose requests it does not read; the controller reads this set, too
+    disk      where pages go without their marks: with one every request is read
+    """
+
+    def __init__(self, worker: Worker, controller: Controller) -> None:
+        self.worker, self.controller = worker, controller
+        self.unread = controller.unread
+        self.disk: object | None = None
+        self._hidden: dict[int, int] = {}  # by slot: tokens at the begin that it has no rows of
+        self._joined: set[int] = set()  # slots of which it has seen no token yet since it joined
+        self._has_rested = False
+        self._joining: tuple[Drafter | None, JoiningDrafter | None] = None, None
+
+    @property
+    def joining(self) -> JoiningDrafter | None:
+        """The drafter, if it can begin in the middle of a text."""
+        drafter, was = self.worker.drafter, self._joining
+        if drafter is not was[0]:
+            joining = drafter if isinstance(drafter, JoiningDrafter) and drafter.can_join else None
+            was = self._joining = drafter, joining
+        return was[1]
+
+    def begin(self, slot: Slot, saved: object | None, n_unread: int) -> None:
+        """Begin a request, or leave it unread. saved: the drafter's share of the cached prefix, of which it has not read the first `n_unread`
+        tokens."""
+        busy = [s.index for s in self.worker.table.slots if s.busy and s is not slot]
+        n_read = sum(index not in self.unread for index in busy)
+        may_rest = self.joining is not None and self.disk is None
+        if may_rest and not self.controller.reading.wants(n_read, len(busy)):
+            if not self.unread:
+                log.info("drafts have not paid for long: the drafter reads few of the new requests")
+            self.unread.add(slot.index)
+            self._has_rested = True
+            return
+        self._start(slot, saved, n_unread)
+
+    def _start(self, slot: Slot, saved: object | None, n_unread: int) -> None:
+        assert self.worker.drafter is not None
+        self.worker.drafter.begin(slot, saved)
+        self._hide(slot, n_unread)
+
+    def _hide(self, slot: Slot, n: int) -> None:
+        if n > self._hidden.get(slot.index, 0):
+            self._hidden[slot.index] = n
+            if self.joining is not None:
+                self.joining.hide(slot, n)
+
+    @property
+    def is_due(self) -> bool:
+        """Drafts pay again, and requests are unread."""
+        return bool(self.unread) and not self.controller.reading.rests
+
+    def unread_slots(self) -> Sequence[Slot]:
+        """The slots to `join`."""
+        return [self.worker.table.slots[index] for index in sorted(self.unread)]
+
+    def join(self, slot: Slot) -> None:
+        """Read the request from here on."""
+        self.unread.discard(slot.index)
+        if not self.unread:
+            log.info("drafts pay again: the drafter reads all requests")
+        self._joined.add(slot.index)
+        self._start(slot, None, slot.n_past)
+
+    def may_draft(self, slot: Slot) -> bool:
+        """It has the hidden state of the last token: False between joining a request and its next round."""
+        return slot.index not in self._joined
+
+    def observed(self, seqs: Iterable[Seq]) -> None:
+        """It has seen the rows of these sequences."""
+        if self._joined:
+            self._joined.difference_update(seq.slot for seq in seqs)
+
+    def n_unread(self, slot: Slot) -> int:
+        """Tokens at the begin of the slot's text of which the drafter has no rows."""
+        return slot.n_past if slot.index in self.unread else self._hidden.get(slot.index, 0)
+
+    def filed(self, slot: Slot) -> None:
+        """The slot reads pages of other requests where they have the same tokens: their rows may not be the drafter's."""
+        if self._has_rested and slot.index not in self.unread:
+            self._hide(slot, unread_end(slot.nodes))
+
+    def end(self, slot: Slot) -> None:
+        """The slot's request has ended."""
+        self.unread.discard(slot.index)
+        self._joined.discard(slot.index)
+        self._hidden.pop(slot.index, None)

@@ -1,0 +1,19 @@
+"""What the controller shows of its slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NO_CAP = "none: switched off for the request, at its last token, or past the drafter's length"
+NO_OFFER = "none: the last tokens stand nowhere before, or drafts are switched off for the request"
+UNREAD = "none: drafts have not paid for long, so the drafter does not read this request"
+
+
+@dataclass(slots=True)
+class Lane:
+    """One slot's last decision, and the outcome of its drafts."""
+
+    n_draft: int = 0
+    reason: str = "not started"
+    drafted: float = 0.0
+    kept: float = 0.0
