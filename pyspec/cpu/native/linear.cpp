@@ -37,6 +37,7 @@ using Pair = f8[2];
 // `some` of a type that is unpacked in registers
 template <typename T>
 void direct(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
+  constexpr int64_t SIZE = CHUNK / T::BLOCK * T::BYTES;
   using Multiply = void(Sixteen, const Rows &, int64_t, int64_t, Pair *);
   Multiply *multiply = nullptr;
   with_constant<Direct<T>::MOST>(part.n, [&](auto n_) ALWAYS_LAMBDA { multiply = &Direct<T>::template multiply<decltype(n_)::value>; });
@@ -45,7 +46,7 @@ void direct(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const 
     const int n_side = o + LANES < part.last_o ? 2 : 1;  // a panel alone goes twice
     std::fill_n(&acc[0][0], 2 * part.n, all(0.0f));
     Sixteen here{matrix.from(o), matrix.from(o + (n_side - 1) * LANES)};
-    for (int64_t c = 0; c < rows.n_chunk; c++, here.a.at += T::BYTES, here.b.at += T::BYTES) {
+    for (int64_t c = 0; c < rows.n_chunk; c++, here.a.at += SIZE, here.b.at += SIZE) {
       for (int side = 0; side < n_side; side++) fetch_ahead<T>(matrix.from(o + (n_side + side) * LANES), c);
       multiply(here, rows, part.first, c, acc);
     }
@@ -128,9 +129,10 @@ template <typename T>
 void unpack_wide(const Matrix &matrix, const Rows &rows, int64_t o, int64_t n_in, int64_t c, const void *table, Wide &wide) {
 #if defined(__AVX512VNNI__)
   if constexpr (Direct<T>::MOST > 0) {
+    constexpr int64_t SIZE = CHUNK / T::BLOCK * T::BYTES;
     Sixteen here{matrix.from(o), matrix.from(o + LANES)};
-    here.a.at += c * T::BYTES, here.b.at += c * T::BYTES;
-    return Direct<T>::widen(here, wide);
+    here.a.at += c * SIZE, here.b.at += c * SIZE;
+    return Direct<T>::widen(here, rows.groups<T::GROUP>(c), wide);
   }
 #endif
   Panel panel;
@@ -216,10 +218,11 @@ void packed(const ProductArgs &p) {
     each_range(n_panel, 2, [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); });
     return;
   }
-  // Many panels to a task if rows do not fit in L2, because each panel reads all of them
-  const int64_t fair = n_panel / (8 * n_thread) / 2 * 2, most = p.n_row * p.n_in > IN_L2 ? PANELS : MANY, size = std::clamp<int64_t>(fair, 2, most);
-  each((n_panel + size - 1) / size, [&](int64_t k) {
-    part_of<T>(p, rows, {0, p.n_row, k * size * LANES, std::min((k + 1) * size * LANES, p.n_out)});
+  // Neighbouring panels to a task, because each asks for the next one's bytes, and enough of them if rows do not fit in L2, because each MANY
+  // panels read all rows
+  const int64_t n_many = (n_panel + MANY - 1) / MANY;
+  each_range(n_many, p.n_row * p.n_in > IN_L2 ? PANELS / MANY : 1, [&](int64_t a, int64_t b) {
+    part_of<T>(p, rows, {0, p.n_row, a * MANY * LANES, std::min(b * MANY * LANES, p.n_out)});
   });
 }
 

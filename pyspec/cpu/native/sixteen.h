@@ -135,7 +135,7 @@ struct Direct<Q4_K> {
     ALWAYS __m512 offset(int g) const { return _mm512_mul_ps(-low, byte_of<false>(mins[g / 4], g % 4)); }
   };
 
-  static NEVER void widen(Sixteen b, Wide &to) {
+  static NEVER void widen(Sixteen b, int, Wide &to) {
     const Head head(b);
     const __m512i nibble = _mm512_set1_epi16(15);
 UNROLL(4)
@@ -189,6 +189,44 @@ UNROLL(16)
 };
 
 template <>
+struct Direct<Q8_0> {
+  static constexpr int MOST = 12;
+
+  // Pairs 0 2 and 1 3 of the word
+  static ALWAYS __m512i even(__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+  static ALWAYS __m512i odd(__m512i x) { return _mm512_srai_epi16(x, 8); }
+
+  static NEVER void widen(Sixteen b, int n_group, Wide &to) {
+    for (int g = 0; g < n_group; g++) {
+      __m512i x[8];
+      b.thirty_two(34 * g + 2, x);
+UNROLL(8)
+      for (int j = 0; j < 8; j++) to.set(2 * (8 * g + j), even(x[j])), to.set(2 * (8 * g + j) + 1, odd(x[j]));
+      _mm512_store_ps(to.d[g], b.half(34 * g));
+    }
+  }
+
+  template <int R>
+  static NEVER void multiply(Sixteen b, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
+    constexpr int CHAINS = R < IN_FLIGHT ? 2 : 1;
+    Meets<R> meets(rows, first, chunk);
+    const int n_group = rows.groups<32>(chunk);
+    for (int g = 0; g < n_group; g++) {
+      __m512i x[8], sum[CHAINS][R];
+      b.thirty_two(34 * g + 2, x);
+UNROLL(8)
+      for (int j = 0; j < 8; j++) {
+        const int at = 2 * (8 * g + j);
+        meets.dot(sum[0], even(x[j]), at, j == 0), meets.dot(sum[CHAINS - 1], odd(x[j]), at + 1, CHAINS > 1 && j == 0);
+      }
+      for (int r = 0; CHAINS > 1 && r < R; r++) sum[0][r] = _mm512_add_epi32(sum[0][r], sum[CHAINS - 1][r]);
+      meets.add(sum[0], b.half(34 * g));
+    }
+    meets.put(rows, acc);
+  }
+};
+
+template <>
 struct Direct<Q6_K> {
   static constexpr int MOST = 5;
 
@@ -202,7 +240,7 @@ struct Direct<Q6_K> {
     }
   };
 
-  static NEVER void widen(Sixteen b, Wide &to) {
+  static NEVER void widen(Sixteen b, int, Wide &to) {
     const __m512 d = b.half(208);
     const __m512i byte = _mm512_set1_epi16(255), zero = _mm512_set1_epi16(32);
     __m512i s[4];
