@@ -46,7 +46,9 @@ class TapeMemory:
 
     def __init__(self) -> None:
         self.blocks: list[np.ndarray] = []
-        self._ranges: list[tuple[int, int]] = []  # their addresses; numpy takes a microsecond to tell one
+        self._ranges: list[
+            tuple[int, int]
+        ] = []  # their addresses; numpy takes a microsecond to tell one
         self.begin()
 
     def begin(self) -> None:
@@ -69,7 +71,9 @@ class TapeMemory:
         else:  # numpy's views are no calls that the recording looks at
             handed = np.ndarray(shape, as_numpy, piece)
             made = torch.from_numpy(handed)
-        weakref.finalize(handed, found.append, piece).atexit = False  # torch keeps it while it keeps the memory
+        weakref.finalize(
+            handed, found.append, piece
+        ).atexit = False  # torch keeps it while it keeps the memory
         return made
 
     def _cut(self, size: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pyspec.cpu import tensors
 from pyspec.cpu.kernels import here
-from pyspec.cpu.kernels import here
 from pyspec.cpu.tape import CannotRecord, Recorded, TapeMemory
 from pyspec.slots.batch import Batch
 
