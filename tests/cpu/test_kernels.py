@@ -18,6 +18,7 @@ from pyspec.cpu import build, kernels, tensors
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cpu.tape import CannotRecord, Recorded, TapeMemory
 from pyspec.cuda.graph import N_TAPE, Graphed
+from pyspec.slots.batch import Batch
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 AXPY = CpuKernel("pyspec_axpy", "qqqd")
@@ -146,8 +147,12 @@ def test_first_recordings_of_a_shape_are_counted_and_those_that_were_dropped_are
     None
 ):
     """A round's time is not its size's where it recorded a forward; one that is recorded again and again costs that each time."""
-    x, memory = torch.ones(5, 3), Graphed(lambda batch: tensors.scaled(x, float(batch.n_row)))
-    assert x.device.type == "cpu"
+    x = torch.ones(5, 3)
+
+    def scaled(batch: Batch) -> Tensor:
+        return tensors.scaled(x, float(batch.n_row))
+
+    forward = Graphed(scaled)
 
     def run(n_row: int) -> int:
         before = kernels.here.n_first
@@ -158,7 +163,7 @@ def test_first_recordings_of_a_shape_are_counted_and_those_that_were_dropped_are
             "out_rows": range(n_row),
             "single": False,
         }
-        assert torch.equal(memory(SimpleNamespace(tokens=x, **shape)), n_row * x)  # type: ignore[arg-type]
+        assert torch.equal(forward(SimpleNamespace(tokens=x, **shape)), n_row * x)  # type: ignore[arg-type]
         return kernels.here.n_first - before
 
     assert [run(n) for n in (3, 5, 3, 10, 5)] == [1, 1, 0, 1, 0]
