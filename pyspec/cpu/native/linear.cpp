@@ -128,7 +128,7 @@ void quad_rows(const Wide *wide, const Rows &rows, int64_t first, int64_t n, int
 template <typename T>
 void unpack_wide(const Matrix &matrix, const Rows &rows, int64_t o, int64_t n_in, int64_t c, const void *table, Wide &wide) {
 #if defined(__AVX512VNNI__)
-  if constexpr (Direct<T>::MOST > 0) {
+  if constexpr (Direct<T>::WIDENS) {
     constexpr int64_t SIZE = CHUNK / T::BLOCK * T::BYTES;
     Sixteen here{matrix.from(o), matrix.from(o + LANES)};
     here.a.at += c * SIZE, here.b.at += c * SIZE;

@@ -113,11 +113,13 @@ UNROLL(16)
 template <typename T>
 struct Direct {
   static constexpr int MOST = 0;
+  static constexpr bool WIDENS = false;
 };
 
 template <>
 struct Direct<Q4_K> {
   static constexpr int MOST = 10;
+  static constexpr bool WIDENS = true;
 
   // Scales and offsets of the eight groups
   struct Head {
@@ -190,7 +192,8 @@ UNROLL(16)
 
 template <>
 struct Direct<Q8_0> {
-  static constexpr int MOST = 12;
+  static constexpr int MOST = 0;  // few rows of large matrices wait for memory longer this way than panel by panel
+  static constexpr bool WIDENS = true;
 
   // Pairs 0 2 and 1 3 of the word
   static ALWAYS __m512i even(__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
@@ -205,30 +208,12 @@ UNROLL(8)
       _mm512_store_ps(to.d[g], b.half(34 * g));
     }
   }
-
-  template <int R>
-  static NEVER void multiply(Sixteen b, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
-    constexpr int CHAINS = R < IN_FLIGHT ? 2 : 1;
-    Meets<R> meets(rows, first, chunk);
-    const int n_group = rows.groups<32>(chunk);
-    for (int g = 0; g < n_group; g++) {
-      __m512i x[8], sum[CHAINS][R];
-      b.thirty_two(34 * g + 2, x);
-UNROLL(8)
-      for (int j = 0; j < 8; j++) {
-        const int at = 2 * (8 * g + j);
-        meets.dot(sum[0], even(x[j]), at, j == 0), meets.dot(sum[CHAINS - 1], odd(x[j]), at + 1, CHAINS > 1 && j == 0);
-      }
-      for (int r = 0; CHAINS > 1 && r < R; r++) sum[0][r] = _mm512_add_epi32(sum[0][r], sum[CHAINS - 1][r]);
-      meets.add(sum[0], b.half(34 * g));
-    }
-    meets.put(rows, acc);
-  }
 };
 
 template <>
 struct Direct<Q6_K> {
   static constexpr int MOST = 5;
+  static constexpr bool WIDENS = true;
 
   // 128 weights as bytes from 0 to 63: four words of each of eight groups
   struct Half {
