@@ -67,7 +67,7 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
     began = time.perf_counter()
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(np)]
     settings = {"np": np, "ctx": 512, "threads": threads, "device": device}
-    with Engine.open("demo", "auto", settings) as engine:
+    with Engine.open("demo", "auto", settings, isolated=True) as engine:
         info = engine.info
         load_s = time.perf_counter() - began
         click.echo(f"{info.model_name} on {info.device}, loaded in {load_s:.1f} s")

@@ -105,6 +105,7 @@ class Tape:
 
 class _Recording(threading.local):
     tape: Tape | None = None
+    n_first: int = 0  # recordings of shapes that were new
 
 
 here = _Recording()

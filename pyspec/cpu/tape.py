@@ -23,6 +23,14 @@ from pyspec.cpu.kernels import Tape, here
 Out = TypeVar("Out")
 LINE = 64  # bytes that pieces are aligned to
 BLOCK = 1 << 20  # bytes of a block at least
+NUMPY_TYPES = {
+    torch.float32: np.float32,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.int16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+}
 _MAKE_MEMORY = ("aten::empty", "aten::detach", "aten::alias", "aten::lift_fresh")
 
 
@@ -38,6 +46,9 @@ class TapeMemory:
 
     def __init__(self) -> None:
         self.blocks: list[np.ndarray] = []
+        self._ranges: list[
+            tuple[int, int]
+        ] = []  # their addresses; numpy takes a microsecond to tell one
         self.begin()
 
     def begin(self) -> None:
@@ -53,9 +64,17 @@ class TapeMemory:
         size = -(-max(prod(shape) * dtype.itemsize, 1) // LINE) * LINE
         found = self._free.setdefault(size, [])
         piece = found.pop() if found else self._cut(size)
-        handed = piece[:]  # torch keeps this view as long as it keeps the memory
-        weakref.finalize(handed, found.append, piece).atexit = False
-        return torch.from_numpy(handed)[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        as_numpy = NUMPY_TYPES.get(dtype)
+        if as_numpy is None:
+            handed = piece[:]
+            made = torch.from_numpy(handed)[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        else:  # numpy's views are no calls that the recording looks at
+            handed = np.ndarray(shape, as_numpy, piece)
+            made = torch.from_numpy(handed)
+        weakref.finalize(
+            handed, found.append, piece
+        ).atexit = False  # torch keeps it while it keeps the memory
+        return made
 
     def _cut(self, size: int) -> np.ndarray:
         """The next piece; what is left of a block that is too small stays unused."""
@@ -65,12 +84,14 @@ class TapeMemory:
             whole = np.empty(max(size, BLOCK) + LINE, np.uint8)
             at = -whole.ctypes.data % LINE
             self.blocks.append(whole[at : at + max(size, BLOCK)])
+            begin = self.blocks[-1].ctypes.data
+            self._ranges.append((begin, begin + self.blocks[-1].nbytes))
         self._at += size
         return self.blocks[self._block][self._at - size : self._at]
 
     def owns(self, x: Tensor) -> bool:
         at = x.data_ptr()
-        return any(b.ctypes.data <= at < b.ctypes.data + b.nbytes for b in self.blocks)
+        return any(first <= at < end for first, end in self._ranges)
 
 
 class _OnlyKernels(TorchDispatchMode):

@@ -63,6 +63,7 @@ class Graphed(Generic[Out]):
         self._seen: set[Key] = set()
         self._sealed = False
         self._tapes: dict[tuple[int, int, int, bool], Recorded[Out]] = {}
+        self._taped_once: set[tuple[int, int, int, bool]] = set()
         self._memory, self._cannot = TapeMemory(), ""
 
     def __call__(self, batch: Batch) -> Out:
@@ -93,6 +94,8 @@ class Graphed(Generic[Out]):
                 self._cannot = str(e)
                 log.info("forwards run call by call, because %s is not a kernel", e)
                 return self.fn(batch)
+            here.n_first += key not in self._taped_once
+            self._taped_once.add(key)
         self._tapes[key] = recorded  # the newest last
         if len(self._tapes) > N_TAPE:
             del self._tapes[next(iter(self._tapes))]

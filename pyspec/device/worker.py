@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cpu.kernels import here
 from pyspec.cuda.context import gpu_lock
 from pyspec.cuda.faults import Reader
 from pyspec.cuda.graph import Graphed, copied
@@ -117,6 +118,7 @@ class Worker:
         self._best = Pinned()
         self._found = Pinned()
         self._tokens = Pinned()
+        self._n_recorded = 0
         self.use(drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -134,6 +136,11 @@ class Worker:
     def n_draft(self) -> int:
         """Tokens of the longest draft, by the drafter or by suffixes."""
         return max(self.needs.n_draft, self.n_suffix)
+
+    def has_recorded(self) -> bool:
+        """Forwards of new shapes were recorded since the last call, on this thread: other rounds of their size take less time."""
+        before, self._n_recorded = self._n_recorded, here.n_first
+        return before != self._n_recorded
 
     # -- rounds --------------------------------------------------------------------------------------------------
 

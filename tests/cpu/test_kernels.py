@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 from pyspec.cpu import build, kernels, tensors
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cpu.tape import CannotRecord, Recorded, TapeMemory
+from pyspec.cuda.graph import N_TAPE, Graphed
+from pyspec.slots.batch import Batch
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 AXPY = CpuKernel("pyspec_axpy", "qqqd")
@@ -138,6 +141,34 @@ def test_what_a_replay_would_not_repeat_cannot_be_recorded(compute: object) -> N
         Recorded(lambda: compute(x), TapeMemory())  # type: ignore[operator]
     assert kernels.here.tape is None, "the recording is over"
     assert torch.equal(axpy(x, torch.zeros(4)), torch.ones(4)), "and calls run again"
+
+
+def test_first_recordings_of_a_shape_are_counted_and_those_that_were_dropped_are_not_first_again() -> (
+    None
+):
+    """A round's time is not its size's where it recorded a forward; one that is recorded again and again costs that each time."""
+    x = torch.ones(5, 3)
+
+    def scaled(batch: Batch) -> Tensor:
+        return tensors.scaled(x, float(batch.n_row))
+
+    forward = Graphed(scaled)
+
+    def run(n_row: int) -> int:
+        before = kernels.here.n_first
+        shape = {
+            "bucket": n_row,
+            "n_row": n_row,
+            "n_place": 3,
+            "out_rows": range(n_row),
+            "single": False,
+        }
+        assert torch.equal(forward(SimpleNamespace(tokens=x, **shape)), n_row * x)  # type: ignore[arg-type]
+        return kernels.here.n_first - before
+
+    assert [run(n) for n in (3, 5, 3, 10, 5)] == [1, 1, 0, 1, 0]
+    assert sum(run(n) for n in range(100, 101 + N_TAPE)) == 1 + N_TAPE
+    assert [run(3), run(3)] == [0, 0], "it was dropped and recorded again"
 
 
 def test_views_may_be_recorded() -> None:

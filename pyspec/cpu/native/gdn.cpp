@@ -15,7 +15,7 @@ using namespace pyspec;
 
 namespace {
 
-constexpr int64_t R = 4, PART = 32;  // rows of a step: what 16 registers hold; rows of a job
+constexpr int64_t R = 4, PART = 32;  // rows of a step: what 16 registers of eight lanes hold; rows of a job
 
 struct Args {
   ConvArgs conv;
@@ -85,8 +85,90 @@ struct Sums {
   }
 };
 
+#if defined(__AVX512DQ__)
+// Two rows of a state side by side: a vector has eight values of each, and each half the sums of one row, in the order of the other builds.
+constexpr int64_t PAIRS = R;
+
+__m512 pair_of(f8 a, f8 b) { return _mm512_insertf32x8(_mm512_castps256_ps512(__m256(a)), __m256(b), 1); }
+__m512 twice(const float *x) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(x)); }
+
+// Values j to j + 7 of two rows: OWN if they lie side by side in memory, too
+template <bool OWN>
+__m512 load_pair(const float *rows, int64_t dim, int64_t j) {
+  return OWN ? _mm512_load_ps(rows + 2 * j) : pair_of(load(rows + j), load(rows + dim + j));
+}
+template <bool OWN>
+void store_pair(float *rows, int64_t dim, int64_t j, __m512 x) {
+  if (OWN) return _mm512_store_ps(rows + 2 * j, x);
+  _mm256_storeu_ps(rows + j, _mm512_castps512_ps256(x)), _mm256_storeu_ps(rows + dim + j, _mm512_extractf32x8_ps(x, 1));
+}
+
+// What 2 PAIRS rows' sums are with a key and with a query
+struct PairSums {
+  __m512 k[PAIRS], q[PAIRS];
+
+  PairSums() {
+    for (int64_t i = 0; i < PAIRS; i++) k[i] = q[i] = _mm512_setzero_ps();
+  }
+  void add(int64_t i, __m512 x, __m512 key, __m512 query) { k[i] = _mm512_fmadd_ps(x, key, k[i]), q[i] = _mm512_fmadd_ps(x, query, q[i]); }
+  void put(int64_t row, Sums &to) const {
+    for (int64_t half = 0; half < 2; half++) {
+      f8 s[2 * R];
+      for (int64_t r = 0; r < R; r++) {
+        const int64_t i = 2 * half + r / 2;
+        s[r] = f8(r % 2 ? _mm512_extractf32x8_ps(k[i], 1) : _mm512_castps512_ps256(k[i]));
+        s[R + r] = f8(r % 2 ? _mm512_extractf32x8_ps(q[i], 1) : _mm512_castps512_ps256(q[i]));
+      }
+      to.put(row + R * half, sums(s));
+    }
+  }
+};
+
+// Sums of a part's rows with a key and a query.
+void products(const float *rows, int64_t n_row, int64_t dim, const float *k, const float *q, Sums &to) {
+  for (int64_t i = 0; i < n_row; i += 2 * PAIRS) {
+    PairSums s;
+    for (int64_t j = 0; j < dim; j += 8) {
+      const __m512 kj = twice(k + j), qj = twice(q + j);
+      for (int64_t p = 0; p < PAIRS; p++) s.add(p, load_pair<false>(rows + (i + 2 * p) * dim, dim, j), kj, qj);
+    }
+    s.put(i, to);
+  }
+}
+
+// to = e from + d k^T, and its `products` with the next token's key and query.
+template <bool FROM_OWN, bool TO_OWN>
+void add_token(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *k, const float *next_k, const float *next_q, Sums &of) {
+  const __m512 by = _mm512_set1_ps(e);
+  for (int64_t i = 0; i < n_row; i += 2 * PAIRS) {
+    PairSums s;
+    __m512 add[PAIRS];
+    for (int64_t p = 0; p < PAIRS; p++) add[p] = pair_of(all(of.d[i + 2 * p]), all(of.d[i + 2 * p + 1]));
+    for (int64_t j = 0; j < dim; j += 8) {
+      const __m512 kj = twice(k + j), nk = twice(next_k + j), nq = twice(next_q + j);
+      for (int64_t p = 0; p < PAIRS; p++) {
+        const int64_t at = (i + 2 * p) * dim;
+        const __m512 x = _mm512_fmadd_ps(add[p], kj, _mm512_mul_ps(by, load_pair<FROM_OWN>(from + at, dim, j)));
+        store_pair<TO_OWN>(to + at, dim, j, x);
+        s.add(p, x, nk, nq);
+      }
+    }
+    s.put(i, of);
+  }
+}
+
+template <bool FROM_OWN>
+void add_last(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *d, const float *k) {
+  const __m512 by = _mm512_set1_ps(e);
+  for (int64_t i = 0; i < n_row; i += 2)
+    for (int64_t j = 0; j < dim; j += 8) {
+      const __m512 old = _mm512_mul_ps(by, load_pair<FROM_OWN>(from + i * dim, dim, j));
+      store_pair<false>(to + i * dim, dim, j, _mm512_fmadd_ps(pair_of(all(d[i]), all(d[i + 1])), twice(k + j), old));
+    }
+}
+#else
 // Sums of R rows with a key (lanes 0 to 3) and a query (4 to 7).
-f8 products(const float *rows, int64_t dim, const float *k, const float *q) {
+f8 products_of(const float *rows, int64_t dim, const float *k, const float *q) {
   f8 s[2 * R] = {};
   for (int64_t j = 0; j < dim; j += 8) {
     const f8 kj = load(k + j), qj = load(q + j);
@@ -98,25 +180,37 @@ f8 products(const float *rows, int64_t dim, const float *k, const float *q) {
   return sums(s);
 }
 
-// to = e from + d k^T, and its `products` with the next token's key and query.
-f8 add_token(const float *from, float *to, int64_t dim, float e, const float *d, const float *k, const float *next_k, const float *next_q) {
-  f8 s[2 * R] = {};
-  const f8 by = all(e), add[R] = {all(d[0]), all(d[1]), all(d[2]), all(d[3])};
-  for (int64_t j = 0; j < dim; j += 8) {
-    const f8 kj = load(k + j), nk = load(next_k + j), nq = load(next_q + j);
-    for (int64_t r = 0; r < R; r++) {
-      const f8 x = fma(add[r], kj, by * load(from + r * dim + j));
-      store(to + r * dim + j, x);
-      s[r] = fma(x, nk, s[r]), s[R + r] = fma(x, nq, s[R + r]);
-    }
-  }
-  return sums(s);
+// Sums of a part's rows with a key and a query.
+void products(const float *rows, int64_t n_row, int64_t dim, const float *k, const float *q, Sums &to) {
+  for (int64_t i = 0; i < n_row; i += R) to.put(i, products_of(rows + i * dim, dim, k, q));
 }
 
-void add_last(const float *from, float *to, int64_t dim, float e, const float *d, const float *k) {
-  for (int64_t r = 0; r < R; r++)
+// to = e from + d k^T, and its `products` with the next token's key and query. Both lie as the state does.
+template <bool FROM_OWN, bool TO_OWN>
+void add_token(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *k, const float *next_k, const float *next_q, Sums &of) {
+  const f8 by = all(e);
+  for (int64_t i = 0; i < n_row; i += R) {
+    f8 s[2 * R] = {};
+    const float *d = of.d + i;
+    const f8 add[R] = {all(d[0]), all(d[1]), all(d[2]), all(d[3])};
+    for (int64_t j = 0; j < dim; j += 8) {
+      const f8 kj = load(k + j), nk = load(next_k + j), nq = load(next_q + j);
+      for (int64_t r = 0; r < R; r++) {
+        const f8 x = fma(add[r], kj, by * load(from + (i + r) * dim + j));
+        store(to + (i + r) * dim + j, x);
+        s[r] = fma(x, nk, s[r]), s[R + r] = fma(x, nq, s[R + r]);
+      }
+    }
+    of.put(i, sums(s));
+  }
+}
+
+template <bool FROM_OWN>
+void add_last(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *d, const float *k) {
+  for (int64_t r = 0; r < n_row; r++)
     for (int64_t j = 0; j < dim; j += 8) store(to + r * dim + j, fma(all(d[r]), load(k + j), all(e) * load(from + r * dim + j)));
 }
+#endif
 
 void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int64_t head, int64_t first) {
   const int64_t dim = p.dim, n = q.n_token(), n_row = std::min(PART, dim - first);
@@ -124,13 +218,14 @@ void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int
   const float *k = of.k + key_at * dim, *query = of.q + key_at * dim, *v = of.v + at * dim + first;
   const float *e = of.e + at, *b = of.b + at, *kq = of.kq + key_at, scale = 1.0f / std::sqrt(float(dim));
   float *state = p.state + ((q.slot * p.n_value + head) * dim + first) * dim;
-  float own[PART * WIDEST];  // of rows that are recorded: the stored state stays before them
+  alignas(64) float own[PART * WIDEST];  // between tokens, and of rows that are recorded: the stored state stays before them
+  const int64_t n_kept = q.keeps() ? n : q.mode == VERIFY ? q.fold : 0;
   Sums s;
-  const float *from = state;
-  for (int64_t i = 0; i < n_row; i += R) s.put(i, products(from + i * dim, dim, k, q.fold > 0 ? k : query));
+  bool is_own = false;
+  products(state, n_row, dim, k, q.fold > 0 ? k : query, s);
   for (int64_t t = 0; t < n; t++) {
     const bool is_row = t >= q.fold, is_last = t + 1 == n;
-    float *to = q.keeps() || (q.mode == VERIFY && !is_row) ? state : own;
+    const bool is_stored = t + 1 == n_kept;
     float *out = is_row ? p.out + ((q.start + q.row + t - q.fold) * p.n_value + head) * dim + first : nullptr;
     const float *next_k = k + (t + 1) * dim, *next_q = t + 1 < q.fold ? next_k : query + (t + 1) * dim;
     for (int64_t i = 0; i < n_row; i += 8) {
@@ -138,13 +233,12 @@ void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int
       store(s.d + i, d);
       if (is_row) store(out + i, fma(all(e[t]), load(s.q + i), d * all(kq[t])) * all(scale));
     }
-    if (!is_last) {
-      for (int64_t i = 0; i < n_row; i += R)
-        s.put(i, add_token(from + i * dim, to + i * dim, dim, e[t], s.d + i, k + t * dim, next_k, next_q));
-    } else if (to == state) {
-      for (int64_t i = 0; i < n_row; i += R) add_last(from + i * dim, to + i * dim, dim, e[t], s.d + i, k + t * dim);
-    }
-    from = to;
+    if (is_last && !is_stored) return;
+    const float *from = is_own ? own : state;
+    if (is_last) return (is_own ? add_last<true> : add_last<false>)(from, state, n_row, dim, e[t], s.d, k + t * dim);
+    const auto add = is_own ? is_stored ? add_token<true, false> : add_token<true, true> : is_stored ? add_token<false, false> : add_token<false, true>;
+    add(from, is_stored ? state : own, n_row, dim, e[t], k + t * dim, next_k, next_q, s);
+    is_own = !is_stored;
   }
 }
 

@@ -23,6 +23,11 @@ constexpr int64_t TILE = 6;
 constexpr int64_t FEW = 7;
 #endif
 constexpr int64_t IN_L2 = 128 << 10;  // values of rows
+#if defined(__AVX512VNNI__)
+constexpr int64_t MANY = 4;  // panels that many rows are multiplied with at a time
+#else
+constexpr int64_t MANY = 2;
+#endif
 constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk read from L2
 constexpr int64_t SPLIT_ALONE = 64;   // chunks of rows that a thread makes bytes for tiles of while another one would wake
 
@@ -32,6 +37,7 @@ using Pair = f8[2];
 // `some` of a type that is unpacked in registers
 template <typename T>
 void direct(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
+  constexpr int64_t SIZE = CHUNK / T::BLOCK * T::BYTES;
   using Multiply = void(Sixteen, const Rows &, int64_t, int64_t, Pair *);
   Multiply *multiply = nullptr;
   with_constant<Direct<T>::MOST>(part.n, [&](auto n_) ALWAYS_LAMBDA { multiply = &Direct<T>::template multiply<decltype(n_)::value>; });
@@ -40,7 +46,7 @@ void direct(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const 
     const int n_side = o + LANES < part.last_o ? 2 : 1;  // a panel alone goes twice
     std::fill_n(&acc[0][0], 2 * part.n, all(0.0f));
     Sixteen here{matrix.from(o), matrix.from(o + (n_side - 1) * LANES)};
-    for (int64_t c = 0; c < rows.n_chunk; c++, here.a.at += T::BYTES, here.b.at += T::BYTES) {
+    for (int64_t c = 0; c < rows.n_chunk; c++, here.a.at += SIZE, here.b.at += SIZE) {
       for (int side = 0; side < n_side; side++) fetch_ahead<T>(matrix.from(o + (n_side + side) * LANES), c);
       multiply(here, rows, part.first, c, acc);
     }
@@ -106,35 +112,55 @@ void wide_rows(const Wide &wide, const Rows &rows, int64_t first, int64_t n, int
   }
 }
 
+#if defined(__AVX512VNNI__)
+// The same for four panels
+template <typename S>
+void quad_rows(const Wide *wide, const Rows &rows, int64_t first, int64_t n, int64_t c, Pair *acc, Pair *next) {
+  const int64_t n_tile = (n + QUAD - 1) / QUAD;
+  for (int64_t i = 0; i < n_tile; i++) {
+    const int64_t a = n * i / n_tile, size = n * (i + 1) / n_tile - a, r = first + a;
+    with_constant<QUAD>(size, [&](auto r_) ALWAYS_LAMBDA { multiply_quad<S, decltype(r_)::value>(wide, rows, r, c, acc + a, next + a); });
+  }
+}
+#endif
+
 // Chunk c of the panels of outputs o and o + LANES
 template <typename T>
-void unpack_wide(const Matrix &matrix, int64_t o, int64_t n_in, int64_t c, const void *table, Wide &wide) {
+void unpack_wide(const Matrix &matrix, const Rows &rows, int64_t o, int64_t n_in, int64_t c, const void *table, Wide &wide) {
 #if defined(__AVX512VNNI__)
-  if constexpr (Direct<T>::MOST > 0) {
+  if constexpr (Direct<T>::WIDENS) {
+    constexpr int64_t SIZE = CHUNK / T::BLOCK * T::BYTES;
     Sixteen here{matrix.from(o), matrix.from(o + LANES)};
-    here.a.at += c * T::BYTES, here.b.at += c * T::BYTES;
-    return Direct<T>::widen(here, wide);
+    here.a.at += c * SIZE, here.b.at += c * SIZE;
+    return Direct<T>::widen(here, rows.groups<T::GROUP>(c), wide);
   }
 #endif
   Panel panel;
   for (int side = 0; side < 2; side++) {
     fill<T>(matrix.from(o + side * LANES), n_in, c, table, panel);
-    widen_panel<ShapeOf<T>>(panel, side, wide);
+    widen_panel<ShapeOf<T>>(panel, side, rows.groups<T::GROUP>(c), wide);
   }
 }
 
 // Outputs first_o to last_o of a block of rows
 template <typename T>
 void many(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t first, int64_t n, int64_t first_o, int64_t last_o) {
-  Wide wide;
+  Wide wide[2];
   static thread_local std::vector<f8> memory(PANELS *ROWS);
   Pair *acc = reinterpret_cast<Pair *>(memory.data());
   for (int64_t o = first_o, k = 0; o < last_o; o += 2 * LANES, k++) std::fill_n(&acc[k * ROWS][0], 2 * n, all(0.0f));
   for (int64_t c = 0; c < rows.n_chunk; c++)
     for (int64_t o = first_o, k = 0; o < last_o; o += 2 * LANES, k++) {
       for (int side = 0; side < 2; side++) fetch_ahead<T>(matrix.from(o + (2 + side) * LANES), c);
-      unpack_wide<T>(matrix, o, p.n_in, c, p.table, wide);
-      wide_rows<ShapeOf<T>>(wide, rows, first, n, c, acc + k * ROWS);
+      unpack_wide<T>(matrix, rows, o, p.n_in, c, p.table, wide[k % 2]);
+#if defined(__AVX512VNNI__)
+      if (k % 2 == 1) {
+        quad_rows<ShapeOf<T>>(wide, rows, first, n, c, acc + (k - 1) * ROWS, acc + k * ROWS);
+        continue;
+      }
+      if (o + 2 * LANES < last_o) continue;
+#endif
+      wide_rows<ShapeOf<T>>(wide[k % 2], rows, first, n, c, acc + k * ROWS);
     }
   for (int64_t r = 0; r < n; r++)
     for (int64_t o = first_o, k = 0; o < last_o; o += LANES, k++) put(p, first + r, o, acc[k / 2 * ROWS + r][k % 2]);
@@ -192,10 +218,11 @@ void packed(const ProductArgs &p) {
     each_range(n_panel, 2, [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); });
     return;
   }
-  // Many panels to a task if rows do not fit in L2, because each panel reads all of them
-  const int64_t fair = n_panel / (8 * n_thread) / 2 * 2, most = p.n_row * p.n_in > IN_L2 ? PANELS : 2, size = std::clamp<int64_t>(fair, 2, most);
-  each((n_panel + size - 1) / size, [&](int64_t k) {
-    part_of<T>(p, rows, {0, p.n_row, k * size * LANES, std::min((k + 1) * size * LANES, p.n_out)});
+  // Neighbouring panels to a task, because each asks for the next one's bytes, and enough of them if rows do not fit in L2, because each MANY
+  // panels read all rows
+  const int64_t n_many = (n_panel + MANY - 1) / MANY;
+  each_range(n_many, p.n_row * p.n_in > IN_L2 ? PANELS / MANY : 1, [&](int64_t a, int64_t b) {
+    part_of<T>(p, rows, {0, p.n_row, a * MANY * LANES, std::min(b * MANY * LANES, p.n_out)});
   });
 }
 

@@ -71,6 +71,10 @@ struct Shape {
 template <typename T>
 using ShapeOf = Shape<T::GROUP, T::MINS, (T::LEAST < 0)>;
 
+// Offsets of so many groups
+template <typename S>
+ALWAYS int mins_of(int n_group) { return S::MINS * S::GROUP * n_group / CHUNK; }
+
 #if PYSPEC_NEON
 }  // namespace pyspec
 #include "product_neon.h"
@@ -79,10 +83,11 @@ using ShapeOf = Shape<T::GROUP, T::MINS, (T::LEAST < 0)>;
 template <typename S, int R>
 NEVER void multiply(const Panel &p, const Rows &rows, int64_t first, int64_t chunk, f8 *acc) {
   constexpr int WORDS = S::GROUP / 4;
+  const int n_group = rows.template groups<S::GROUP>(chunk), n_min = mins_of<S>(n_group);
   const int32_t *x[R];
   f8 total[R];
   for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = all(0.0f);
-  for (int g = 0; g < CHUNK / S::GROUP; g++) {
+  for (int g = 0; g < n_group; g++) {
     i8 sum[R], of_odd[R];
 UNROLL(8)
     for (int r = 0; r < R; r++) sum[r] = of_odd[r] = i8{0};
@@ -107,8 +112,7 @@ UNROLL(8)
   for (int r = 0; r < R; r++) {
     const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
-UNROLL(16)
-    for (int g = 0; g < S::MINS; g++) total[r] = fma(p.m[g], all(sums[g]), total[r]);
+    for (int g = 0; g < n_min; g++) total[r] = fma(p.m[g], all(sums[g]), total[r]);
     acc[r] = fma(total[r], all(rows.scale[at]), acc[r]);
   }
 }
@@ -124,10 +128,10 @@ struct alignas(64) Wide {
 };
 
 template <typename S>
-NEVER void widen_panel(const Panel &p, int side, Wide &wide) {
-  for (int k = 0; k < CHUNK / 4; k++) widen<S::SIGNED>(p.w[k], wide.w[2 * k][side], wide.w[2 * k + 1][side]);
-  for (int g = 0; g < CHUNK / S::GROUP; g++) wide.d[g][side] = p.d[g];
-  for (int g = 0; g < S::MINS; g++) wide.m[g][side] = p.m[g];
+NEVER void widen_panel(const Panel &p, int side, int n_group, Wide &wide) {
+  for (int k = 0; k < n_group * S::GROUP / 4; k++) widen<S::SIGNED>(p.w[k], wide.w[2 * k][side], wide.w[2 * k + 1][side]);
+  for (int g = 0; g < n_group; g++) wide.d[g][side] = p.d[g];
+  for (int g = 0; g < mins_of<S>(n_group); g++) wide.m[g][side] = p.m[g];
 }
 
 // acc[r] += both panels . row r
@@ -137,16 +141,18 @@ ALWAYS __m512 both_of(f8 a, f8 b) { return __m512(both_of(b32(bits(a)), b32(bits
 
 // sum + w . pair, in each lane. Left alone, the compiler takes a register and an instruction more for each pair, and spills sums.
 ALWAYS void add_dot(__m512i &sum, __m512i w, const int32_t &pair) { asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(pair)); }
+ALWAYS void add_dot(__m512i &sum, __m512i w, __m512i pair) { asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(pair)); }
 
 // Both panels in one vector, widened on the way: the same sums in the same order
 template <typename S, int R>
 NEVER void multiply_pair(const Panel &p, const Panel &q, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
   constexpr int WORDS = S::GROUP / 4;
+  const int n_group = rows.template groups<S::GROUP>(chunk), n_min = mins_of<S>(n_group);
   const int32_t *x[R];
   __m512 total[R];
 UNROLL(16)
   for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = _mm512_setzero_ps();
-  for (int g = 0; g < CHUNK / S::GROUP; g++) {
+  for (int g = 0; g < n_group; g++) {
     __m512i sum[R], of_odd[R];  // two chains, where a product would wait for the one before
 UNROLL(16)
     for (int r = 0; r < R; r++) sum[r] = of_odd[r] = _mm512_setzero_si512();
@@ -171,8 +177,7 @@ UNROLL(16)
   for (int r = 0; r < R; r++) {
     const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
-UNROLL(16)
-    for (int g = 0; g < S::MINS; g++) total[r] = _mm512_fmadd_ps(both_of(p.m[g], q.m[g]), _mm512_set1_ps(sums[g]), total[r]);
+    for (int g = 0; g < n_min; g++) total[r] = _mm512_fmadd_ps(both_of(p.m[g], q.m[g]), _mm512_set1_ps(sums[g]), total[r]);
     float *to = reinterpret_cast<float *>(acc[r]);
     _mm512_storeu_ps(to, _mm512_fmadd_ps(total[r], _mm512_set1_ps(rows.scale[at]), _mm512_loadu_ps(to)));
   }
@@ -182,11 +187,12 @@ template <typename S, int R>
 NEVER void multiply_wide(const Wide &p, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
   constexpr int PAIRS = S::GROUP / 2;
   const auto both = [](const f8 *of) ALWAYS_LAMBDA { return _mm512_loadu_ps(of); };
+  const int n_group = rows.template groups<S::GROUP>(chunk), n_min = mins_of<S>(n_group);
   const int32_t *x[R];
   __m512 total[R];
 UNROLL(16)
   for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r] = _mm512_setzero_ps();
-  for (int g = 0; g < CHUNK / S::GROUP; g++) {
+  for (int g = 0; g < n_group; g++) {
     __m512i sum[R];
 UNROLL(16)
     for (int r = 0; r < R; r++) sum[r] = _mm512_setzero_si512();
@@ -203,20 +209,64 @@ UNROLL(16)
   for (int r = 0; r < R; r++) {
     const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
-UNROLL(16)
-    for (int g = 0; g < S::MINS; g++) total[r] = _mm512_fmadd_ps(both(p.m[g]), _mm512_set1_ps(sums[g]), total[r]);
+    for (int g = 0; g < n_min; g++) total[r] = _mm512_fmadd_ps(both(p.m[g]), _mm512_set1_ps(sums[g]), total[r]);
     float *to = reinterpret_cast<float *>(acc[r]);
     _mm512_storeu_ps(to, _mm512_fmadd_ps(total[r], _mm512_set1_ps(rows.scale[at]), _mm512_loadu_ps(to)));
+  }
+}
+// Rows of a tile of four panels: 2 R sums, as many totals, the weights of a pair and the row's fill the registers
+constexpr int QUAD = 7;
+
+// a[r] += the first two panels . row r, b[r] += the others. A row's pair is read once for both, which a multiply-add with its operand in memory
+// reads twice: reads, and not multiply-adds, bounded the products of two panels.
+template <typename S, int R>
+NEVER void multiply_quad(const Wide *p, const Rows &rows, int64_t first, int64_t chunk, f8 (*a)[2], f8 (*b)[2]) {
+  constexpr int PAIRS = S::GROUP / 2;
+  const int n_group = rows.template groups<S::GROUP>(chunk), n_min = mins_of<S>(n_group);
+  const auto each = [](const f8 *of) ALWAYS_LAMBDA { return _mm512_load_ps(of); };
+  const int32_t *x[R];
+  __m512 total[R][2];
+UNROLL(16)
+  for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r][0] = total[r][1] = _mm512_setzero_ps();
+  for (int g = 0; g < n_group; g++) {
+    __m512i sum[R][2];
+UNROLL(16)
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+UNROLL(2)
+    for (int k = g * PAIRS; k < (g + 1) * PAIRS; k++) {
+      const __m512i v = _mm512_load_si512(p[0].w[k]), w = _mm512_load_si512(p[1].w[k]);
+UNROLL(16)
+      for (int r = 0; r < R; r++) {
+        const __m512i pair = _mm512_set1_epi32(x[r][k]);
+        add_dot(sum[r][0], v, pair), add_dot(sum[r][1], w, pair);
+      }
+    }
+UNROLL(16)
+    for (int r = 0; r < R; r++)
+UNROLL(2)
+      for (int k = 0; k < 2; k++) total[r][k] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][k]), each(p[k].d[g]), total[r][k]);
+  }
+UNROLL(16)
+  for (int r = 0; r < R; r++) {
+    const int64_t at = rows.of(first + r) * rows.n_chunk + chunk;
+    const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
+UNROLL(2)
+    for (int k = 0; k < 2; k++) {
+      for (int g = 0; g < n_min; g++) total[r][k] = _mm512_fmadd_ps(each(p[k].m[g]), _mm512_set1_ps(sums[g]), total[r][k]);
+      float *to = reinterpret_cast<float *>(k ? b[r] : a[r]);
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(total[r][k], _mm512_set1_ps(rows.scale[at]), _mm512_loadu_ps(to)));
+    }
   }
 }
 #else
 template <typename S, int R>
 NEVER void multiply_wide(const Wide &p, const Rows &rows, int64_t first, int64_t chunk, f8 (*acc)[2]) {
   constexpr int PAIRS = S::GROUP / 2;
+  const int n_group = rows.template groups<S::GROUP>(chunk), n_min = mins_of<S>(n_group);
   const int32_t *x[R];
   f8 total[R][2];
   for (int r = 0; r < R; r++) x[r] = rows.pairs(first + r, chunk), total[r][0] = total[r][1] = all(0.0f);
-  for (int g = 0; g < CHUNK / S::GROUP; g++) {
+  for (int g = 0; g < n_group; g++) {
     i8 sum[R][2];
 UNROLL(8)
     for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = i8{0};
@@ -238,8 +288,7 @@ UNROLL(8)
     const float *sums = rows.sums + at * N_SUM + (S::MINS == 16 ? 8 : 0);
     const f8 scale = all(rows.scale[at]);
     f8 a = total[r][0], b = total[r][1];
-UNROLL(16)
-    for (int g = 0; g < S::MINS; g++) a = fma(p.m[g][0], all(sums[g]), a), b = fma(p.m[g][1], all(sums[g]), b);
+    for (int g = 0; g < n_min; g++) a = fma(p.m[g][0], all(sums[g]), a), b = fma(p.m[g][1], all(sums[g]), b);
     acc[r][0] = fma(a, scale, acc[r][0]), acc[r][1] = fma(b, scale, acc[r][1]);
   }
 }

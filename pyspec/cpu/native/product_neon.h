@@ -90,7 +90,7 @@ struct Wide {
 };
 
 template <typename S>
-NEVER void widen_panel(const Panel &p, int side, Wide &wide) {
+NEVER void widen_panel(const Panel &p, int side, int, Wide &wide) {
   constexpr int WORDS = S::GROUP / 4;
   wide.of[side] = p;
   for (int g = 0; g < CHUNK / S::GROUP; g++) wide.offset[side][g] = offsets<WORDS>(p.w + g * WORDS);

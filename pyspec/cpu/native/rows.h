@@ -1,5 +1,6 @@
 // Rows of f32 as 16-bit whole numbers, in blocks of 256 with an f32 scale.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -19,6 +20,9 @@ struct Rows {
   const int32_t *place = nullptr;  // row r of a product is row place[r] here; null: row r
 
   ALWAYS int64_t of(int64_t row) const { return place == nullptr ? row : place[row]; }
+  // Groups of GROUP weights in a chunk: the last chunk ends with the row, and what lies behind it is not read
+  template <int GROUP>
+  ALWAYS int groups(int64_t chunk) const { return int(std::min<int64_t>(CHUNK, n_in - chunk * CHUNK) + GROUP - 1) / GROUP; }
   const float *values(int64_t row) const { return x + of(row) * n_in; }
   // Number p of a row's chunk is the pair p
   const int32_t *pairs(int64_t row, int64_t chunk) const {

@@ -113,11 +113,13 @@ UNROLL(16)
 template <typename T>
 struct Direct {
   static constexpr int MOST = 0;
+  static constexpr bool WIDENS = false;
 };
 
 template <>
 struct Direct<Q4_K> {
   static constexpr int MOST = 10;
+  static constexpr bool WIDENS = true;
 
   // Scales and offsets of the eight groups
   struct Head {
@@ -135,7 +137,7 @@ struct Direct<Q4_K> {
     ALWAYS __m512 offset(int g) const { return _mm512_mul_ps(-low, byte_of<false>(mins[g / 4], g % 4)); }
   };
 
-  static NEVER void widen(Sixteen b, Wide &to) {
+  static NEVER void widen(Sixteen b, int, Wide &to) {
     const Head head(b);
     const __m512i nibble = _mm512_set1_epi16(15);
 UNROLL(4)
@@ -189,8 +191,29 @@ UNROLL(16)
 };
 
 template <>
+struct Direct<Q8_0> {
+  static constexpr int MOST = 0;  // few rows of large matrices wait for memory longer this way than panel by panel
+  static constexpr bool WIDENS = true;
+
+  // Pairs 0 2 and 1 3 of the word
+  static ALWAYS __m512i even(__m512i x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+  static ALWAYS __m512i odd(__m512i x) { return _mm512_srai_epi16(x, 8); }
+
+  static NEVER void widen(Sixteen b, int n_group, Wide &to) {
+    for (int g = 0; g < n_group; g++) {
+      __m512i x[8];
+      b.thirty_two(34 * g + 2, x);
+UNROLL(8)
+      for (int j = 0; j < 8; j++) to.set(2 * (8 * g + j), even(x[j])), to.set(2 * (8 * g + j) + 1, odd(x[j]));
+      _mm512_store_ps(to.d[g], b.half(34 * g));
+    }
+  }
+};
+
+template <>
 struct Direct<Q6_K> {
   static constexpr int MOST = 5;
+  static constexpr bool WIDENS = true;
 
   // 128 weights as bytes from 0 to 63: four words of each of eight groups
   struct Half {
@@ -202,7 +225,7 @@ struct Direct<Q6_K> {
     }
   };
 
-  static NEVER void widen(Sixteen b, Wide &to) {
+  static NEVER void widen(Sixteen b, int, Wide &to) {
     const __m512 d = b.half(208);
     const __m512i byte = _mm512_set1_epi16(255), zero = _mm512_set1_epi16(32);
     __m512i s[4];

@@ -336,9 +336,8 @@ class Loop:
         )
         both = zip(pending.work, chosen, strict=True)
         self.pace.committed([len(c.tokens) for w, c in both if c and not w.is_prompt])
-        if any(w.is_prompt for w in work) or not all(
-            w.job.is_decoding or w.slot.index not in self.jobs for w in work
-        ):
+        is_other = self.worker.has_recorded() or any(w.is_prompt for w in work)
+        if is_other or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
             self.controller.timed_beside(1e3 * (self.ended - pending.since))
             return
         live = pending.asked or [

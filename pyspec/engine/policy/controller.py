@@ -486,7 +486,7 @@ class Controller:
             self._plain = None
 
     def timed_beside(self, ms: float) -> None:
-        """Record the time of a round that read prompts, too."""
+        """Record the time of a round that read prompts, too, or recorded its forwards."""
         self.ms += ms
 
     def drafts_of(self, slot: Slot | None) -> int:
