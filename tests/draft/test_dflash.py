@@ -552,7 +552,7 @@ def test_drafts_that_are_cut_and_windows_that_change_leave_the_text_as_it_is(np_
 
 def test_a_cut_draft_counts_with_the_time_of_the_whole_one() -> None:
     """Else drafts seem to cost what shorter ones cost, or nothing where all were cut."""
-    r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, ctx=512)
+    r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, ctx=512).call_by_call()
     controller = r.loop.controller
     controller.cut = lambda chosen, sure: [(slot, 0) for slot, _ in chosen]  # type: ignore[method-assign]
     asked, told, whole, timed = [], [], controller.whole, controller.timed

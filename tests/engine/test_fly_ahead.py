@@ -75,7 +75,7 @@ def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[f
 
 def test_the_controller_hears_of_all_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """In plain steps a round is over when its tokens are committed."""
-    told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
+    told, took = rounds_told(plain_rig(QWEN35).call_by_call(), monkeypatch, 12)
     assert len(told) == 11 and len(set(told)) == 1
     assert sum(told) == took - 11e3, "all but the second before each begins"
 
@@ -84,7 +84,7 @@ def test_the_controller_hears_of_a_rounds_end_when_the_next_one_flies(
     monkeypatch: pytest.MonkeyPatch, flown: list[PendingRound]
 ) -> None:
     """From one landing to the next: work of the host after it is hidden. Only the last round's own is not."""
-    told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
+    told, took = rounds_told(plain_rig(QWEN35).call_by_call(), monkeypatch, 12)
     assert len(flown) == 10 and len(set(told[1:-1])) == 1
     assert sum(told) == took - 1e3, "all but the second before the first one begins"
 
