@@ -30,7 +30,7 @@ DRIVER_FILES = (
 UV = "uv>=0.7"
 NO_CPU_BUILD = (
     f"no CPU build: PyTorch's index can not be reached. Taking {TESTED} from pip's own; if that is the build with CUDA, it downloads 3 GB "
-    "and takes 6 GB of disk. TORCH=... names another (README, 'Install')"
+    "and takes 6 GB of disk. TORCH=... names another (README, 'Start')"
 )
 
 Run = Callable[[Sequence[str]], int]

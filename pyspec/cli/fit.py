@@ -106,7 +106,7 @@ def _fewer(report: FitReport, best: Fit) -> str:
     if best.np >= asked.np:
         return ""
     has = f"hold {asked.n_ctx} tokens each" if asked.n_ctx else "do not fit"
-    return f"{asked.np} slots {has}; {best.np} hold {best.n_ctx}"
+    return f"{asked.np} slots {has}; {best.np} {'holds' if best.np == 1 else 'hold'} {best.n_ctx} tokens"
 
 
 def _flags(engine: EngineChoice, np: int, n_ctx: int) -> list[str]:

@@ -95,11 +95,20 @@ def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
     if is_spec_type(spec_type_of(value)):
         return spec_type_of(value)
     known = ", ".join((*SPEC_TYPES, *added_drafters(), SUFFIX))
+    other = "; of llama.cpp's n-gram drafters that is ngram-simple" if value.startswith("ngram") else ""
     raise click.BadParameter(
-        f"'{value}' is not a drafter of this version; it has {known}",
+        f"'{value}' is not a drafter of this version; it has {known}{other}",
         ctx,
         param,
     )
+
+
+def _n_slot(ctx: click.Context, param: click.Parameter, value: int) -> int:
+    if not value:
+        raise click.BadParameter(
+            "0 slots answer nothing; want -1 or a whole number from 1 on", ctx, param
+        )
+    return value
 
 
 def _split_mode(ctx: click.Context, param: click.Parameter, value: str) -> None:
@@ -205,7 +214,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         "-hfd", "-hfrd", "--spec-draft-hf", "--hf-repo-draft", "spec_draft_hf", default="",
         metavar="USER/REPO[:QUANT]", help="Hugging Face repository of the drafter.",
     ),
-    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1),
+    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), callback=_n_slot,
            help="Number of slots. -1: 4 in the server, else 1."),
     _slots("-c", "--ctx-size", "ctx", default=0,
            help="Context size per request. 0: as much as fits, up to the model's length."),

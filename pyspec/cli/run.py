@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,6 +31,7 @@ class AnswerOptions:
     sampling: SamplingGiven
     n_predict: int
     stop: tuple[str, ...]
+    constraint: Mapping[str, str] = field(default_factory=dict)  # `grammar` or `json_schema` of a request; empty: free text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,23 @@ class RunFlags:
     stop: tuple[str, ...]
     as_json: bool
     no_conversation: bool
+    grammar: str | None = None
+    grammar_file: TextIO | None = None
+    json_schema: str | None = None
+    json_schema_file: TextIO | None = None
+
+    def constraint(self) -> dict[str, str]:
+        """What every answer has to match. Raises UsageError for more than one."""
+        given = {
+            "grammar": (self.grammar, self.grammar_file),
+            "json_schema": (self.json_schema, self.json_schema_file),
+        }
+        found = [(name, what) for name, both in given.items() for what in both if what is not None]
+        if len(found) > 1:
+            raise click.UsageError(
+                "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
+            )
+        return {name: what if isinstance(what, str) else what.read() for name, what in found}
 
     def is_talk(self) -> bool:
         """True for a chat: a terminal, and no prompt given. Raises UsageError for too many prompts."""
@@ -109,6 +127,13 @@ RUN_OPTIONS = [
         "-no-cnv", "--no-conversation", is_flag=True,
         help="Continue piped text, instead of answering it as a message.",
     ),
+    _say("--grammar", default=None, metavar="GBNF", help="Grammar that the text matches."),
+    _say("--grammar-file", type=click.File(encoding="utf-8"), help="File with that grammar."),
+    _say(
+        "-j", "--json-schema", default=None, metavar="SCHEMA",
+        help="JSON Schema that the text follows; {} is any JSON.",
+    ),
+    _say("-jf", "--json-schema-file", type=click.File(encoding="utf-8"), help="File with that schema."),
     _say("--json", "as_json", is_flag=True, help="Print text, ids, timings and acceptance as JSON."),
 ]  # fmt: skip
 
@@ -139,7 +164,7 @@ def run(
     log_ignored()
     text = None if is_talk else flags.text()
     piped = None if is_talk else flags.piped()
-    ask = AnswerOptions(sampling, n_predict, flags.stop)
+    ask = AnswerOptions(sampling, n_predict, flags.stop, flags.constraint())
     with load_with_meter(engine, max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, flags.system)
@@ -163,7 +188,9 @@ def _system(text: str) -> list[dict[str, str]]:
 
 def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, str]]) -> Request:
     params = ask.sampling.over(engine.info.sampling)
-    return engine.request(prompt, max_tokens=ask.n_predict, stop=ask.stop, params=params)
+    return engine.request(
+        prompt, max_tokens=ask.n_predict, stop=ask.stop, params=params, **ask.constraint
+    )
 
 
 def print_answer(engine: Engine, request: Request, as_json: bool) -> str:

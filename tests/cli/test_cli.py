@@ -117,7 +117,7 @@ def test_a_type_of_values_that_there_is_not_is_refused():
         (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
         (["run", "demo", "y", "-p", "x"], "exclude each other"),
         (["run", "demo", "y", "--chat", "y"], "exclude each other"),
-        (["run", "demo", "-p", "x", "-np", "0", "-ub", "-1"], "-ub"),
+        (["run", "demo", "-p", "x", "-np", "1", "-ub", "-1"], "-ub"),
         (["server", "demo", "--host", "0.0.0.0"], "--api-key"),
         (["server", "demo", "--port", "99999"], "99999 is not in the range"),
         (["tokenize", "demo"], "--text or --file"),

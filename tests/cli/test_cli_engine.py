@@ -50,6 +50,26 @@ def engine() -> Iterator[Engine]:
         yield e
 
 
+@pytest.mark.parametrize("form", ["--grammar", "--grammar-file", "--json-schema", "-jf"])
+def test_run_holds_its_answer_to_a_grammar_or_a_schema(form: str, tmp_path: Path) -> None:
+    source = 'root ::= "yes" | "no"' if "gramm" in form else '{"enum": ["yes", "no"]}'
+    path = tmp_path / "source"
+    path.write_text(source, encoding="utf-8")
+    given = str(path) if form in ("--grammar-file", "-jf") else source
+    code, out, _ = invoke("run", "demo", "--chat", "Hi", *GREEDY, "--no-warmup", form, given)
+    assert code == 0 and out.strip().strip('"') in ("yes", "no")
+
+
+def test_run_refuses_two_constraints() -> None:
+    code, _, err = invoke("run", "demo", "Hi", "--grammar", "root ::= [a]", "-j", "{}")
+    assert code == 2 and "exclude each other" in err
+
+
+def test_no_slots_are_refused() -> None:
+    code, _, err = invoke("run", "demo", "Hi", "-np", "0")
+    assert code == 2 and "0 slots answer nothing" in err
+
+
 def test_run_answers_as_llama_cpp_does_and_reports_its_drafts():
     question = "Implement bubble sort in Python"
     code, out, _ = invoke(
