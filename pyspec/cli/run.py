@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
@@ -31,7 +31,8 @@ class AnswerOptions:
     sampling: SamplingGiven
     n_predict: int
     stop: tuple[str, ...]
-    constraint: Mapping[str, str] = field(default_factory=dict)  # `grammar` or `json_schema` of a request; empty: free text
+    grammar: str | None = None  # as of a request; at most one of the two
+    json_schema: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,7 @@ def run(
     log_ignored()
     text = None if is_talk else flags.text()
     piped = None if is_talk else flags.piped()
-    ask = AnswerOptions(sampling, n_predict, flags.stop, flags.constraint())
+    ask = AnswerOptions(sampling, n_predict, flags.stop, **flags.constraint())
     with load_with_meter(engine, max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, flags.system)
@@ -189,7 +190,12 @@ def _system(text: str) -> list[dict[str, str]]:
 def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, str]]) -> Request:
     params = ask.sampling.over(engine.info.sampling)
     return engine.request(
-        prompt, max_tokens=ask.n_predict, stop=ask.stop, params=params, **ask.constraint
+        prompt,
+        max_tokens=ask.n_predict,
+        stop=ask.stop,
+        params=params,
+        grammar=ask.grammar,
+        json_schema=ask.json_schema,
     )
 
 
