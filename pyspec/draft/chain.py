@@ -157,6 +157,7 @@ class Chain:
         return max(self.needs.n_draft + 1, self.most_waiting)
 
     def begin(self, slot: Slot, saved: object | None) -> None:
+        self._show(slot)
         if isinstance(saved, Pending):
             self.states[slot.index] = Pending(slot.generation, saved.n_row, saved.hidden)
         elif self.is_recurrent:
@@ -248,7 +249,7 @@ class Chain:
 
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
         if hidden := self.hidden_rows:
-            seqs = [replace(seq, first_key=hidden.get(seq.slot, 0)) for seq in seqs]
+            seqs = [replace(q, first_key=hidden[q.slot]) if q.slot in hidden else q for q in seqs]
         return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.first_key)
 
     def _within(self, seq: Seq) -> Seq:
@@ -491,5 +492,8 @@ class Chain:
 
     def end(self, slot: Slot) -> None:
         self.states[slot.index] = None
+        self._show(slot)
+
+    def _show(self, slot: Slot) -> None:
         if slot.index in self.hidden_rows:
             self.hidden_rows = {i: n for i, n in self.hidden_rows.items() if i != slot.index}

@@ -6,7 +6,7 @@ prompt that is cached there, and by the tokens that wait and run there. It runs 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -102,10 +102,18 @@ class TrackedRun:
             async for packed in self._running:
                 if not is_read and any(event[0] == "d" for event in packed):
                     is_read = True
-                    await self._tracker.on_prefill_complete(name)
+                    await _told(self._tracker.on_prefill_complete(name))
                 yield packed
         finally:
-            await self._tracker.on_request_completed(name)
+            await _told(self._tracker.on_request_completed(name))
 
     def cancel(self) -> None:
         self._running.cancel()
+
+
+async def _told(word: Awaitable[None]) -> None:
+    """The index is never the reason that an answer ends."""
+    try:
+        await word
+    except Exception as e:  # noqa: BLE001 - as above
+        log.warning("KV router: %s", e)

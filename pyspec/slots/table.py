@@ -63,6 +63,7 @@ class SlotTable:
         self.slots = [Slot(i) for i in range(n_slot)]
         self._free = list(range(n_page - 1, -1, -1))
         self.tree = PrefixTree(page_size, self._free.append)
+        self.has_unread = False  # a page was filed of which the drafter has no rows
         self.n_change = 0  # pages that slots have released, and requests
         self.needs_state = False  # a prefix can be continued only at a kept state (recurrent layers)
         self.n_chunk = (
@@ -158,6 +159,7 @@ class SlotTable:
         Returns the node of the slot's last token, if that is filed.
         """
         size, by = self.page_size, (slot.index, slot.generation)
+        self.has_unread = self.has_unread or n_unread > 0
         for i in range(len(slot.nodes), self.pages_for(slot.n_past) if whole else slot.n_past // size):
             parent = slot.nodes[-1] if slot.nodes else self.tree.root
             node = self.tree.add(

@@ -47,6 +47,8 @@ class Served:
         self.read = ReadSlots(SimpleNamespace(table=self.table, drafter=self.drafter), self.controller)  # type: ignore[arg-type]
         self.n_request, self.left = 0, [0] * n_slot
         self.picked: list[list[int]] = []
+        self.mute: set[int] = set()
+        self.refills = True
         for n in range(N_DRAFT + 1):
             for _ in range(4):
                 self._timed(n_slot * (1 + n), n_slot if n else 0, n)
@@ -54,7 +56,7 @@ class Served:
             self._seat(slot, self.rng.randint(2, answer))
 
     def _timed(self, rows: int, live: int, n: int) -> None:
-        busy = len(self.table.slots)
+        busy = sum(s.busy for s in self.table.slots) or len(self.table.slots)
         verify = 12 + 0.125 * (bucket_of(rows, 256) or rows)
         self.controller.timed(rows, busy, verify, live, n, n * (0.5 + 0.012 * busy) if live else 0.0)
 
@@ -65,15 +67,15 @@ class Served:
         self.controller.begin(slot.index)
         self.left[slot.index], self.n_request = n, self.n_request + 1
 
+    def _may_draft(self, slot: Slot) -> bool:
+        return slot.index not in self.read.unread | self.mute and self.read.may_draft(slot)
+
     def round(self) -> list[int]:
         """One round; the drafts of each slot."""
-        if self.read.is_due:
-            for slot in self.read.unread_slots():
-                self.read.join(slot)
-        unread, slots = self.read.unread, self.table.slots
-        caps = [
-            (s.index, 0 if s.index in unread or not self.read.may_draft(s) else N_DRAFT) for s in slots
-        ]
+        for slot in self.read.due(self.mute):
+            self.read.join(slot)
+        slots = [s for s in self.table.slots if s.busy]
+        caps = [(s.index, N_DRAFT if self._may_draft(s) else 0) for s in slots]
         picked = self.controller.choose(caps)
         for slot, n in zip(slots, picked, strict=True):
             n_right = next((i for i in range(n) if self.rng.random() >= self.chance), n)
@@ -85,7 +87,8 @@ class Served:
             if self.left[slot.index] <= 0:
                 self.read.end(slot)
                 self.table.release(slot)
-                self._seat(slot, self.answer)
+                if self.refills:
+                    self._seat(slot, self.answer)
         self.picked.append(picked)
         return picked
 
@@ -182,3 +185,54 @@ def test_up_to_eight_requests_are_all_read() -> None:
         s.round()
         assert not s.read.unread
     assert s.controller.reading.rests
+
+
+def resting(n_slot: int) -> Served:
+    """The drafter reads a few of long requests, and no more come."""
+    s = Served(n_slot, 0.05)
+    s.until(lambda: len(s.read.unread) == n_slot - 4, 5000)
+    s.left, s.refills = [10_000] * n_slot, False
+    return s
+
+
+def test_requests_that_are_left_are_read_once_few_run() -> None:
+    """All that were read end: the others draft, though none of those that told of texts is left."""
+    s = resting(16)
+    for slot in s.table.slots:
+        if slot.index not in s.read.unread:
+            s.left[slot.index] = 0
+    s.round()
+    assert len(s.read.unread) == sum(slot.busy for slot in s.table.slots) == 12
+    s.round()
+    assert s.controller.reading.rests and len(s.read.unread) == 8, "four of twelve are read"
+    for slot in [slot for slot in s.table.slots if slot.busy][1:]:
+        s.left[slot.index] = 0
+    s.round()
+    s.chance = 1.0
+    s.round()
+    assert not s.read.unread and sum(slot.busy for slot in s.table.slots) == 1
+    s.until(lambda: any(s.picked[-1]), 1500)
+
+
+def test_requests_that_can_not_draft_do_not_count_as_read() -> None:
+    s = resting(16)
+    read = {slot.index for slot in s.table.slots} - s.read.unread
+    unread = sorted(s.read.unread)
+    s.mute = {*read, unread[0]}
+    s.round()
+    assert s.read.unread == {unread[0], *unread[5:]}
+
+
+def test_drafts_that_are_offered_do_not_wake_the_drafter() -> None:
+    """Offers of suffixes pay, its own drafts never do."""
+    s = Served(16, 0.0)
+    s.until(lambda: bool(s.read.unread), 3000)
+    n_offered = 0
+    for _ in range(200):
+        able = [slot.index for slot in s.table.slots if s._may_draft(slot)]
+        caps = [(slot.index, N_DRAFT if slot.index in able else 0) for slot in s.table.slots]
+        offers = {slot.index: (0.95, 0.9, 0.9) for slot in s.table.slots}
+        picked = s.controller.choose(caps, offers)
+        n_offered += any(picked)
+        s._timed(16 + sum(picked), 0, 0)
+    assert n_offered > 100 and s.controller.reading.rests

@@ -136,6 +136,7 @@ def test_of_ten_requests_the_drafter_reads_three() -> None:
     heard = [r.submit(p, N_TEXT) for p in prompts[:10]]
     for _ in range(12):
         r.loop.step()
+    reading.reads = lambda n_read: False
     unread = {row.slot: row.draft_reason for row in r.loop.slot_rows(256)}
     assert [unread[i] == UNREAD for i in range(10)] == [False] * 3 + [True] * 7
     r.run()
@@ -221,7 +222,7 @@ def test_pages_of_an_unread_twin_are_hidden_once_they_are_shared() -> None:
     """Two requests have one prompt, and the first one, which was not read, files its pages first."""
     r, reading = scripted(2, ubatch=512)
     prompt, cold = reuse.random_ids(31, 70), plain_rig(QWEN35)
-    reading.resting, reading.reads = True, lambda n_read: r.loop.table.slots[1].busy
+    reading.resting, reading.reads = True, lambda n_read: r.loop.table.slots[1].busy and not n_read
     drafter, hidden = r.loop.drafter, []
     assert isinstance(drafter, Chain)
     hide = drafter.hide

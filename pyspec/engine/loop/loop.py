@@ -291,6 +291,7 @@ class Loop:
         others = len(self.jobs) > len(pending.work)
         rested = others and all(w.is_prompt for w in pending.work)
         self.throttle.landed(self.landed, pending.work, rested=rested)
+        pending.is_first = self.worker.has_recorded()
         if self.controller.force is None:
             pending.count(self.pace, 1e3 * (self.landed - pending.since), others=others)
         return fault
@@ -336,7 +337,7 @@ class Loop:
         )
         both = zip(pending.work, chosen, strict=True)
         self.pace.committed([len(c.tokens) for w, c in both if c and not w.is_prompt])
-        is_other = self.worker.has_recorded() or any(w.is_prompt for w in work)
+        is_other = pending.is_first or any(w.is_prompt for w in work)
         if is_other or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
             self.controller.timed_beside(1e3 * (self.ended - pending.since))
             return

@@ -35,6 +35,7 @@ class PendingRound:
     refused  rows whose drafts, made by the device, a grammar refuses; None: not checked yet
     asked    tokens of each draft that the host asked for, if it cut them
     next     how the next round continues this one, once that is launched
+    is_first  a forward of a new shape was recorded in it: others of its size take less time
     """
 
     work: Sequence[Work]
@@ -50,6 +51,7 @@ class PendingRound:
     next: Continuation | None = None
     arrived: float = 0.0
     since: float = 0.0
+    is_first: bool = False
 
     @property
     def batch_starts(self) -> Sequence[int]:
@@ -61,7 +63,8 @@ class PendingRound:
         if batch.prompt:
             pace.landed_alone(batch.bucket or batch.n_row, ms, others=others)
         else:
-            pace.landed(batch.n_row, ms, sum(read), decodes=len(read) < len(self.work))
+            n_read = 0 if self.is_first else sum(read)
+            pace.landed(batch.n_row, ms, n_read, decodes=len(read) < len(self.work))
 
     @property
     def is_watched(self) -> bool:

@@ -7,7 +7,7 @@ joins the requests that run where they stand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, JoiningDrafter
@@ -33,7 +33,6 @@ class ReadSlots:
         self.disk: object | None = None
         self._hidden: dict[int, int] = {}  # by slot: tokens at the begin that it has no rows of
         self._joined: set[int] = set()  # slots of which it has seen no token yet since it joined
-        self._has_rested = False
         self._joining: tuple[Drafter | None, JoiningDrafter | None] = None, None
 
     @property
@@ -48,6 +47,7 @@ class ReadSlots:
     def begin(self, slot: Slot, saved: object | None, n_unread: int) -> None:
         """Begin a request, or leave it unread. saved: the drafter's share of the cached prefix, of which it has not read the first `n_unread`
         tokens."""
+        self.end(slot)  # of a request that did not begin well
         busy = [s.index for s in self.worker.table.slots if s.busy and s is not slot]
         n_read = sum(index not in self.unread for index in busy)
         may_rest = self.joining is not None and self.disk is None
@@ -55,7 +55,6 @@ class ReadSlots:
             if not self.unread:
                 log.info("drafts have not paid for long: the drafter reads few of the new requests")
             self.unread.add(slot.index)
-            self._has_rested = True
             return
         self._start(slot, saved, n_unread)
 
@@ -70,19 +69,25 @@ class ReadSlots:
             if self.joining is not None:
                 self.joining.hide(slot, n)
 
-    @property
-    def is_due(self) -> bool:
-        """Drafts pay again, and requests are unread."""
-        return bool(self.unread) and not self.controller.reading.rests
-
-    def unread_slots(self) -> Sequence[Slot]:
-        """The slots to `join`."""
-        return [self.worker.table.slots[index] for index in sorted(self.unread)]
+    def due(self, mute: Collection[int]) -> Sequence[Slot]:
+        """The slots to `join`: all of them once drafts pay again, and before that so many that a few are read, as of new requests: others may
+        have ended. mute: slots whose requests can not draft."""
+        slots, reading = self.worker.table.slots, self.controller.reading
+        if not reading.rests:
+            return [slots[index] for index in sorted(self.unread)]
+        busy = [s.index for s in slots if s.busy]
+        n_read = sum(index not in self.unread and index not in mute for index in busy)
+        found: list[Slot] = []
+        for index in sorted(self.unread.difference(mute)):
+            if not reading.wants(n_read + len(found), len(busy) - 1):
+                break
+            found.append(slots[index])
+        return found
 
     def join(self, slot: Slot) -> None:
         """Read the request from here on."""
         self.unread.discard(slot.index)
-        if not self.unread:
+        if not self.unread and not self.controller.reading.rests:
             log.info("drafts pay again: the drafter reads all requests")
         self._joined.add(slot.index)
         self._start(slot, None, slot.n_past)
@@ -102,7 +107,7 @@ class ReadSlots:
 
     def filed(self, slot: Slot) -> None:
         """The slot reads pages of other requests where they have the same tokens: their rows may not be the drafter's."""
-        if self._has_rested and slot.index not in self.unread:
+        if self.worker.table.has_unread and slot.index not in self.unread:
             self._hide(slot, unread_end(slot.nodes))
 
     def end(self, slot: Slot) -> None:

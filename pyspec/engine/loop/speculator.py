@@ -116,7 +116,7 @@ class Speculator:
 
         whole: they will be cut when they are known. beside: rows of prompts in the same forward
         """
-        for slot in self.read.unread_slots() if self.read.is_due else ():
+        for slot in self.read.due(self._mute(jobs)) if self.read.unread else ():
             self._or_lose_track(partial(self.read.join, slot), [slot])
         self._set_windows(jobs)
         under_way = taken or [0] * len(jobs)
@@ -130,6 +130,11 @@ class Speculator:
         if whole:
             picked = self.controller.whole(caps, picked)
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
+
+    def _mute(self, jobs: Iterable[Job]) -> set[int]:
+        """The slots that can not draft."""
+        mute = {job.slot.index for job in jobs if job.slot is not None and job.request.n_draft_max == 0}
+        return mute | self.lost_track
 
     def _set_windows(self, jobs: Iterable[Job]) -> None:
         drafter = self.windowed

@@ -147,7 +147,8 @@ class Controller:
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
             picked, why = self._weigh(caps)
-            if self.unread and not self.pays:
+            own = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
+            if self.unread and not (self.pays and own):
                 self.pays = self._would_pay(caps)
             is_due = self.silent >= self.try_in and self._may_try(len(caps))
             if is_due or (self.unread and self.reading.is_hopeful):
@@ -169,7 +170,7 @@ class Controller:
             self.reading.tries(asked, MARGIN * self._costs(caps, all_) / self._costs(caps, plain) - 1)
         may_ask = any(cap for _, cap in caps)
         self.silent = 0 if asked else self.silent + may_ask
-        if self.pays is not None and may_ask and self.n_own:
+        if self.pays is not None and (may_ask or self.unread) and self.n_own:
             self.reading.count(pays=self.pays and bool(asked or self.unread))
         return picked
 
@@ -293,7 +294,7 @@ class Controller:
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
         self.asked_ms += self._costs(caps, tried) - before
-        self.try_in = min(2 * self.try_in, TRY_LAST)
+        self.try_in = min(2 * self.try_in, TRY_LAST) if able else self.try_in
         return tried
 
     def _tried_offer(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
