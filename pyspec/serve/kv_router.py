@@ -102,18 +102,18 @@ class TrackedRun:
             async for packed in self._running:
                 if not is_read and any(event[0] == "d" for event in packed):
                     is_read = True
-                    await _told(self._tracker.on_prefill_complete(name))
+                    await _heard(self._tracker.on_prefill_complete(name))
                 yield packed
         finally:
-            await _told(self._tracker.on_request_completed(name))
+            await _heard(self._tracker.on_request_completed(name))
 
     def cancel(self) -> None:
         self._running.cancel()
 
 
-async def _told(word: Awaitable[None]) -> None:
+async def _heard(report: Awaitable[None]) -> None:
     """The index is never the reason that an answer ends."""
     try:
-        await word
+        await report
     except Exception as e:  # noqa: BLE001 - as above
         log.warning("KV router: %s", e)
