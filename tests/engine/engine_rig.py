@@ -150,8 +150,10 @@ class Rig:
         self.loop.committer.defers = self.loop.committer.defers or defers
 
     def overwrite_results(self) -> None:
-        """Have each forward write its results over those of the last one of its shape, as graphs do."""
+        """Have each forward write its results over those of the last one of its shape, as graphs do (on a GPU these do it themselves)."""
         worker = self.loop.worker
+        if worker.device.type == "cuda":
+            return
         worker.run = overwriting(worker.run)  # type: ignore[method-assign]
         worker.use(worker.drafter)
 
