@@ -381,6 +381,32 @@ class Chain:
             self._pass(rest, done)
         return DraftsAhead(self.steps[:n_draft, : len(slots)].T)
 
+    @torch.inference_mode()
+    def draft_behind(self, slots: Sequence[Slot], kept: Kept, n_draft: int) -> DraftsAhead | None:
+        """The passes of `draft`: the first one has the rows that wait, and the anchors' as the device has them."""
+        if self.p_min > 0 or self.is_recurrent:
+            return None
+        self._bring_up([late for slot in slots if (late := self._too_late(slot)) is not None])
+        seqs = []
+        for slot in slots:
+            state = self._state(slot)
+            state.n_row = min(state.n_row, slot.n_past)  # as in `draft`
+            seqs.append(
+                Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], 0], self.modes[0], n_out=1)
+            )
+        first = self._lay_out(seqs, self.arenas[0])
+        n = len(slots)
+        anchors = first.seq_start[1 : n + 1].long() - 1
+        first.tokens.index_copy_(0, anchors, kept.tokens[kept.last])
+        torch.cat([self._state(slot).hidden for slot in slots], out=self.hidden[: first.n_row])
+        self._first(first)
+        copied(self.tokens[:n], self.steps[0, :n])
+        rest = self._chained(slots, n_draft) if n_draft > 1 else None
+        for done in range(1, n_draft):
+            assert rest is not None
+            self._pass(rest, done)
+        return DraftsAhead(self.steps[:n_draft, :n].T)
+
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             state = self._state(slot)
