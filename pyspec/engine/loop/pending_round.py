@@ -184,7 +184,10 @@ class PendingRound:
         Also returns the slots for which the next round ran with a wrong token, or not at all: the best token is an end, banned, or none.
         """
         best, starts, behind = self.launched.found, self.batch_starts, self.next
-        assert best is not None and behind is not None
+        assert behind is not None
+        if behind.known == ():  # no row of the next round depends on this one
+            return list(chosen), set()
+        assert best is not None
         if behind.known is not None:
             return self._reconcile_prompt(chosen[0], int(best[0, 0]), behind)
         found, out, off = list(map(int, best[0, : starts[-1]].tolist())), [], set()
@@ -212,7 +215,7 @@ class PendingRound:
     ) -> tuple[list[Chosen | None], set[int]]:
         """The same behind a prompt: the slot's rows are wrong if its first token is another one than the device found, or may end it."""
         ends = frozenset() if behind.ends is None else behind.ends[0]
-        is_off = bool(behind.known) and (c is None or c.tokens != [found] or found in ends)
+        is_off = c is None or c.tokens != [found] or found in ends
         return [c], {self.work[0].slot.index} if is_off else set()
 
     def fail_slot(self, fault: Fault, chosen: Sequence[Chosen | None]) -> list[Chosen | None]:
