@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pyspec.device.worker import Launched, Worker
+from pyspec.device.worker import Launched
 from pyspec.draft.drafter import FollowingDrafter
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits, Work, alone_of, logits_need, plan_work
-from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.policy.prompt_pace import PromptPace
 from pyspec.engine.policy.prompt_throttle import PromptThrottle
 from pyspec.errors import SlotError
-from pyspec.slots.round import Continuation, Round, plan_round
+from pyspec.slots.round import Continuation, plan_round
 
 ON = True  # else the host reads a prompt before it launches the next round
 
@@ -30,15 +29,13 @@ class BehindPrompt:
 
     def __init__(
         self,
-        worker: Worker,
-        speculator: Speculator,
         committer: Committer,
         lookahead: Lookahead,
         pace: PromptPace,
         throttle: PromptThrottle,
         clock: Callable[[], float],
     ) -> None:
-        self.worker, self.speculator, self.committer = worker, speculator, committer
+        self.committer, self.worker, self.speculator = committer, committer.worker, committer.speculator
         self.lookahead, self.pace, self.throttle, self.clock = lookahead, pace, throttle, clock
 
     def follows(self, pending: PendingRound, jobs: Mapping[int, Job]) -> bool:
@@ -71,8 +68,10 @@ class BehindPrompt:
             return None
         self.committer.settle(pending)
         work = plan_work([alone], {}, limits, self.worker.memory.n_late)
-        sent = self.clock()
-        launched = self._try(lambda: self.worker.launch(plan_round_of(self.worker, work)))
+        seqs, reads, sent = [w.seq for w in work], logits_need(work), self.clock()
+        launched = self._try(
+            lambda: self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
+        )
         if launched is None:
             return None
         pending.next = Continuation(known=())
@@ -110,13 +109,10 @@ class BehindPrompt:
 
     def _may_draft(self, job: Job) -> bool:
         """Its drafts may be made before the host sees them."""
-        is_calm = job.constraint is None or job.constraint.is_calm
-        return (
-            is_calm
-            and takes_the_best(job.sampler)
-            and job.slot is not None
-            and self.speculator.follows(job.slot.index)
-        )
+        slot, speculator = job.slot, self.speculator
+        if slot is None or not speculator.follows(slot.index) or not speculator.read.may_draft(slot):
+            return False
+        return (job.constraint is None or job.constraint.is_calm) and takes_the_best(job.sampler)
 
     def _try(self, launch: Callable[[], Launched | None]) -> Launched | None:
         """None if a slot is at fault: the round that the host starts raises it again, and blames the right request."""
@@ -128,8 +124,3 @@ class BehindPrompt:
             while len(fetched) > n:
                 fetched.pop()
             return None
-
-
-def plan_round_of(worker: Worker, work: Sequence[Work]) -> Round:
-    """A round with known tokens."""
-    return plan_round(worker.table, [w.seq for w in work], reads=logits_need(work))

@@ -99,9 +99,7 @@ class Loop:
         self.throttle = PromptThrottle(prompt_weight, limits.prompts)
         self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.forward_costs)
         self.turns = Turns(clock)
-        self.behind_prompt = BehindPrompt(
-            worker, self.speculator, self.committer, self.lookahead, self.pace, self.throttle, clock
-        )
+        self.behind = BehindPrompt(self.committer, self.lookahead, self.pace, self.throttle, clock)
         self.awake: list[Job] = []  # jobs that take part in this round
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
         # deliver events; called while the GPU is busy, or when nothing waits for it
@@ -224,11 +222,12 @@ class Loop:
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the next round before this one is read, if the same requests continue with any result."""
         work, ahead, speculator = pending.work, self.lookahead, self.speculator
-        # with turns only the end of this round decides whose is next
-        if self.throttle.are_over or self.turns.n_slow or self.needs_sync():
+        if (
+            self.throttle.are_over or self.turns.n_slow or self.needs_sync()
+        ):  # its end decides whose turn is next
             return None
-        if self.behind_prompt.follows(pending, self.jobs):
-            return self.behind_prompt.launch(pending, self.jobs, self.limits)
+        if self.behind.follows(pending, self.jobs):
+            return self.behind.launch(pending, self.jobs, self.limits)
         if len(work) + self.throttle.n_resting != len(self.jobs):
             return None
         if len(pending.running(self.jobs)) < len(work) or not all(map(ahead.can_pipeline, work)):
