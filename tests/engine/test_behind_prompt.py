@@ -64,10 +64,11 @@ class Watched:
     drafts  by request, the drafts of its rounds by position
     """
 
-    def __init__(self, r: Rig) -> None:
+    def __init__(self, r: Rig, *, overwrites: bool = True) -> None:
         r.run_ahead(defers=True)
-        r.overwrite_results()
-        r.loop.pace.alone.pick = OftenAlone()  # type: ignore[method-assign]
+        if overwrites:
+            r.overwrite_results()
+        r.loop.pace.alone.pick = OftenAlone()  # type: ignore[method-assign,assignment]
         self.behind: Counter[str] = Counter()
         self.drafts: dict[str, dict[int, list[int]]] = {}
         self.r, self._read, self._was_alone = r, r.loop.read, False
@@ -170,9 +171,9 @@ def test_a_request_that_is_sampled_or_cancelled_ends_no_other(kind: str) -> None
 def test_a_failure_of_the_prompt_ends_its_request_alone(kind: str, what: str) -> None:
     """Found while the round behind it runs; a drafter that fails costs drafts."""
     path, settings = KINDS[kind]()
-    asked = [(prompt, 25, {}) for prompt, _, _ in requests(5)]
+    asked = [(prompt, 25) for prompt, _, _ in requests(5)]
     cold = plain_rig(path)
-    want = [cold.generate(prompt, n).tokens for prompt, n, _ in asked]
+    want = [cold.generate(prompt, n).tokens for prompt, n in asked]
     w = Watched(rig(path, np=3, **settings))
     wait, choose, loop = w.r.loop.wait, w.r.loop.choose, w.r.loop
     failed: set[str] = set()
@@ -208,7 +209,7 @@ def test_a_failure_of_the_prompt_ends_its_request_alone(kind: str, what: str) ->
             observe(batch, kept, out)
 
         drafter.observe = observed  # type: ignore[method-assign]
-    heard = [w.r.submit(*a[:2]) for a in asked]
+    heard = [w.r.submit(prompt, n) for prompt, n in asked]
     w.r.run()
     assert failed or (what == "drafter" and loop.drafter is None)
     for h, tokens in zip(heard, want, strict=True):

@@ -222,9 +222,7 @@ class Loop:
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the next round before this one is read, if the same requests continue with any result."""
         work, ahead, speculator = pending.work, self.lookahead, self.speculator
-        if (
-            self.throttle.are_over or self.turns.n_slow or self.needs_sync()
-        ):  # its end decides whose turn is next
+        if self.throttle.are_over or self.turns.n_slow or self.needs_sync():  # its end decides
             return None
         if self.behind.follows(pending, self.jobs):
             return self.behind.launch(pending, self.jobs, self.limits)
