@@ -26,13 +26,13 @@ def run(r: RankRig) -> Watched:
     """Requests that join and leave, with the trained answers; one of each five is cancelled."""
     w, rng, texts = Watched(r, overwrites=False), random.Random(5), demo_prompts()
     heard: list[tuple[Heard, list[int]]] = []
-    for i in range(4 * r.loop.n_slot):
+    for i in range(6 * r.loop.n_slot):
         prompt, text = texts[i % len(texts)]
-        n = rng.randrange(1, min(40, len(text)))
+        n = rng.randrange(2, min(60, len(text)))
         heard.append((r.submit(prompt, n, GREEDY, cache_prompt=i % 3 > 0), [*text[:n]]))
         if i % 5 == 4:
             r.loop.cancel(heard[-2][0].job)
-        for _ in range(rng.randrange(2, 9) if i % r.loop.n_slot == 1 else 0):
+        for _ in range(rng.randrange(2, 5)):
             r.loop.step()
     r.run()
     r.ranks.settle()
