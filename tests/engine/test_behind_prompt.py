@@ -222,8 +222,7 @@ def test_a_failure_of_the_prompt_ends_its_request_alone(kind: str, what: str) ->
     assert w.behind["decodes, ahead"]
 
 
-@pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("kind", ["qwen35 mtp", "qwen35 dflash"])
+@pytest.mark.parametrize("kind", ["qwen35 mtp", "qwen35 dflash", "nemotron plain"])
 def test_a_prompt_that_comes_again_starts_from_the_state_at_its_end(kind: str) -> None:
     """The state is copied while the next round runs, and that leaves it as it was."""
     path, settings = KINDS[kind]()
