@@ -315,6 +315,7 @@ def test_a_prompt_alone_is_chosen_by_measured_times() -> None:
     assert pick([50, 400, 300], 0, 8, 5.0, pause_ms=0.0) is None
     alone.landed(320, 20.0, others=True)
     assert pick([300], 0, 8, 5.0) == 0
+    assert alone.expected(200) == 20.0 and alone.expected(400) == 0.0, "a prompt that is under way"
     assert pick([300], 0, 8, 45.0) is None, "a round of the decoding slots behind is too much"
     assert pick([300], 200, 8, 5.0) is None, "a forward for the other prompts is needed anyway"
     assert pick([300] * 2, 0, 8, 5.0) == 0 and pick([300] * 3, 0, 8, 5.0) is None

@@ -19,16 +19,28 @@ class AheadRows:
     def __init__(self, device: torch.device, n_seq: int, n_row: int) -> None:
         self.device = device
         self.ahead = ahead.bind(AheadSpec(device, n_seq=n_seq, n_row=n_row))
+        # of sequences that go on with one token each
+        self._ones = torch.ones(n_seq, dtype=torch.int32, device=device)
+        self._places = torch.arange(n_seq, device=device)
         # `ends` of rounds, and the same on the device
         self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))
 
     def accept(self, batch: Batch, best: Tensor, behind: Continuation) -> Kept:
-        """How far the verify that ran `batch` is kept. best [2, row] f64: as of the op."""
+        """How far the verify that ran `batch` is kept. best [2, row] f64: as of the op, of a prompt its last row alone."""
+        if behind.known is not None:
+            return self._given(best, behind.known)
         ends = None if behind.ends is None else self._upload_ends(behind.ends)
         forced = None
         if behind.forced is not None:
             forced = sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
         return self.ahead.accept(best, self._crossed(batch, behind.refused), ends, forced)
+
+    def _given(self, best: Tensor, known: tuple[int, ...]) -> Kept:
+        """One row of each sequence, as if they were a verify without drafts: the token behind it is known, or the prompt's best one."""
+        tokens = sent(torch.tensor(known, dtype=torch.int64), self.device)
+        tokens = torch.where(tokens == NO_TOKEN, best[0, 0].long(), tokens)
+        n = len(known)
+        return Kept(self._ones[:n], tokens, self._places[:n], self._ones[:n])
 
     def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
         """As of the op."""

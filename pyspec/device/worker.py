@@ -19,12 +19,13 @@ from pyspec.cuda.faults import Reader
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device.ahead_rows import AheadRows
-from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
+from pyspec.draft.drafter import Drafter, FollowingDrafter, LookaheadDrafter, Needs, PagedDrafter
 from pyspec.errors import DeviceError, DoesNotFit, EngineBug, PyspecError
 from pyspec.models.target import Out, Target
 from pyspec.sample.choose import top
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, lay_out
+from pyspec.slots.drafts import DraftsAhead
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.round import Continuation, LogitsNeed, Round
@@ -160,8 +161,7 @@ class Worker:
         began, drafts = stamp(self.device) if behind.n_draft else None, None
         kept = self.accept(before, behind)
         if behind.n_draft:
-            assert isinstance(self.drafter, LookaheadDrafter)
-            drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))
+            drafts = self._draft(before, round_, kept)
             if drafts is None:
                 return None
         own, q = (None, None) if drafts is None else (drafts.tokens, drafts.q)
@@ -170,11 +170,24 @@ class Worker:
         drafted = None if began is None else stamp(self.device)
         if own is not None:
             self.watch_drafter()
-        before.copy_results(self.needs, is_next_launched=True)
+        if behind.known is None:  # else they are copied, and the drafter has seen them
+            before.copy_results(self.needs, is_next_launched=True)
         launched = self._send(batch, round_.reads)
         launched.tokens, launched.q = tokens, q
         launched.drafting = None if began is None or drafted is None else (began, drafted)
         return launched
+
+    def _draft(self, before: Launched, round_: Round, kept: Kept) -> DraftsAhead | None:
+        """Drafts of a round that continues `before`."""
+        assert round_.behind is not None
+        most = max(round_.behind.n_draft)
+        if round_.behind.known is not None:
+            assert isinstance(self.drafter, FollowingDrafter)
+            return self.drafter.draft_behind(
+                [self.table.slots[seq.slot] for seq in round_.seqs], kept, most
+            )
+        assert isinstance(self.drafter, LookaheadDrafter)
+        return self.drafter.draft_ahead(before.batch, before.out, kept, most)
 
     def accept(self, before: Launched, behind: Continuation) -> Kept:
         """Count the kept rows of a round that is not read yet."""

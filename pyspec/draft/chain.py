@@ -22,6 +22,7 @@ from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.draft.drafter import DraftPlan, DraftRequest
 from pyspec.draft.draws import Drawing, Draws
+from pyspec.draft.pending_rows import Pending
 from pyspec.models.target import ModelConfig, MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
@@ -47,45 +48,6 @@ def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float, n_co
     """Of the graphs of all passes together. width: rows of a slot in a first pass. n_column: tokens of the head, if it is the drafter's own"""
     logits = 4 * n_slot * (n_column or config.n_vocab) * (2 if p_min > 0 else 1)
     return logits + most_rows(n_slot, width) * row_bytes(config.n_ff, config.n_embd)
-
-
-class Pending:
-    """A slot's state for its next draft: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1.
-
-    Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
-    still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
-
-    Rounds without drafts only note the places of their rows; `hidden` brings them together.
-
-    guess   tokens of the chained rows from n_row on, if they stay where they are right
-    n_fold  last exact rows that recurrent layers have as records
-    begun   length of the slot in the last `draft_ahead`
-    """
-
-    __slots__ = ("_pieces", "begun", "generation", "guess", "n_fold", "n_hidden", "n_row")
-
-    def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
-        self.generation, self.n_row, self.hidden = generation, n_row, hidden
-        self.guess: Sequence[int] = ()
-        self.n_fold = self.begun = 0
-
-    @property
-    def hidden(self) -> Tensor:
-        """[m, n_embd], brought together on the first read."""
-        if len(self._pieces) > 1:
-            self.hidden = torch.cat([rows[first:end] for rows, first, end in self._pieces])
-        rows, first, end = self._pieces[0]
-        return rows[first:end]
-
-    @hidden.setter
-    def hidden(self, rows: Tensor) -> None:
-        self.n_hidden = rows.shape[0]
-        self._pieces = [(rows, 0, self.n_hidden)]
-
-    def add(self, rows: Tensor, first: int, end: int, *, after: bool) -> None:
-        """Rows [first, end) of a forward, after those that are there or in their place."""
-        self._pieces = [*self._pieces, (rows, first, end)] if after else [(rows, first, end)]
-        self.n_hidden = self.n_hidden * after + end - first
 
 
 def _is_plain(name: str, part: PartMemory) -> bool:
@@ -380,6 +342,32 @@ class Chain:
         for done in range(1, n_draft):
             self._pass(rest, done)
         return DraftsAhead(self.steps[:n_draft, : len(slots)].T)
+
+    @torch.inference_mode()
+    def draft_behind(self, slots: Sequence[Slot], kept: Kept, n_draft: int) -> DraftsAhead | None:
+        """The passes of `draft`: the first one has the rows that wait, and the anchors' as the device has them."""
+        if self.p_min > 0 or self.is_recurrent:
+            return None
+        self._bring_up([late for slot in slots if (late := self._too_late(slot)) is not None])
+        seqs = []
+        for slot in slots:
+            state = self._state(slot)
+            state.n_row = min(state.n_row, slot.n_past)  # as in `draft`
+            seqs.append(
+                Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], 0], self.modes[0], n_out=1)
+            )
+        first = self._lay_out(seqs, self.arenas[0])
+        n = len(slots)
+        anchors = first.seq_start[1 : n + 1].long() - 1
+        first.tokens.index_copy_(0, anchors, kept.tokens[kept.last])
+        torch.cat([self._state(slot).hidden for slot in slots], out=self.hidden[: first.n_row])
+        self._first(first)
+        copied(self.tokens[:n], self.steps[0, :n])
+        rest = self._chained(slots, n_draft) if n_draft > 1 else None
+        for done in range(1, n_draft):
+            assert rest is not None
+            self._pass(rest, done)
+        return DraftsAhead(self.steps[:n_draft, :n].T)
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:

@@ -338,11 +338,22 @@ class DFlash:
         return [drafts.get(r.slot.index, NO_DRAFTS) for r in requests]
 
     def _lay_out(
-        self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()
+        self,
+        slots: Sequence[Slot],
+        anchors: Sequence[int],
+        n_draft: int,
+        slack: Sequence[int] = (),
+        back: int = 0,
     ) -> Batch:
         masks = [self.net.c.mask_id] * (self.length.rows(len(slots), n_draft) - 1)
         seqs = [
-            Seq(slot.index, slot.n_past, [anchor, *masks], slack=more, first_key=self._first_key(slot))
+            Seq(
+                slot.index,
+                slot.n_past - back,
+                [anchor, *masks],
+                slack=more,
+                first_key=self._first_key(slot),
+            )
             for slot, anchor, more in zip(slots, anchors, slack or [0] * len(slots), strict=True)
         ]
         return lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena)
@@ -361,7 +372,20 @@ class DFlash:
         has_context = all(self.n_context[slot.index] == slot.n_past for slot in slots)
         if self.p_min > 0 or self.n_held or (self.needs.late and batch.single) or not has_context:
             return None
-        blocks = self._lay_out(slots, [0] * len(slots), n_draft, [seq.width for seq in batch.seqs])
+        return self._moved(slots, kept, n_draft, [seq.width for seq in batch.seqs])
+
+    @torch.inference_mode()
+    def draft_behind(self, slots: Sequence[Slot], kept: Kept, n_draft: int) -> DraftsAhead | None:
+        if self.p_min > 0 or any(self.n_context[slot.index] != slot.n_past for slot in slots):
+            return None
+        self.catch_up()
+        return self._moved(slots, kept, n_draft, [1] * len(slots), back=1)
+
+    def _moved(
+        self, slots: Sequence[Slot], kept: Kept, n_draft: int, widths: Sequence[int], back: int = 0
+    ) -> DraftsAhead:
+        """Drafts of blocks that the device moves behind the kept ones of `widths` rows, which began `back` positions before the slots' ends."""
+        blocks = self._lay_out(slots, [0] * len(slots), n_draft, widths, back)
         moved = self.ahead.move(blocks, kept)
         tokens, _ = self._tokens(self.block(moved), len(slots), n_draft, moved.tokens)
         return DraftsAhead(tokens.view(len(slots), n_draft))

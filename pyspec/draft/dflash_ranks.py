@@ -176,10 +176,19 @@ class DividedDFlash(DFlash):
         """As of DFlash, once every rank knows which rows are accepted."""
         return super().draft_ahead(batch, out, kept, n_draft) if self.lead.has_accepted else None
 
+    def draft_behind(self, slots: Sequence[Slot], kept: Kept, n_draft: int) -> DraftsAhead | None:
+        """As of DFlash, once every rank has the prompt's token."""
+        return super().draft_behind(slots, kept, n_draft) if self.lead.has_accepted else None
+
     def _lay_out(
-        self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()
+        self,
+        slots: Sequence[Slot],
+        anchors: Sequence[int],
+        n_draft: int,
+        slack: Sequence[int] = (),
+        back: int = 0,
     ) -> Batch:
-        batch = super()._lay_out(slots, anchors, n_draft, slack)
+        batch = super()._lay_out(slots, anchors, n_draft, slack, back)
         self.block.unmoved = tuple(batch.seqs) if slack else None  # with slack they are moved next
         return batch
 

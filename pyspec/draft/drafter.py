@@ -338,6 +338,19 @@ class LookaheadDrafter(Protocol):
 
 
 @runtime_checkable
+class FollowingDrafter(Protocol):
+    """A drafter that can draft behind tokens of which only the device knows some: the first one behind a prompt."""
+
+    def draft_behind(self, slots: Sequence[Slot], kept: Kept, n_draft: int) -> DraftsAhead | None:
+        """Drafts on the device for every slot, behind one token of each: the one that follows the row of the slot in `kept`. All tokens before
+        it are observed and committed. None if it can not: the host asks for drafts when it knows all tokens.
+
+        Nothing it knows of a slot changes before `LookaheadDrafter.confirm_ahead`, but for rows of committed tokens.
+        """
+        ...
+
+
+@runtime_checkable
 class WindowedDrafter(Protocol):
     """A drafter whose drafts can see less than the whole text."""
 

@@ -24,12 +24,15 @@ class Continuation:
     forced  per sequence, drafts of the round before that count as right (synthetic acceptance); None: compare them
     n_draft drafts that the device makes for each sequence before it runs; empty: none
     refused rows of the round before whose drafts count as wrong: a grammar refuses them
+    known   the round before read one whole prompt and nothing else: the token that each sequence goes on with, NO_TOKEN for the prompt's,
+            which only the device has. Rows are laid out one position before their places. None: the round before was a verify
     """
 
     ends: tuple[frozenset[int], ...] | None = None
     forced: tuple[int, ...] | None = None
     n_draft: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
+    known: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

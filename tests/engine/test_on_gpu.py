@@ -145,6 +145,25 @@ def test_every_width_leaves_the_text(n_draft: int, expected: list) -> None:
 
 
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
+def test_rounds_behind_a_prompt_that_runs_alone_leave_the_text(
+    draft: str | None, expected: list
+) -> None:
+    """Each prompt that joins three slots runs alone, and the round behind it is launched meanwhile."""
+    with load(draft, 3, n_draft_fixed=True) as engine:
+        loop, behind = engine.loop, []
+        loop.pace.alone.pick = lambda whole, n_other, n_verify, *_: next(
+            (i for i, n in enumerate(whole) if n and n_verify), None
+        )
+        launch = loop.behind.launch
+        loop.behind.launch = lambda *a: behind.append(launch(*a)) or behind[-1]
+        for _ in range(2):
+            assert [r.tokens for r in answers(engine, cache_prompt=False)] == expected
+        ahead = [round_ for round_ in behind if round_ is not None]
+        assert len(ahead) > 5 and len(ahead) >= 0.7 * len(behind)
+        assert any(round_.launched.tokens is not None for round_ in ahead) == (draft is not None)
+
+
+@pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list) -> None:
     """Requests with and without drafts, beside each other and after each other, and second turns that reuse their pages."""
     with load(draft, 4, n_draft_fixed=True) as engine, load(None, 1, prefix_cache=False) as cold:

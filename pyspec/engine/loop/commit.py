@@ -75,15 +75,17 @@ class Committer:
         ):  # clients wait for these tokens, and not for state copies or the next launch
             self.flush_deferred()
             self.on_first()
-        self.speculator.observe(pending.launched.batch, kept, pending.launched.out)
-        for i, (w, n, end) in enumerate(zip(pending.work, kept, ends, strict=True)):
+        if not pending.is_settled:
+            self.speculator.observe(pending.launched.batch, kept, pending.launched.out)
+        then = {} if ahead is None else {w.slot.index: w.seq for w in ahead.work}
+        for w, n, end in zip(pending.work, kept, ends, strict=True):
             if n == 0:
                 continue  # its request has ended
-            w.slot.tokens.extend(w.seq.tokens[:n])
-            if ahead is None:
-                w.slot.n_fold = w.seq.n_recorded(n)
-            else:  # the next round folds these records, or leaves them
-                w.slot.n_fold = ahead.work[i].seq.n_recorded(0)
+            if not pending.is_settled:
+                w.slot.tokens.extend(w.seq.tokens[:n])
+            # the next round, if it is launched, folds these records or leaves them
+            following = then.get(w.slot.index)
+            w.slot.n_fold = w.seq.n_recorded(n) if following is None else following.n_recorded(0)
             if end is not None:
                 self.finish(w.job, end)
             elif w.slot.n_past <= w.job.n_prefill:
@@ -95,6 +97,14 @@ class Committer:
             )
         if not self.defers:
             self.flush_deferred()
+
+    def settle(self, pending: PendingRound) -> None:
+        """Keep the rows of a whole prompt that the device reads: they are kept whatever its first token is, which `commit` adds."""
+        launched, (w,) = pending.launched, pending.work
+        launched.copy_results(self.worker.needs, is_next_launched=True)
+        self.speculator.observe(launched.batch, [w.seq.width], launched.out)
+        w.slot.tokens.extend(w.seq.tokens)
+        w.slot.n_fold, pending.is_settled = 0, True
 
     def start(self, job: Job, c: Chosen) -> None:
         """Send the first token of a request whose whole prompt was cached."""
@@ -131,7 +141,7 @@ class Committer:
     def _hand_over(self, w: Work, c: Chosen | None) -> tuple[int, End | None]:
         """Give a request its tokens."""
         if not w.job.is_decoding:
-            w.job.progress(w.slot.n_past + w.seq.width)
+            w.job.progress(w.seq.n_past + w.seq.width)
         if c is None:
             return w.seq.width, None
         if c.error is not None:

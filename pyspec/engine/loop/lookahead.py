@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN
 from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.pending_round import PendingRound
@@ -85,6 +85,43 @@ class Lookahead:
             for w, n, mode in zip(work, n_drafts, modes, strict=True)
         ]
         return seqs, Continuation(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)
+
+    def can_follow(self, w: Work) -> bool:
+        """The part reads a prompt to its end, and the request goes on with the largest logit unless it ends."""
+        job, seq = w.job, w.seq
+        return (
+            not job.is_decoding
+            and seq.keep
+            and seq.n_out == 1
+            and not w.n_scored
+            and seq.n_past + seq.width == job.n_prefill
+            and job.n_left > 1
+            and takes_the_best(job.sampler)
+            and job.constraint is None
+        )
+
+    def plan_behind(
+        self, prompt: Job, jobs: Sequence[Job], n_drafts: Sequence[int]
+    ) -> tuple[list[Seq], Continuation] | None:
+        """Plan the rows of all `jobs` behind the prompt of one of them, whose rows are committed; the others' tokens are known. Each is laid
+        out one position before its place. None: they are too many."""
+        if sum(n_drafts) + len(jobs) > self.max_rows:
+            return None
+        seqs, known = [], []
+        for job, n in zip(jobs, n_drafts, strict=True):
+            slot = job.slot
+            assert slot is not None
+            mode = SeqMode.VERIFY
+            if not n and waits(slot, slot.n_past, slot.n_fold, self.n_late):
+                mode = SeqMode.LATE
+            elif not n and job is not prompt:  # its state may still be kept as that of the prompt's end
+                mode = SeqMode.KEEP
+            known.append(NO_TOKEN if job is prompt else job.anchor or 0)
+            seqs.append(
+                Seq(slot.index, slot.n_past - 1, [0] * (1 + n), mode, 1 + n, slot.n_fold, slack=1)
+            )
+        drafts = tuple(n_drafts) if any(n_drafts) else ()
+        return seqs, Continuation((self._ends_of(prompt),), None, drafts, known=tuple(known))
 
     def _single_mode(self, w: Work) -> SeqMode:
         """The mode of a request's next single row. Behind drafts it is never late: the number of records is unknown."""

@@ -18,6 +18,7 @@ from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.admission import Admission
+from pyspec.engine.loop.behind_prompt import BehindPrompt
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.grammar_turns import Turns
@@ -98,6 +99,7 @@ class Loop:
         self.throttle = PromptThrottle(prompt_weight, limits.prompts)
         self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.forward_costs)
         self.turns = Turns(clock)
+        self.behind = BehindPrompt(self.committer, self.lookahead, self.pace, self.throttle, clock)
         self.awake: list[Job] = []  # jobs that take part in this round
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
         # deliver events; called while the GPU is busy, or when nothing waits for it
@@ -220,13 +222,11 @@ class Loop:
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the next round before this one is read, if the same requests continue with any result."""
         work, ahead, speculator = pending.work, self.lookahead, self.speculator
-        if (
-            len(work) + self.throttle.n_resting != len(self.jobs)
-            or self.throttle.are_over
-            or self.needs_sync()
-        ):
+        if self.throttle.are_over or self.turns.n_slow or self.needs_sync():  # its end decides
             return None
-        if self.turns.n_slow:  # only the end of this round decides whose turn is next
+        if self.behind.follows(pending, self.jobs):
+            return self.behind.launch(pending, self.jobs, self.limits)
+        if len(work) + self.throttle.n_resting != len(self.jobs):
             return None
         if len(pending.running(self.jobs)) < len(work) or not all(map(ahead.can_pipeline, work)):
             return None
@@ -324,7 +324,7 @@ class Loop:
         """Make verdicts final, and report the round's time to the controller."""
         if ahead is not None:
             chosen, ahead.off = pending.reconcile(chosen)
-        else:
+        elif not pending.is_settled:
             pending.launched.copy_results(self.worker.needs, is_next_launched=False)
         if fault is not None:
             self.stats.guard_trips += 1

@@ -35,6 +35,8 @@ class PendingRound:
     refused  rows whose drafts, made by the device, a grammar refuses; None: not checked yet
     asked    tokens of each draft that the host asked for, if it cut them
     next     how the next round continues this one, once that is launched
+    is_known  it is behind, but its rows were known: a prompt behind another one
+    is_settled  its prompt is committed, but for the token behind it
     is_first  a forward of a new shape was recorded in it: others of its size take less time
     """
 
@@ -44,6 +46,8 @@ class PendingRound:
     drafted: float
     sent: float
     is_behind: bool = False
+    is_known: bool = False
+    is_settled: bool = False
     asked: Sequence[int] = ()
     off: set[int] = field(default_factory=set)
     spans: Sequence[Span] = ()
@@ -69,7 +73,7 @@ class PendingRound:
     @property
     def is_watched(self) -> bool:
         """The drafter's guards ran since its faults were read last."""
-        return not self.is_behind or self.launched.tokens is not None
+        return not self.is_behind or self.is_known or self.launched.tokens is not None
 
     def still_running(self, w: Work, jobs: Mapping[int, Job]) -> bool:
         """The request has not ended since the launch, nor taken another token. jobs: by slot."""
@@ -106,6 +110,9 @@ class PendingRound:
 
     def fill_tokens(self, ended: float) -> None:
         """Fill in positions and tokens of the rows: the round before was committed at `ended`."""
+        if self.is_known:
+            self.began = self.drafted = ended
+            return
         launched, work, drafted = self.launched, [], self.launched.drafted_tokens()
         own = None if drafted is None else drafted.tolist()
         for i, (w, start) in enumerate(zip(self.work, launched.batch.starts, strict=False)):
@@ -177,7 +184,12 @@ class PendingRound:
         Also returns the slots for which the next round ran with a wrong token, or not at all: the best token is an end, banned, or none.
         """
         best, starts, behind = self.launched.found, self.batch_starts, self.next
-        assert best is not None and behind is not None
+        assert behind is not None
+        if behind.known == ():  # no row of the next round depends on this one
+            return list(chosen), set()
+        assert best is not None
+        if behind.known is not None:
+            return self._reconcile_prompt(chosen[0], int(best[0, 0]), behind)
         found, out, off = list(map(int, best[0, : starts[-1]].tolist())), [], set()
         for i, (w, c) in enumerate(zip(self.work, chosen, strict=True)):
             own, ends = (
@@ -197,6 +209,14 @@ class PendingRound:
                 off.add(w.slot.index)
             out.append(c)
         return out, off
+
+    def _reconcile_prompt(
+        self, c: Chosen | None, found: int, behind: Continuation
+    ) -> tuple[list[Chosen | None], set[int]]:
+        """The same behind a prompt: the slot's rows are wrong if its first token is another one than the device found, or may end it."""
+        ends = frozenset() if behind.ends is None else behind.ends[0]
+        is_off = c is None or c.tokens != [found] or found in ends
+        return [c], {self.work[0].slot.index} if is_off else set()
 
     def fail_slot(self, fault: Fault, chosen: Sequence[Chosen | None]) -> list[Chosen | None]:
         """A guard tripped in this forward: fail the slot that it names, or all slots if it names none.

@@ -52,7 +52,8 @@ class Work:
     def reads_logits(self) -> bool:
         """The host may read more of the rows than their best tokens outside `bans`. False only for plain greedy rows."""
         sampler = self.job.sampler
-        if not self.job.is_decoding:  # rows may be scored, and the cache keeps the last one's logits
+        # rows of a prompt may be scored, and the cache keeps the last one's logits
+        if self.seq.keep and not self.job.is_decoding:
             return self.seq.n_out > 0
         is_plain = (
             sampler.params.greedy and sampler.banned is not None and sampler.params.logprobs is None
@@ -101,14 +102,16 @@ def alone_of(
     n_verify: int,
     verify_ms: Callable[[int], float],
     now: float,
+    under_way: int = 0,
 ) -> Job | None:
     """The prompt that the next round reads by itself, as a graph; None: all jobs take part. n_verify: rows of those that decode; now: seconds,
-    of the loop's clock."""
+    of the loop's clock; under_way: tokens of a prompt that is read by itself now."""
     reading = [job for job in jobs if not job.is_decoding]
     whole = [job.n_prefill if job.is_unread else 0 for job in reading]
     n_other = sum(job.todo[0] for job, n in zip(reading, whole, strict=True) if not n)
     ms = verify_ms(n_verify) if n_verify else 0.0
-    at = pace.alone.pick(whole, n_other, n_verify, ms, pace.most, pace.pause_ms(reading, now))
+    pause = pace.pause_ms(reading, now) - (pace.alone.expected(under_way) if under_way else 0.0)
+    at = pace.alone.pick(whole, n_other, n_verify, ms, pace.most, pause)
     return None if at is None else reading[at]
 
 

@@ -76,6 +76,11 @@ class PromptsAlone:
         self._n_picked += 1
         return graphs[0][0] if self._n_picked % DOUBT_EVERY else None
 
+    def expected(self, n_token: int) -> float:
+        """Milliseconds of the graph of a prompt; 0: unknown."""
+        rows = self.graph_of(n_token)
+        return (self._ms(rows) or 0.0) if rows else 0.0
+
     def _ms(self, rows: int) -> float | None:
         """Milliseconds of a graph: of the smallest one that has run and is no smaller, else of the largest; None: none has run."""
         known = sorted(self._last)

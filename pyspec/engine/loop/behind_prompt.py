@@ -1,0 +1,126 @@
+"""The round behind a prompt that runs alone, launched while the device reads that prompt.
+
+The other requests rest, so all their tokens are known. All rows of a prompt are kept, whatever its first token is: the drafter
+observes them and the slot has them at once (`Committer.settle`). Only that token is missing, and the device has it (`Continuation.known`).
+The next round is another prompt alone, or one of all requests that decode, the new one among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pyspec.device.worker import Launched
+from pyspec.draft.drafter import FollowingDrafter
+from pyspec.engine.loop.commit import Committer
+from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
+from pyspec.engine.loop.pending_round import PendingRound
+from pyspec.engine.loop.round import RowLimits, Work, alone_of, logits_need, plan_work
+from pyspec.engine.policy.prompt_pace import PromptPace
+from pyspec.engine.policy.prompt_throttle import PromptThrottle
+from pyspec.errors import SlotError
+from pyspec.slots.round import Continuation, plan_round
+
+ON = True  # else the host reads a prompt before it launches the next round
+
+
+class BehindPrompt:
+    """Launches such rounds. Arguments: the loop's."""
+
+    def __init__(
+        self,
+        committer: Committer,
+        lookahead: Lookahead,
+        pace: PromptPace,
+        throttle: PromptThrottle,
+        clock: Callable[[], float],
+    ) -> None:
+        self.committer, self.worker, self.speculator = committer, committer.worker, committer.speculator
+        self.lookahead, self.pace, self.throttle, self.clock = lookahead, pace, throttle, clock
+
+    def follows(self, pending: PendingRound, jobs: Mapping[int, Job]) -> bool:
+        """The round is of this kind: a prompt alone, read to its end, for which others rest. jobs: by slot."""
+        if not ON or len(pending.work) != 1 or len(jobs) < 2:
+            return False
+        (w,) = pending.work
+        return pending.still_running(w, jobs) and self.lookahead.can_follow(w)
+
+    def launch(
+        self, pending: PendingRound, jobs: Mapping[int, Job], limits: RowLimits
+    ) -> PendingRound | None:
+        """Launch the next round. None: the host has to read the prompt first."""
+        prompt = pending.work[0].job
+        awake = self.throttle.awake(jobs.values())
+        decoding = [job for job in awake if job.is_decoding or job is prompt]
+        reading = [job for job in awake if not (job.is_decoding or job is prompt)]
+        if reading:
+            return self._launch_prompt(pending, reading, decoding, limits)
+        return self._launch_decoding(pending, decoding)
+
+    def _launch_prompt(
+        self, pending: PendingRound, reading: Sequence[Job], decoding: Sequence[Job], limits: RowLimits
+    ) -> PendingRound | None:
+        """Another prompt alone, if measured times say so again."""
+        controller, now, n_read = self.speculator.controller, self.clock(), pending.work[0].seq.width
+        n_verify = len(decoding) + sum(controller.drafts_of(job.slot) for job in decoding)
+        alone = alone_of(reading, self.pace, n_verify, controller.verify_ms, now, n_read)
+        if alone is None:
+            return None
+        self.committer.settle(pending)
+        work = plan_work([alone], {}, limits, self.worker.memory.n_late)
+        seqs, reads, sent = [w.seq for w in work], logits_need(work), self.clock()
+        launched = self._try(
+            lambda: self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
+        )
+        if launched is None:
+            return None
+        pending.next = Continuation(known=())
+        return PendingRound(work, launched, 0.0, 0.0, sent=sent, is_behind=True, is_known=True)
+
+    def _launch_decoding(self, pending: PendingRound, jobs: Sequence[Job]) -> PendingRound | None:
+        """A round of all requests that decode, with drafts that the device makes."""
+        prompt, speculator = pending.work[0].job, self.speculator
+        if speculator.has_offers(job for job in jobs if job is not prompt):
+            return None
+        self.committer.settle(pending)
+        speculator.chosen = speculator.lengths(jobs, [int(job is prompt) for job in jobs])
+        n_drafts = [n for _, n in speculator.chosen]
+        if any(n_drafts) and not (self._can_draft and all(map(self._may_draft, jobs))):
+            return None
+        planned = self.lookahead.plan_behind(prompt, jobs, n_drafts)
+        if planned is None:
+            return None
+        seqs, behind = planned
+        then = [Work(job, job.slot, seq) for job, seq in zip(jobs, seqs, strict=True) if job.slot]
+        sent = self.clock()
+        launched = self._try(
+            lambda: self.worker.launch_behind(
+                pending.launched, plan_round(self.worker.table, seqs, behind, reads=logits_need(then))
+            )
+        )
+        if launched is None:
+            return None
+        pending.next, speculator.chosen = behind, None
+        return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
+
+    @property
+    def _can_draft(self) -> bool:
+        return isinstance(self.speculator.drafter, FollowingDrafter)
+
+    def _may_draft(self, job: Job) -> bool:
+        """Its drafts may be made before the host sees them."""
+        slot, speculator = job.slot, self.speculator
+        if slot is None or not speculator.follows(slot.index) or not speculator.read.may_draft(slot):
+            return False
+        return (job.constraint is None or job.constraint.is_calm) and takes_the_best(job.sampler)
+
+    def _try(self, launch: Callable[[], Launched | None]) -> Launched | None:
+        """None if a slot is at fault: the round that the host starts raises it again, and blames the right request."""
+        fetched = self.worker.draft_faults.fetched
+        n = len(fetched)
+        try:
+            return launch()
+        except SlotError:
+            while len(fetched) > n:
+                fetched.pop()
+            return None

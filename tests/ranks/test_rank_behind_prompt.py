@@ -1,0 +1,77 @@
+"""Over ranks, too, the round behind a prompt that runs alone is launched while the device reads it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_rig import DEMO, DEMO_DRAFT, GREEDY, Heard
+from known_texts import demo_prompts
+from rank_threads import RankRig
+from test_behind_prompt import Watched
+
+from pyspec.device.commands import AcceptRows, Command
+from pyspec.device.follow import Follower
+from pyspec.draft.dflash_ranks import MakeContext
+from pyspec.engine.loop import behind_prompt
+
+DRAFTERS: dict[str, dict[str, object]] = {
+    "dflash": {"draft_path": DEMO_DRAFT, "n_draft_max": 4, "n_draft_fixed": True},
+    "mtp": {"spec_type": "mtp", "n_draft_max": 3, "n_draft_fixed": True},
+    "none": {"spec_type": "none"},
+}
+
+
+def run(r: RankRig) -> Watched:
+    """Requests that join and leave, with the trained answers; one of each five is cancelled."""
+    w, rng, texts = Watched(r, overwrites=False), random.Random(5), demo_prompts()
+    heard: list[tuple[Heard, list[int]]] = []
+    for i in range(6 * r.loop.n_slot):
+        prompt, text = texts[i % len(texts)]
+        n = rng.randrange(2, min(60, len(text)))
+        heard.append((r.submit(prompt, n, GREEDY, cache_prompt=i % 3 > 0), [*text[:n]]))
+        if i % 5 == 4:
+            r.loop.cancel(heard[-2][0].job)
+        for _ in range(rng.randrange(2, 5)):
+            r.loop.step()
+    r.run()
+    r.ranks.settle()
+    for h, text in heard:
+        assert h.tokens == text or (h.finish == "cancelled" and h.tokens == text[: len(h.tokens)])
+    return w
+
+
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("np", [3, 5])
+@pytest.mark.parametrize("kind", [*DRAFTERS])
+def test_rounds_behind_a_lone_prompt_are_ahead(
+    kind: str, np: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Command] = []
+    obey = Follower.obey
+    monkeypatch.setattr(Follower, "obey", lambda f, c: (told.append(c), obey(f, c))[1])
+    with RankRig(DEMO, 2, np=np, padded=True, **DRAFTERS[kind]) as r:
+        now = run(r).behind
+    known = [c.behind.known for c in told if isinstance(c, AcceptRows) and c.behind.known]
+    assert now["decodes, ahead"] >= 4 * now["decodes, by the host"] and now["decodes, ahead"] > 2
+    # MTP's drafts are on the first rank alone, which spreads the rows
+    assert (len(known) == now["decodes, ahead"]) == (kind != "mtp")
+    assert all(tokens.count(-1) == 1 for tokens in known)
+    monkeypatch.setattr(behind_prompt, "ON", False)
+    with RankRig(DEMO, 2, np=np, padded=True, **DRAFTERS[kind]) as r:
+        before = run(r).behind
+    assert before["decodes, by the host"] > 2 and not before["decodes, ahead"] + before["prompt, ahead"]
+
+
+def test_held_taps_become_context_before_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds without drafts leave their taps to the next draft, which may be one behind a prompt."""
+    told: list[Command] = []
+    obey = Follower.obey
+    monkeypatch.setattr(Follower, "obey", lambda f, c: (told.append(c), obey(f, c))[1])
+    with RankRig(DEMO, 2, np=3, padded=True, **DRAFTERS["dflash"]) as r:
+        rounds = iter(range(10**6))
+        r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
+            cap * (n % 3 > 0) for n in (next(rounds),) for _, cap in caps
+        ]
+        w = run(r)
+    assert w.behind["decodes, ahead"] > 2 and any(isinstance(c, MakeContext) for c in told)
