@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 import click
+from click.core import ParameterSource
 
 from pyspec.cli.flags import LlamaCommand, gathered, grouped
 from pyspec.cli.meter import load_with_meter
@@ -102,23 +103,22 @@ class RunFlags:
         return text
 
 
-def _message(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """The word after the model, or the only word if a flag names the model and no flag has a prompt."""
+def _message(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
+    """The words after the model, or all words if a flag names the model and no flag has a prompt. Words without quotes are one message."""
     own = ctx.params
-    is_named = any(own.get(name) for name in ("model", "hf_repo"))
-    if (
-        value is None
-        and is_named
-        and own.get("name")
-        and all(own.get(name) is None for name in ("prompt", "chat", "file"))
-    ):
-        value, own["name"] = own["name"], ""
-    return value
+    named = [name for name in ("model", "hf_repo") if own.get(name)]
+    is_free = named and own.get("name") and all(own.get(n) is None for n in ("prompt", "chat", "file"))
+    # of several words the first is no model only if the model was typed, and none had quotes
+    is_typed = any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in named)
+    is_bare = is_typed and len(words) > 1 and not any(" " in word for word in words)
+    if is_free and (not words or is_bare):
+        words, own["name"] = (own["name"], *words), ""
+    return " ".join(words) if words else None
 
 
 _say = grouped("Prompt")
 RUN_OPTIONS = [
-    click.argument("message", required=False, default=None, callback=_message),
+    click.argument("message", nargs=-1, metavar="[MESSAGE]", callback=_message),
     _say("-p", "--prompt", default=None, help="Text to continue, without a chat template."),
     _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer."),
     _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue."),
