@@ -374,7 +374,7 @@ def test_rope_is_stretched_by_llama_servers_flags_and_variables():
     [
         (["-t", "-2"], "-t is -2; want a whole number from -1"),
         (["-np", "-2"], "-2 is not in the range"),
-        (["--temp", "-1"], "--temp is -1"),
+        (["--temp", "-101"], "--temp is -101"),
         (["-n", "-5"], "-5 is not in the range"),
         (["-dev", "cuda:0,cuda:1"], "runs on one device"),
         (["--chat-template-kwargs", "[1]"], "want a JSON object"),
