@@ -227,10 +227,10 @@ def _clients(engine: Engine) -> Iterator[Clients]:
 
 def _write_page(path: Path, report: Report) -> None:
     from pyspec.bench.page import as_html
-    from pyspec.errors import ConfigError
+    from pyspec.errors import cannot_write
 
     try:
         path.write_text(as_html(report), encoding="utf-8")
     except OSError as e:
-        raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
+        raise cannot_write(path, e) from e
     click.echo(f"report: {path}", err=True)

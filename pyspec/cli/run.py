@@ -54,7 +54,7 @@ class RunFlags:
     json_schema_file: TextIO | None = None
 
     def constraint(self) -> dict[str, str]:
-        """What every answer has to match. Raises UsageError for more than one."""
+        """What every answer has to match. Raises UsageError for more than one, and for one from stdin if the prompt comes from there."""
         given = {
             "grammar": (self.grammar, self.grammar_file),
             "json_schema": (self.json_schema, self.json_schema_file),
@@ -64,6 +64,13 @@ class RunFlags:
             raise click.UsageError(
                 "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
             )
+        has_prompt = self.prompt is not None or self.chat_message is not None
+        for name, what in found:
+            if _is_stdin(what) and not has_prompt and (self.file is None or _is_stdin(self.file)):
+                flag = f"--{name.replace('_', '-')}-file -"
+                raise click.UsageError(
+                    f"{flag} reads stdin, so the message comes from elsewhere: after the model, or -f FILE"
+                )
         return {name: what if isinstance(what, str) else what.read() for name, what in found}
 
     def is_talk(self) -> bool:
@@ -101,6 +108,10 @@ class RunFlags:
                 "nothing on stdin; give a message after the model, -p TEXT or -f FILE",
             )
         return text
+
+
+def _is_stdin(what: object) -> bool:
+    return getattr(what, "name", "") in ("-", "<stdin>")
 
 
 def _message(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
@@ -160,12 +171,12 @@ def run(
     """
     from pyspec.cli.logs import set_up
 
-    is_talk = flags.is_talk()
+    is_talk, constraint = flags.is_talk(), flags.constraint()
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     log_ignored()
     text = None if is_talk else flags.text()
     piped = None if is_talk else flags.piped()
-    ask = AnswerOptions(sampling, n_predict, flags.stop, **flags.constraint())
+    ask = AnswerOptions(sampling, n_predict, flags.stop, **constraint)
     with load_with_meter(engine, max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, flags.system)

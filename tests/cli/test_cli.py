@@ -178,6 +178,12 @@ def test_a_type_of_values_that_there_is_not_is_refused():
         (["bench", "demo", "--max-regress", "much"], "percentage"),
         (["bench", "demo", "--baseline", "gone.json"], "cannot read gone.json"),
         (["synth", "no-such-model", "x.gguf"], "no-such-model"),
+        (
+            ["synth", "qwen3", "gone/x.gguf", "--tiny"],
+            "cannot write gone/x.gguf: there is no folder gone",
+        ),
+        (["run", "demo", "--grammar-file", "-"], "--grammar-file - reads stdin, so the message"),
+        (["run", "demo", "-jf", "-", "-f", "-"], "--json-schema-file - reads stdin, so the message"),
     ],
 )
 def test_what_the_user_got_wrong_is_exit_code_2_and_said(args: list[str], message: str):
