@@ -31,7 +31,7 @@ class ReadSlots:
         self.worker, self.controller = worker, controller
         self.unread = controller.unread
         self.disk: object | None = None
-        self._told = False  # the log says that it rests
+        self._logged_rest = False  # the log says that it rests
         self._hidden: dict[int, int] = {}  # by slot: tokens at the begin that it has no rows of
         self._joined: set[int] = set()  # slots of which it has seen no token yet since it joined
         self._joining: tuple[Drafter | None, JoiningDrafter | None] = None, None
@@ -53,17 +53,17 @@ class ReadSlots:
         n_read = sum(index not in self.unread for index in busy)
         may_rest = self.joining is not None and self.disk is None
         if may_rest and not self.controller.reading.wants(n_read, len(busy)):
-            if not self._told:
+            if not self._logged_rest:
                 log.info("drafts have not paid for long: the drafter reads few of the new requests")
-            self._told = True
+            self._logged_rest = True
             self.unread.add(slot.index)
             return
-        self._tell_if_awake()
+        self._log_if_awake()
         self._start(slot, saved, n_unread)
 
-    def _tell_if_awake(self) -> None:
-        if self._told and not self.controller.reading.rests:
-            self._told = False
+    def _log_if_awake(self) -> None:
+        if self._logged_rest and not self.controller.reading.rests:
+            self._logged_rest = False
             log.info("drafts pay again: the drafter reads all requests that may draft")
 
     def _start(self, slot: Slot, saved: object | None, n_unread: int) -> None:
@@ -83,7 +83,7 @@ class ReadSlots:
         slots, reading = self.worker.table.slots, self.controller.reading
         able = sorted(self.unread.difference(mute))
         if not reading.rests:
-            self._tell_if_awake()
+            self._log_if_awake()
             return [slots[index] for index in able]
         busy = [s.index for s in slots if s.busy]
         n_read = sum(index not in self.unread and index not in mute for index in busy)
