@@ -32,6 +32,11 @@ A message is one lower-case line: the fault with its numbers, then the remedy if
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 class PyspecError(Exception):
     """Base of all errors that a user can act on. Any other escaping exception is a bug of pyspec."""
@@ -57,6 +62,13 @@ class ConfigError(PyspecError):
     """A flag, a setting or a catalogue entry is invalid."""
 
     exit_code, status, kind = 2, 400, "invalid_request_error"
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """The error for a file that a user asked for."""
+    if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+        return ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+    return ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}")
 
 
 class ModelError(PyspecError):

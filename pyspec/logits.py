@@ -13,7 +13,7 @@ from torch import Tensor
 from pyspec.config import EngineSettings
 from pyspec.cuda.kernel_context import within
 from pyspec.engine.load.load import load
-from pyspec.errors import ConfigError, RequestError
+from pyspec.errors import ConfigError, RequestError, cannot_write
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 
 
@@ -99,4 +99,4 @@ def save_logits(out: Path, ids: Sequence[int], rows: np.ndarray) -> None:
         with out.open("wb") as file:
             np.savez(file, tokens=np.asarray(ids, np.int32), logits=rows)
     except OSError as e:
-        raise ConfigError(f"cannot write {out}: {e.strerror or e}") from e
+        raise cannot_write(out, e) from e

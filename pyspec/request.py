@@ -44,7 +44,7 @@ class SamplingParams:
     DEFAULT_SAMPLERS. Mirostat replaces all of them except temperature.
     """
 
-    temperature: Annotated[float, Real(0, 100)] = 0.8
+    temperature: Annotated[float, Real(-100, 100, "0 and below: greedy")] = 0.8  # below 0 becomes 0
     top_k: Window = 40  # 0 keeps all
     top_p: Share = 0.95  # 1 keeps all
     min_p: Share = 0.05  # 0 keeps all
@@ -82,6 +82,10 @@ class SamplingParams:
     adaptive_target: Annotated[float, Real(-1, 1, "below 0: off")] = -1.0  # target probability
     adaptive_decay: Annotated[float, Real(0, 0.99)] = 0.9
     post_sampling: bool = False  # `logprobs` are taken after the samplers, not from the model
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, int | float) and -100 <= self.temperature < 0:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def greedy(self) -> bool:

@@ -216,7 +216,7 @@ def test_the_reason_names_both_rates() -> None:
     m = Machine(flat, 1.0, n_slot=1)
     m.run(50, [0.9])
     assert "tok/s, plain" in m.controller.lanes[0].reason
-    assert 0.4 < m.controller.acceptance(0) < 0.9
+    assert 0.4 < m.controller.lanes[0].acceptance < 0.9
     m.controller.choose([(0, 0)])
     assert m.controller.lanes[0].reason.startswith("none: switched off")
 

@@ -69,7 +69,7 @@ def test_a_request_with_a_wrong_field_is_refused(changes: dict[str, object], why
         ({"top_p": math.nan}, "top_p is nan; want a number from 0 to 1"),
         ({"top_p": 1.01}, "top_p is 1.01; want a number from 0 to 1"),
         ({"repeat_penalty": 0}, "repeat_penalty is 0; want a number from 1e-06 to 100"),
-        ({"temperature": -1}, "temperature is -1; want"),
+        ({"temperature": -101}, "temperature is -101; want"),
         ({"logprobs": 1.0}, "logprobs is 1.0; want .* or None"),
         ({"logit_bias": ((1, math.inf),)}, r"logit_bias\[0\] is inf; want .* or -inf"),
         ({"logit_bias": (3,)}, r"logit_bias\[0\] is 3; want a pair"),
@@ -129,3 +129,12 @@ def test_kinds_say_what_they_want() -> None:
         Many(Pair(Whole(0, 1), Text())).flaw([(0, "a"), (2, "b")])
         == "[1] is 2; want a whole number from 0 to 1"
     )
+
+
+@pytest.mark.parametrize("given", [-0.5, -1, -100])
+def test_a_temperature_below_zero_is_greedy(given: float) -> None:
+    """As in llama.cpp, from the command line, HTTP and Python alike."""
+    params = SamplingParams(temperature=given)
+    assert params == SamplingParams(temperature=0.0) and params.greedy
+    assert replace(SamplingParams(), temperature=given).temperature == 0.0
+    check_request(replace(GOOD, params=params))

@@ -60,6 +60,29 @@ NO_ENGINE = frozenset(["-h", "--help", "--version", "--list-devices", "--in-proc
 """With one of these words the command needs no such process."""
 BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}
 """Subcommands of a command that also runs by itself."""
+ELSEWHERE = {
+    "chat": "pyspec run MODEL",
+    "generate": 'pyspec run MODEL "TEXT"',
+    "complete": "pyspec run MODEL -p TEXT",
+    "serve": "pyspec server MODEL",
+    "start": "pyspec server MODEL",
+    "show": "pyspec inspect MODEL, or pyspec fit MODEL for its memory",
+    "info": "pyspec inspect MODEL",
+    "ls": "pyspec list",
+    "download": "pyspec pull MODEL",
+    "search": "pyspec models",
+    "benchmark": "pyspec bench MODEL",
+    "detokenize": "pyspec tokenize MODEL TEXT --json",
+    "rm": "your shell: pyspec list --json shows the path of each file",
+    "remove": "your shell: pyspec list --json shows the path of each file",
+    "delete": "your shell: pyspec list --json shows the path of each file",
+    "stop": "Ctrl-C, or the signal SIGTERM: a server ends when its process does",
+    "create": "a GGUF file: pyspec server FILE",
+    "quantize": "llama-quantize; pyspec runs the file that it writes",
+    "version": "pyspec --version",
+    "help": "pyspec --help, or pyspec COMMAND --help",
+}
+"""Commands of other programs, and what to use instead."""
 INTERRUPTED = 130  # the exit status that a shell reports for Ctrl-C
 
 
@@ -107,10 +130,12 @@ class Commands(click.Group):
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], COMMANDS, 1)
-            raise click.UsageError(
-                f"{e.message}{f' Did you mean {near[0]!r}?' if near else ''}",
-                ctx,
-            ) from e
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            if args[0] in ELSEWHERE:
+                hint = f" Use {ELSEWHERE[args[0]]}."
+            elif args[0].lower().endswith(".gguf"):
+                hint = f" To run the file: pyspec run {args[0]}, or pyspec server {args[0]}."
+            raise click.UsageError(f"{e.message}{hint}", ctx) from e
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         streams.fill_in()

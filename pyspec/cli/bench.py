@@ -123,8 +123,8 @@ BENCH_OPTIONS = [
     ),
     _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000),
           help="Repetitions of each measurement."),
-    _what("--temp", "temperature", default=0.0, type=Number(0, 100),
-          help="Temperature; 0 is greedy."),
+    _what("--temp", "temperature", default=0.0, type=Number(-100, 100),
+          help="Temperature; 0 and below is greedy."),
     _what("--random-prompts", is_flag=True,
           help="Random prompt ids, for random models (`pyspec synth`)."),
     _what("-f", "--file", type=click.Path(path_type=Path, dir_okay=False),
@@ -227,10 +227,10 @@ def _clients(engine: Engine) -> Iterator[Clients]:
 
 def _write_page(path: Path, report: Report) -> None:
     from pyspec.bench.page import as_html
-    from pyspec.errors import ConfigError
+    from pyspec.errors import cannot_write
 
     try:
         path.write_text(as_html(report), encoding="utf-8")
     except OSError as e:
-        raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
+        raise cannot_write(path, e) from e
     click.echo(f"report: {path}", err=True)

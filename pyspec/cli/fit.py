@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from pyspec.engine.plan.fit import Fit, FitReport
 
 AUTO_SLOTS = 4
+LEAST_BYTES = 1 << 20  # a smaller number without a unit is one of GiB
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
     n = float(found[1]) * UNITS[found[2].upper()] if found else -1.0
+    if found and not found[2] and 0 < n < LEAST_BYTES:
+        n *= UNITS["G"]
     if n and not 1 << 20 <= n < 1 << 50:
         raise click.BadParameter(f"want an amount of memory such as 24G, got {value!r}", ctx, param)
     return int(n)
@@ -36,7 +39,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     default="0",
     callback=_bytes,
     metavar="SIZE",
-    help="Plan for this much GPU memory, e.g. 24G.",
+    help="Plan for this much GPU memory: 24 or 24G is 24 GiB.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context

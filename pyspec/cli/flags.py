@@ -39,10 +39,22 @@ class LlamaFlag:
     n_value: int = 0
     env: str = ""
     harmless: tuple[str, ...] = ()
+    takes: str = ""  # values of an ignored flag, as in the table
 
     def error(self, name: str) -> str:
         """The message for a user who gave the flag under this name."""
         return f"{name}: {self.why}"
+
+    def fault(self, name: str, values: Sequence[str]) -> str:
+        """Why llama-server would not take these values, "" if it would."""
+        said = _said(self.takes)
+        if len(values) < self.n_value:
+            return (
+                "" if self.takes.endswith("?") else f"{name}: a value is missing{said and f': {said}'}"
+            )
+        parts = re.split("[,/]", values[0]) if self.takes.endswith(",") else values[:1]
+        wrong = next((part for part in parts if self.takes and not _is_of(part, self.takes)), None)
+        return "" if wrong is None else f"{name}: {wrong!r} is not {said}"
 
 
 @cache
@@ -62,10 +74,35 @@ def llama_flags() -> dict[str, LlamaFlag]:
     return {name: flag for flag in flags for name in flag.names}
 
 
+KINDS = {
+    "whole": ("a whole number", "[-+]?[0-9]+"),
+    "number": ("a number", r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?"),
+    "on": ("on", "on|enabled|true|1"),
+    "off": ("off", "off|disabled|false|0"),
+    "auto": ("auto", "auto|-1"),
+}
+"""Values of ignored flags: what an error calls them, and their form. Other words stand for themselves."""
+
+
+def _kinds(takes: str) -> list[tuple[str, str]]:
+    return [KINDS.get(word, (word, re.escape(word))) for word in takes.rstrip(",?").split("|")]
+
+
+def _is_of(value: str, takes: str) -> bool:
+    return any(re.fullmatch(form, value.strip()) for _, form in _kinds(takes))
+
+
+def _said(takes: str) -> str:
+    """The values of a kind in words."""
+    *some, last = (name for name, _ in _kinds(takes))
+    return f"{', '.join(some)} or {last}" if some else last
+
+
 def _flag(text: str, fate: Any, **more: Any) -> LlamaFlag:
     words = text.split()
+    takes = words.pop()[1:] if words[-1].startswith(":") else ""
     env = words.pop().replace("$", "LLAMA_ARG_") if words[-1].startswith("$") else ""
-    return LlamaFlag(tuple(words), fate, env=env, **more)
+    return LlamaFlag(tuple(words), fate, env=env, takes=takes, **more)
 
 
 class GroupedOption(click.Option):
@@ -277,6 +314,8 @@ class _Reader:
                     self._judge(negative, no, [])
                 continue  # it takes precedence with any value
             value = os.environ.get(flag.env) if flag.env and flag.fate != "honoured" else None
+            if value == "" and flag.fate == "ignored":
+                continue  # compose files set variables to nothing
             if value is not None and (flag.n_value or value.lower() not in OFF):
                 self._judge(flag, flag.env, [value])
 
@@ -342,6 +381,8 @@ class _Reader:
 
     def _judge(self, flag: LlamaFlag, name: str, values: Sequence[str]) -> None:
         if flag.fate == "ignored":
+            if fault := flag.fault(name, values):
+                raise click.UsageError(fault, self._ctx)
             notes = self._ctx.meta.setdefault("pyspec.notes", [])
             notes.append(f"{name} has no effect: {flag.why}")
         elif not values or any(value not in flag.harmless for value in values):

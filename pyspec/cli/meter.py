@@ -31,7 +31,8 @@ def meter(what: str) -> Iterator[OnProgress]:
         with _bar(what) as report:
             yield report
     else:
-        yield _lines(what)
+        with _lines(what) as report:
+            yield report
 
 
 @contextmanager
@@ -53,14 +54,15 @@ def pull_lines() -> Iterator[None]:
     """Print the progress of downloads and hashes in lines; on a terminal the download library draws its own bars."""
     from pyspec.progress import DOWNLOAD, listening
 
-    report, has_bars = _lines(""), sys.stderr.isatty()
+    has_bars = sys.stderr.isatty()
+    with _lines("") as report:
 
-    def report_stage(stage: str, part: float) -> None:
-        if not (has_bars and stage.startswith(DOWNLOAD)):
-            report(int(1000 * part), 1000, stage)
+        def report_stage(stage: str, part: float) -> None:
+            if not (has_bars and stage.startswith(DOWNLOAD)):
+                report(int(1000 * part), 1000, stage)
 
-    with listening(report_stage):
-        yield
+        with listening(report_stage):
+            yield
 
 
 def load_with_meter(choice: EngineChoice, np: int, *, isolated: bool = False) -> Engine:
@@ -85,13 +87,18 @@ def _bar(what: str) -> Iterator[OnProgress]:
         yield report
 
 
-def _lines(what: str) -> OnProgress:
-    due, first = time.monotonic() + FIRST_S, what
+@contextmanager
+def _lines(first: str) -> Iterator[OnProgress]:
+    """Lines now and then. Where there was one, another says that the work is over."""
+    began = time.monotonic()
+    due, last = began + FIRST_S, ""
 
     def report(done: int, whole: int, what: str = "") -> None:
-        nonlocal due
+        nonlocal due, last
         if (now := time.monotonic()) >= due and done < whole:
-            due = now + EVERY_S
-            click.echo(f"{what or first}: {100 * done // max(whole, 1)} %", err=True)
+            due, last = now + EVERY_S, what or first
+            click.echo(f"{last}: {100 * done // max(whole, 1)} %", err=True)
 
-    return report
+    yield report
+    if last:
+        click.echo(f"{first or last}: done after {time.monotonic() - began:.1f} s", err=True)

@@ -105,9 +105,8 @@ def _show(found: list[dict[str, Any]]) -> None:
         busy = [s for s in one["slots"] if s.get("is_processing")]
         n_slot = len(one["slots"]) or one.get("total_slots", "?")
         count = f"{len(busy) if one['slots'] else '?'} of {n_slot}"
-        tokens = sum(int(s.get("n_past") or 0) for s in busy)
         pid, model = str(one.get("pid", "-")), one["model"] or "-"
-        row(t, one["url"], pid, _state(one), model, count, str(tokens), _drafts(one))
+        row(t, one["url"], pid, _state(one), model, count, _tokens(busy), _drafts(one))
     show(t)
     for one in found:
         if one["note"]:
@@ -120,6 +119,17 @@ def _state(one: dict[str, Any]) -> str:
     if not isinstance(progress, dict) or not isinstance(progress.get("fraction"), float | int):
         return str(one["state"])
     return f"{one['state']}: {progress.get('stage', '')}, {100 * progress['fraction']:.0f} %"
+
+
+def _tokens(busy: list[dict[str, Any]]) -> str:
+    """Tokens in these slots, and how far their prompts are: the first part of a long one may take seconds."""
+    tokens = sum(int(s.get("n_past") or 0) for s in busy)
+    reading = [s for s in busy if s.get("state") == "prefill"]
+    done, whole = (
+        sum(int(s.get(name) or 0) for s in reading)
+        for name in ("n_prompt_tokens_processed", "n_prompt_tokens")
+    )
+    return f"{tokens}, reads prompts: {done} of {whole}" if reading else str(tokens)
 
 
 def _drafts(one: dict[str, Any]) -> str:

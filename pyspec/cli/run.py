@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 import click
+from click.core import ParameterSource
 
 from pyspec.cli.flags import LlamaCommand, gathered, grouped
 from pyspec.cli.meter import load_with_meter
@@ -53,7 +54,7 @@ class RunFlags:
     json_schema_file: TextIO | None = None
 
     def constraint(self) -> dict[str, str]:
-        """What every answer has to match. Raises UsageError for more than one."""
+        """What every answer has to match. Raises UsageError for more than one, and for one from stdin if the prompt comes from there."""
         given = {
             "grammar": (self.grammar, self.grammar_file),
             "json_schema": (self.json_schema, self.json_schema_file),
@@ -63,6 +64,13 @@ class RunFlags:
             raise click.UsageError(
                 "--grammar, --grammar-file, --json-schema and --json-schema-file exclude each other"
             )
+        has_prompt = self.prompt is not None or self.chat_message is not None
+        for name, what in found:
+            if _is_stdin(what) and not has_prompt and (self.file is None or _is_stdin(self.file)):
+                flag = f"--{name.replace('_', '-')}-file -"
+                raise click.UsageError(
+                    f"{flag} reads stdin, so the message comes from elsewhere: after the model, or -f FILE"
+                )
         return {name: what if isinstance(what, str) else what.read() for name, what in found}
 
     def is_talk(self) -> bool:
@@ -102,23 +110,26 @@ class RunFlags:
         return text
 
 
-def _message(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
-    """The word after the model, or the only word if a flag names the model and no flag has a prompt."""
+def _is_stdin(what: object) -> bool:
+    return getattr(what, "name", "") in ("-", "<stdin>")
+
+
+def _message(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
+    """The words after the model, or all words if a flag names the model and no flag has a prompt. Words without quotes are one message."""
     own = ctx.params
-    is_named = any(own.get(name) for name in ("model", "hf_repo"))
-    if (
-        value is None
-        and is_named
-        and own.get("name")
-        and all(own.get(name) is None for name in ("prompt", "chat", "file"))
-    ):
-        value, own["name"] = own["name"], ""
-    return value
+    named = [name for name in ("model", "hf_repo") if own.get(name)]
+    is_free = named and own.get("name") and all(own.get(n) is None for n in ("prompt", "chat", "file"))
+    # of several words the first is no model only if the model was typed, and none had quotes
+    is_typed = any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in named)
+    is_bare = is_typed and len(words) > 1 and not any(" " in word for word in words)
+    if is_free and (not words or is_bare):
+        words, own["name"] = (own["name"], *words), ""
+    return " ".join(words) if words else None
 
 
 _say = grouped("Prompt")
 RUN_OPTIONS = [
-    click.argument("message", required=False, default=None, callback=_message),
+    click.argument("message", nargs=-1, metavar="[MESSAGE]", callback=_message),
     _say("-p", "--prompt", default=None, help="Text to continue, without a chat template."),
     _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer."),
     _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue."),
@@ -160,12 +171,12 @@ def run(
     """
     from pyspec.cli.logs import set_up
 
-    is_talk = flags.is_talk()
+    is_talk, constraint = flags.is_talk(), flags.constraint()
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     log_ignored()
     text = None if is_talk else flags.text()
     piped = None if is_talk else flags.piped()
-    ask = AnswerOptions(sampling, n_predict, flags.stop, **flags.constraint())
+    ask = AnswerOptions(sampling, n_predict, flags.stop, **constraint)
     with load_with_meter(engine, max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, flags.system)

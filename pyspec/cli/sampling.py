@@ -70,7 +70,7 @@ def _sampling(*names: str, **more: Any) -> Callable[[F], F]:
 
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     _sampling("--temp", "--temperature", "temperature", default=None, type=float,
-              help="Temperature; 0 is greedy."),
+              help="Temperature; 0 and below is greedy."),
     _sampling("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
     _sampling("--top-p", default=None, type=float,
               help="Keep the best tokens up to this sum; 1 keeps all."),

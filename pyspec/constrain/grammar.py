@@ -54,7 +54,7 @@ def check_size(grammar: Grammar) -> None:
     if (n := len(text.encode("utf-8", "replace"))) > SOURCE_BYTES:
         raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are allowed")
     if not grammar.source.strip():
-        raise RequestError(f"the {grammar.kind} is empty")
+        raise RequestError("the constraint is empty")
     if len(grammar.after) > 1000:
         n = len(grammar.after)
         raise RequestError(f"a grammar waits for a text of {n} characters; at most 1000 are allowed")

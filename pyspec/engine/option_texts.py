@@ -15,7 +15,7 @@ from pyspec.request import Request, SamplingParams
 F = TypeVar("F", bound=Callable[..., Any])
 
 TEXTS = {
-    "temperature": "randomness: 0 always takes the likeliest token, 0.8 is usual, above 1 gets wild",
+    "temperature": "randomness: 0 or less always takes the likeliest token, 0.8 is usual, above 1 gets wild",
     "top_k": "choose among this number of likeliest tokens; 0: all",
     "top_p": "choose among the likeliest tokens that together have this probability; 1: all",
     "min_p": "drop tokens that are less likely than this share of the likeliest one; 0: none",

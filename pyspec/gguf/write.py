@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from pyspec.errors import ModelError
+from pyspec.errors import ModelError, cannot_write
 from pyspec.gguf.shard import DEFAULT_ALIGNMENT, DTYPES, SCALARS, TensorInfo
 from pyspec.gguf.strings import Strings
 from pyspec.gguf.types import GGMLType, ValueType
@@ -74,6 +74,7 @@ class GGUFWriter:
 
     def write(self, fill: Fill | None) -> None:
         """Write the file. `fill(info)` yields the tensor's bytes in pieces of any size; `info.offset` counts from the data section.
+        Raises ConfigError if the file can not be written.
 
         Earlier pieces are still being written when the next one is asked for, so a piece must not change after it is yielded.
         None writes zeros, which take no room where the file system has holes.
@@ -89,8 +90,7 @@ class GGUFWriter:
                     self._fill(out, fill)
             os.replace(part, self.path)
         except OSError as error:
-            why = (error.strerror or str(error)).lower()
-            raise ModelError(f"cannot write {self.path}: {why}") from None
+            raise cannot_write(self.path, error) from None
         finally:
             part.unlink(missing_ok=True)
 

@@ -91,7 +91,7 @@ def test_pairs_are_cases_of_their_own():
         (["-t", "9999"], "want 0 to 1024 threads, got 9999"),
         (["-npl", "0"], "want 1 to 256 streams, got 0"),
         (["-pg", "5"], "tokens of a prompt and of an answer"),
-        (["--temp", "-1"], "--temp"),
+        (["--temp", "-101"], "--temp"),
     ],
 )
 def test_what_can_not_be_measured_is_said_with_its_flag(args: list[str], said: str):

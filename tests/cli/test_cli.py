@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyspec import errors
-from pyspec.cli import COMMANDS, main
+from pyspec.cli import COMMANDS, ELSEWHERE, command_of, main
 from pyspec.cli.options import SPEC_TYPES
 
 PYSPEC = [sys.executable, "-m", "pyspec"]
@@ -82,6 +83,54 @@ def test_a_mistyped_command_is_answered_with_the_right_one():
     assert "Did you mean 'server'?" in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("chat", "Use pyspec run MODEL."),
+        ("serve", "Use pyspec server MODEL."),
+        ("show", "Use pyspec inspect MODEL"),
+        ("rm", "pyspec list --json shows the path"),
+        ("help", "Use pyspec --help"),
+        ("Model.GGUF", "To run the file: pyspec run Model.GGUF"),
+    ],
+)
+def test_a_command_of_other_programs_is_answered_with_ours(typed: str, meant: str):
+    code, out, err = invoke(typed, "demo")
+    assert (code, out) == (2, "") and meant in err.splitlines()[-1]
+
+
+def test_what_is_named_for_other_programs_commands_exists():
+    assert not ELSEWHERE.keys() & COMMANDS.keys()
+    used = re.findall(r"pyspec ([a-z]+)", " ".join(ELSEWHERE.values()))
+    assert set(used) - {"runs"} <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "said"),
+    [
+        ("run demo What is this", "demo", "What is this"),
+        ("run demo What -n 3 is this", "demo", "What is this"),
+        ("run -m demo What is this", "demo", "What is this"),
+        ("run What is this --model demo", "demo", "What is this"),
+        ("run -m demo What", "demo", "What"),
+        ("run demo", "demo", None),
+        ("tokenize -m demo What", "demo", ("What",)),
+        ("tokenize demo What", "demo", ("What",)),
+    ],
+)
+def test_words_behind_the_model_are_the_text(words: str, model: str, said: object):
+    """Without quotes they are one message, as in ollama."""
+    name, *rest = words.split()
+    own = command_of(name).make_context(name, rest).params
+    assert (own["name"] or own["model"], own["message" if name == "run" else "words"]) == (model, said)
+
+
+def test_a_model_of_the_environment_leaves_words_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYSPEC_MODEL", "other")
+    own = command_of("run").make_context("run", ["demo", "What", "is", "this"]).params
+    assert (own["name"], own["message"]) == ("demo", "What is this")
+
+
 def test_a_mistyped_flag_is_answered_with_the_right_one():
     code, _, err = invoke("server", "demo", "--cts-size", "5")
     assert code == 2
@@ -120,12 +169,21 @@ def test_a_type_of_values_that_there_is_not_is_refused():
         (["run", "demo", "-p", "x", "-np", "1", "-ub", "-1"], "-ub"),
         (["server", "demo", "--host", "0.0.0.0"], "--api-key"),
         (["server", "demo", "--port", "99999"], "99999 is not in the range"),
-        (["tokenize", "demo"], "--text or --file"),
+        (["tokenize", "demo"], "nothing on stdin"),
+        (["tokenize", "demo", "two", "words"], "needs quotes: 'two words'"),
+        (["tokenize", "demo", "text", "-p", "text"], "exclude each other"),
+        (["run", "-m", "demo", "demo", "two words"], "two models"),
         (["logits", "demo", "--ids", "1,x", "--out", "x.npz"], "numbers between commas"),
         (["bench", "demo", "-npl", "1,a"], "numbers between commas"),
         (["bench", "demo", "--max-regress", "much"], "percentage"),
         (["bench", "demo", "--baseline", "gone.json"], "cannot read gone.json"),
         (["synth", "no-such-model", "x.gguf"], "no-such-model"),
+        (
+            ["synth", "qwen3", "gone/x.gguf", "--tiny"],
+            "cannot write gone/x.gguf: there is no folder gone",
+        ),
+        (["run", "demo", "--grammar-file", "-"], "--grammar-file - reads stdin, so the message"),
+        (["run", "demo", "-jf", "-", "-f", "-"], "--json-schema-file - reads stdin, so the message"),
     ],
 )
 def test_what_the_user_got_wrong_is_exit_code_2_and_said(args: list[str], message: str):

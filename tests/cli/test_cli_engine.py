@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from pyspec.cache import n_cores
 from pyspec.cli import main
 from pyspec.cli.run import AnswerOptions, RunFlags, acceptance, talk
 from pyspec.cpu import build
@@ -158,6 +159,13 @@ def test_a_word_behind_the_model_is_a_message(words: list[str]) -> None:
     )
     assert code == 0, err
     assert json.loads(out)["tokens"] == reference(question)["answer_ids"][:8]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_threads_than_processors_are_warned_of(more: int):
+    code, out, err = invoke("run", "demo", "-p", "3 4", "-n", "1", "-t", str(n_cores() + more))
+    assert code == 0 and out
+    assert err.count("more threads than this process may use") == more
 
 
 @pytest.mark.slow

@@ -99,6 +99,12 @@ SLOT = {
     "draft": {"n_draft": 3, "acceptance": 0.62},
 }
 SILENT = SLOT | {"draft": {"n_draft": 0, "reason": "too slow"}}
+READING = SLOT | {
+    "state": "prefill",
+    "n_past": 0,
+    "n_prompt_tokens": 1597,
+    "n_prompt_tokens_processed": 0,
+}
 IDLE = {"is_processing": False, "speculative": True}
 
 
@@ -138,6 +144,17 @@ def test_ps_shows_slots_drafts_and_reasons(server: str):
     assert done.exit_code == 0 and "2 of 3" in done.stdout
     shown = " ".join(done.stdout.split())
     assert "/m.gguf" in shown and "140" in shown and "3 (62%)" in shown and "too slow" in shown
+
+
+def test_ps_shows_how_far_prompts_are(server: str):
+    """The first part of a long prompt takes seconds in which no token is done."""
+    Fake.answers["/slots"] = (
+        200,
+        [SLOT, READING, READING | {"n_past": 512, "n_prompt_tokens_processed": 512}],
+    )
+    done = call("ps", server)
+    assert done.exit_code == 0 and "3 of 3" in done.stdout
+    assert "582, reads prompts: 512 of 3194" in " ".join(done.stdout.split())
 
 
 def test_ps_says_when_a_key_is_missing_and_when_nobody_answers(server: str):

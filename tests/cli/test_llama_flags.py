@@ -72,7 +72,9 @@ def call(*args: str, **env: str) -> Result:
 
 
 def given(flag: LlamaFlag, name: str) -> list[str]:
-    return [name, *VALUES[: flag.n_value]]
+    kind = flag.takes.rstrip(",?").split("|")[0]
+    first = VALUES[0] if kind in ("", "whole", "number") else kind
+    return [name, *(first, *VALUES[1:])[: flag.n_value]]
 
 
 def test_the_table_has_every_spelling_of_llama_server():
@@ -102,6 +104,36 @@ def test_an_ignored_flag_is_taken_with_its_values_and_says_why_it_changes_nothin
         result = call(*given(flag, name), "--log-format", "json")
         assert result.exit_code == Loaded.exit_code, result.output
         assert f"{name} has no effect: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-fa", "maybe"], "-fa: 'maybe' is not on, off or auto"),
+        (["--flash-attn=maybe"], "--flash-attn: 'maybe' is not on, off or auto"),
+        (["-ngl", "abc"], "-ngl: 'abc' is not a whole number, auto or all"),
+        (["-ngl"], "-ngl: a value is missing: a whole number, auto or all"),
+        (["--fit", "auto"], "--fit: 'auto' is not on or off"),
+        (["-ts", "3,x"], "-ts: 'x' is not a number"),
+        (["-fitt", "1024,"], "-fitt: '' is not a whole number"),
+        (["--defrag-thold", "0.1.2"], "--defrag-thold: '0.1.2' is not a number"),
+        (["--numa", "all"], "--numa: 'all' is not distribute, isolate or numactl"),
+        (["-lm", "ram"], "-lm: 'ram' is not auto, none, mmap, mlock, mmap+mlock or dio"),
+        (["-ot"], "-ot: a value is missing"),
+    ],
+    ids=" ".join,
+)
+def test_an_ignored_flag_refuses_values_that_llama_server_refuses(args: list[str], said: str):
+    result = call(*args)
+    assert result.exit_code == 2 and result.stderr.endswith(f"Error: {said}\n")
+
+
+def test_values_of_ignored_flags_are_read_as_llama_server_reads_them():
+    args = "-fa off -fa auto -fa -1 -fa 1 -fa -ngl -1 -ngl all -ngl auto -ngld 99 -ts 3/1,0.5 -fit off -fitt 512,1024 --poll 50"
+    assert call(*args.split(), "-lm", "mmap+mlock", "-ot", "exps=CPU").exit_code == Loaded.exit_code
+    result = call(LLAMA_ARG_FLASH_ATTN="maybe")
+    assert result.exit_code == 2 and "LLAMA_ARG_FLASH_ATTN: 'maybe' is not" in result.stderr
+    assert call(LLAMA_ARG_FLASH_ATTN="").exit_code == Loaded.exit_code
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.fate == "refused"], ids=lambda f: f.names[0])
@@ -342,7 +374,7 @@ def test_rope_is_stretched_by_llama_servers_flags_and_variables():
     [
         (["-t", "-2"], "-t is -2; want a whole number from -1"),
         (["-np", "-2"], "-2 is not in the range"),
-        (["--temp", "-1"], "--temp is -1"),
+        (["--temp", "-101"], "--temp is -101"),
         (["-n", "-5"], "-5 is not in the range"),
         (["-dev", "cuda:0,cuda:1"], "runs on one device"),
         (["--chat-template-kwargs", "[1]"], "want a JSON object"),

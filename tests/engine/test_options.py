@@ -117,7 +117,7 @@ def test_flags_in_messages_become_arguments():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"temperature": -1}, "temperature is -1; want a number from 0 to 100"),
+        ({"temperature": -101}, "temperature is -101; want a number from -100 to 100"),
         ({"top_p": 1.5}, "top_p is 1.5; want a number from 0 to 1"),
         ({"max_tokens": "ten"}, "max_tokens is 'ten'"),
         ({"stop": [1]}, r"stop\[0\] is 1; want text"),

@@ -15,7 +15,7 @@ from known_texts import N_TEXT, known_texts
 
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
-from pyspec.engine.policy.lanes import UNREAD
+from pyspec.engine.policy.lanes import NO_CAP, UNREAD
 from pyspec.engine.policy.reading import DraftReading
 from pyspec.slots.table import Slot
 
@@ -167,6 +167,28 @@ def test_requests_that_run_are_joined_where_they_stand(ahead: bool) -> None:
     r.run()
     assert [h.tokens for h in heard] == [texts[p] for p in prompts]
     assert set(rows) == set(range(5)) and len(rows) < 5 * 4 * N_TEXT, began
+
+
+def test_requests_that_forbid_drafts_are_never_joined() -> None:
+    """Their reason names the request, and those beside them, joined in the middle of their prompts, draft."""
+    r, reading = scripted(5, ubatch=7)
+    reading.resting = True
+    texts = known_texts(QWEN35)
+    prompts = [*texts][:5]
+    heard = [r.submit(p, N_TEXT, n_draft_max=0 if i in (1, 3) else None) for i, p in enumerate(prompts)]
+    r.loop.step()
+    silent = {heard[i].slot for i in (1, 3)}
+    rows, reading.resting = rows_of(r), False
+    reasons: dict[int, set[str]] = {i: set() for i in range(5)}
+    while not all(h.tokens for h in heard):
+        r.loop.step()
+        for row in r.loop.slot_rows(256):
+            reasons[row.slot].add(row.draft_reason)
+    assert {slot for slot, said in reasons.items() if NO_CAP in said} >= silent
+    assert UNREAD not in set().union(*reasons.values())
+    r.run()
+    assert [h.tokens for h in heard] == [texts[p] for p in prompts]
+    assert set(rows) == set(range(5)) - silent == {h.slot for h in heard if sum(h.job.drafted)}
 
 
 def test_a_cached_prefix_that_was_not_read_is_hidden_from_drafts() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from pyspec import draft, progress
+from pyspec.cache import n_cores
 from pyspec.config import UBATCH, EngineSettings
 from pyspec.cpu.kernels import missing as missing_on_cpu
 from pyspec.cpu.kernels import torch_alone
@@ -102,6 +103,9 @@ def load(
     is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
+    if settings.threads > n_cores():
+        few = f"{n_cores()} processor{'s' * (n_cores() > 1)}"
+        log.warning("-t %d: more threads than this process may use (%s) make it slower", n_thread, few)
     tiers, demoted = tiers_of(settings.kernels), frozenset(settings.demoted)
     kernels = KernelContext(
         tiers, settings.exact, demoted, n_thread, is_isolated, settings.cpu_activations

@@ -185,6 +185,7 @@ class Admission:
             text=TextToDraft.of(job),
             n_prompt=job.n_prefill,
             n_unread=hit.n_unread,
+            may_draft=request.n_draft_max != 0,
         )
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}

@@ -31,6 +31,7 @@ class ReadSlots:
         self.worker, self.controller = worker, controller
         self.unread = controller.unread
         self.disk: object | None = None
+        self._logged_rest = False  # the log says that it rests
         self._hidden: dict[int, int] = {}  # by slot: tokens at the begin that it has no rows of
         self._joined: set[int] = set()  # slots of which it has seen no token yet since it joined
         self._joining: tuple[Drafter | None, JoiningDrafter | None] = None, None
@@ -52,11 +53,18 @@ class ReadSlots:
         n_read = sum(index not in self.unread for index in busy)
         may_rest = self.joining is not None and self.disk is None
         if may_rest and not self.controller.reading.wants(n_read, len(busy)):
-            if not self.unread:
+            if not self._logged_rest:
                 log.info("drafts have not paid for long: the drafter reads few of the new requests")
+            self._logged_rest = True
             self.unread.add(slot.index)
             return
+        self._log_if_awake()
         self._start(slot, saved, n_unread)
+
+    def _log_if_awake(self) -> None:
+        if self._logged_rest and not self.controller.reading.rests:
+            self._logged_rest = False
+            log.info("drafts pay again: the drafter reads all requests that may draft")
 
     def _start(self, slot: Slot, saved: object | None, n_unread: int) -> None:
         assert self.worker.drafter is not None
@@ -71,14 +79,16 @@ class ReadSlots:
 
     def due(self, mute: Collection[int]) -> Sequence[Slot]:
         """The slots to `join`: all of them once drafts pay again, and before that so many that a few are read, as of new requests: others may
-        have ended. mute: slots whose requests can not draft."""
+        have ended. mute: slots whose requests can not draft: they stay unread."""
         slots, reading = self.worker.table.slots, self.controller.reading
+        able = sorted(self.unread.difference(mute))
         if not reading.rests:
-            return [slots[index] for index in sorted(self.unread)]
+            self._log_if_awake()
+            return [slots[index] for index in able]
         busy = [s.index for s in slots if s.busy]
         n_read = sum(index not in self.unread and index not in mute for index in busy)
         found: list[Slot] = []
-        for index in sorted(self.unread.difference(mute)):
+        for index in able:
             if not reading.wants(n_read + len(found), len(busy) - 1):
                 break
             found.append(slots[index])
@@ -87,8 +97,6 @@ class ReadSlots:
     def join(self, slot: Slot) -> None:
         """Read the request from here on."""
         self.unread.discard(slot.index)
-        if not self.unread and not self.controller.reading.rests:
-            log.info("drafts pay again: the drafter reads all requests")
         self._joined.add(slot.index)
         self._start(slot, None, slot.n_past)
 

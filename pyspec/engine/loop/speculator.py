@@ -116,7 +116,7 @@ class Speculator:
 
         whole: they will be cut when they are known. beside: rows of prompts in the same forward
         """
-        for slot in self.read.due(self._mute(jobs)) if self.read.unread else ():
+        for slot in self.read.due(self.controller.mute | self.lost_track) if self.read.unread else ():
             self._or_lose_track(partial(self.read.join, slot), [slot])
         self._set_windows(jobs)
         under_way = taken or [0] * len(jobs)
@@ -130,11 +130,6 @@ class Speculator:
         if whole:
             picked = self.controller.whole(caps, picked)
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
-
-    def _mute(self, jobs: Iterable[Job]) -> set[int]:
-        """The slots that can not draft."""
-        mute = {job.slot.index for job in jobs if job.slot is not None and job.request.n_draft_max == 0}
-        return mute | self.lost_track
 
     def _set_windows(self, jobs: Iterable[Job]) -> None:
         drafter = self.windowed
@@ -424,14 +419,15 @@ class Speculator:
         text: TextToDraft | None = None,
         n_prompt: int = 0,
         n_unread: int = 0,
+        may_draft: bool = True,
     ) -> None:
         """Seat a request in `slot`. saved: the drafter's share of the cached prefix. grammar: its source. text: for suffix drafts.
-        n_unread: tokens up to which the drafter has not read that prefix."""
+        n_unread: tokens up to which the drafter has not read that prefix. may_draft: the request does not forbid drafts"""
         self.suffixes.begin(slot, text)
         if self.drafter is not None:
             self._or_lose_track(lambda: self.read.begin(slot, saved, n_unread), [slot])
         self.decay.begin(slot.index, n_prompt)
-        self.controller.begin(slot.index, grammar)
+        self.controller.begin(slot.index, grammar, may_draft=may_draft)
         self.host.begin(slot.index)
 
     def checkpoint(self, slot: Slot) -> object | None:

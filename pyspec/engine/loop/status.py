@@ -47,7 +47,7 @@ def _slot_row(slot: Slot, job: Job | None, host: HostDrafts, decay: Decay, n_ctx
         draft_reason=RESTS if host.is_the_reason(slot.index) else lane.reason,
         draft_window=decay.texts[slot.index].window,
         draft_window_reason=decay.reason(slot.index),
-        acceptance=controller.acceptance(slot.index),
+        acceptance=lane.acceptance,
         draft_n=sum(job.drafted),
         draft_n_accepted=sum(job.accepted),
         drafted_per_pos=tuple(job.drafted),

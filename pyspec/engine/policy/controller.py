@@ -78,6 +78,7 @@ class Controller:
         # round and caps of the last choice of no drafts, and its reason
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None
         self.unread: set[int] = set()  # slots whose requests the drafter does not read
+        self.mute: set[int] = set()  # slots whose requests forbid drafts
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
@@ -104,8 +105,9 @@ class Controller:
         self.verify_ms.mark_unverified(slack)
         self.draft_ms.mark_unverified(slack)
 
-    def begin(self, slot: int, grammar: str = "") -> None:
-        """Start a request. Texts under a grammar have a prior of their own."""
+    def begin(self, slot: int, grammar: str = "", *, may_draft: bool = True) -> None:
+        """Start a request. Texts under a grammar have a prior of their own. may_draft: the request does not forbid it"""
+        (self.mute.discard if may_draft else self.mute.add)(slot)
         self.texts.begin(slot, self.texts.of_grammar(grammar) if grammar else self.texts.free)
         self.lanes[slot] = Lane()
         self._plain = None
@@ -134,6 +136,8 @@ class Controller:
         if self.offered:
             caps = [(slot, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
         self.n_round, self.pays = self.n_round + 1, None
+        # once awake, the drafter leaves only requests unread that forbid drafts
+        rests = bool(self.unread) and self.reading.rests
         if self.n_round % DOUBT_EVERY == 0:
             self.verify_ms.expire()
             self.draft_ms.expire()
@@ -148,30 +152,31 @@ class Controller:
         else:
             picked, why = self._weigh(caps)
             own = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
-            if self.unread and not (self.pays and own):
+            if rests and not (self.pays and own):
                 self.pays = self._would_pay(caps)
             is_due = self.silent >= self.try_in and self._may_try(len(caps))
-            if is_due or (self.unread and self.reading.is_hopeful):
+            if is_due or (rests and self.reading.is_hopeful):
                 tried = self._tried(caps, picked) if self.n_own else self._tried_offer(caps, picked)
                 picked, why = tried, f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
             if not cap:
-                lane.reason = UNREAD if slot in self.unread else NO_CAP if self.n_own else NO_OFFER
+                is_unread = slot in self.unread and slot not in self.mute
+                lane.reason = UNREAD if is_unread else NO_CAP if self.n_own else NO_OFFER
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
         if not self.beside:  # only rounds without prompts are timed
             self.since_plain = self.since_plain + 1 if any(picked) else 0
         offered = self.offered if self.n_own else ()
         asked = [slot for (slot, _), n in zip(caps, picked, strict=True) if n and slot not in offered]
-        if self.unread and asked:
+        if rests and asked:
             plain, all_ = ([n] * len(caps) for n in (0, 1))
             self.reading.tries(asked, MARGIN * self._costs(caps, all_) / self._costs(caps, plain) - 1)
         may_ask = any(cap for _, cap in caps)
         self.silent = 0 if asked else self.silent + may_ask
-        if self.pays is not None and (may_ask or self.unread) and self.n_own:
-            self.reading.count(pays=self.pays and bool(asked or self.unread))
+        if self.pays is not None and (may_ask or rests) and self.n_own:
+            self.reading.count(pays=self.pays and bool(asked or rests))
         return picked
 
     @property
@@ -258,9 +263,9 @@ class Controller:
         return picked, why
 
     def _would_pay(self, caps: list[tuple[int, int]]) -> bool:
-        """Drafts would promise more than none if the drafter read all requests: of texts that it does not read the others tell."""
+        """Drafts would promise more than none if the drafter read all requests, also those in their prompts: of unread texts the others tell."""
         whole = [(slot, cap) for slot, cap in caps if slot not in self.unread]
-        whole += [(slot, self.n_own) for slot in sorted(self.unread)]  # prompts that are being read, too
+        whole += [(slot, 0 if slot in self.mute else self.n_own) for slot in sorted(self.unread)]
         (at, of, pays), busy = self._would, len(whole)
         if self.n_round - at >= RETHINK or abs(busy - of) > of // 8:
             offered, self.offered = self.offered, {}
@@ -493,8 +498,3 @@ class Controller:
     def drafts_of(self, slot: Slot | None) -> int:
         """Tokens of a slot's last draft."""
         return 0 if slot is None else self.lanes[slot.index].n_draft
-
-    def acceptance(self, slot: int) -> float:
-        """Share of a slot's recent drafted tokens that were right; 0.0 if it drafted none."""
-        lane = self.lanes[slot]
-        return lane.kept / lane.drafted if lane.drafted else 0.0

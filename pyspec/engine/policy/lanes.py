@@ -17,3 +17,8 @@ class Lane:
     reason: str = "not started"
     drafted: float = 0.0
     kept: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the recent drafted tokens that were right; 0.0 if none was drafted."""
+        return self.kept / self.drafted if self.drafted else 0.0

@@ -81,7 +81,7 @@ def sampling_params(
     if body.seed is not None:
         said["seed"] = seed_of(body.seed)
     if body.temperature is not None:
-        said["temperature"] = max(0.0, float(body.temperature))  # below 0 is greedy, too
+        said["temperature"] = float(body.temperature)
     if body.samplers is not None:
         said |= chain_of(body.samplers)
     if body.logit_bias:
