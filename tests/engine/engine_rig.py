@@ -145,8 +145,10 @@ class Rig:
         return self
 
     def run_ahead(self, *, defers: bool = False) -> None:
-        """Launch rounds before the last one is read, on a CPU, too. defers: also put off counts and events."""
-        self.loop.lookahead.on = True
+        """Launch rounds before the last one is read, on a CPU, too. defers: also put off counts and events. A GPU whose forwards have no graphs
+        runs references, which read lengths on the host: there rounds are never ahead."""
+        worker = self.loop.worker
+        self.loop.lookahead.on = worker.arena is not None or worker.device.type == "cpu"
         self.loop.committer.defers = self.loop.committer.defers or defers
 
     def overwrite_results(self) -> None:

@@ -180,7 +180,7 @@ def test_requests_that_forbid_drafts_are_never_joined() -> None:
     silent = {heard[i].slot for i in (1, 3)}
     rows, reading.resting = rows_of(r), False
     reasons: dict[int, set[str]] = {i: set() for i in range(5)}
-    while not all(h.tokens for h in heard):
+    while not all(len(h.tokens) > 2 for h in heard):
         r.loop.step()
         for row in r.loop.slot_rows(256):
             reasons[row.slot].add(row.draft_reason)
@@ -255,7 +255,8 @@ def test_pages_of_an_unread_twin_are_hidden_once_they_are_shared() -> None:
     r.run()
     assert [t.tokens for t in twins] == [cold.generate(prompt, 40).tokens] * 2
     nodes, _ = r.loop.table.tree.path(prompt)
-    assert [node.n_unread for node in nodes[:4]] == [16, 32, 48, 64] and (1, 64) in hidden
+    assert [node.n_unread for node in nodes[:4]] == [16, 32, 48, 64]
+    assert any(slot == 1 and n >= 64 for slot, n in hidden), hidden
 
 
 @pytest.mark.parametrize(("kind", "n"), [("mtp", 17), ("mtp", 40), ("mtp-deepseek4", 33)])
