@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -44,6 +45,20 @@ def start(**settings: object) -> Engine:
 def engine() -> Iterator[Engine]:
     with start() as e:
         yield e
+
+
+def test_a_load_ends_with_a_full_collection_which_would_else_interrupt_an_answer() -> None:
+    collected: list[int] = []
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        collected.append(info["generation"])
+
+    gc.callbacks.append(watch)
+    try:
+        with start(warm_up=True):
+            assert 2 in collected[-5:]
+    finally:
+        gc.callbacks.remove(watch)
 
 
 def wait_for(claim: Callable[[], bool], seconds: float = 60.0) -> None:
