@@ -23,16 +23,8 @@ BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
 """A token id, and the bias of its logit; -inf bans it."""
 
 DEFAULT_SAMPLERS = (
-    "penalties",
-    "dry",
-    "top_n_sigma",
-    "top_k",
-    "typ_p",
-    "top_p",
-    "min_p",
-    "xtc",
-    "temperature",
-)
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
 """llama.cpp's order and names. "adaptive_p" is not listed: it runs last, if its target is set."""
 
 
