@@ -76,7 +76,7 @@ def llama_flags() -> dict[str, LlamaFlag]:
 
 KINDS = {
     "whole": ("a whole number", "[-+]?[0-9]+"),
-    "number": ("a number", r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?"),
+    "number": ("a number", r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"),
     "on": ("on", "on|enabled|true|1"),
     "off": ("off", "off|disabled|false|0"),
     "auto": ("auto", "auto|-1"),
@@ -314,7 +314,7 @@ class _Reader:
                     self._judge(negative, no, [])
                 continue  # it takes precedence with any value
             value = os.environ.get(flag.env) if flag.env and flag.fate != "honoured" else None
-            if value == "" and flag.fate == "ignored":
+            if value == "":
                 continue  # compose files set variables to nothing
             if value is not None and (flag.n_value or value.lower() not in OFF):
                 self._judge(flag, flag.env, [value])

@@ -129,11 +129,13 @@ def test_an_ignored_flag_refuses_values_that_llama_server_refuses(args: list[str
 
 
 def test_values_of_ignored_flags_are_read_as_llama_server_reads_them():
-    args = "-fa off -fa auto -fa -1 -fa 1 -fa -ngl -1 -ngl all -ngl auto -ngld 99 -ts 3/1,0.5 -fit off -fitt 512,1024 --poll 50"
+    args = "-fa off -fa auto -fa -1 -fa 1 -fa -ngl -1 -ngl all -ngl auto -ngld 99 -ts 3/1,0.5 -fit off -fitt 512,1024 --poll 50 -sps 1E-1"
     assert call(*args.split(), "-lm", "mmap+mlock", "-ot", "exps=CPU").exit_code == Loaded.exit_code
     result = call(LLAMA_ARG_FLASH_ATTN="maybe")
     assert result.exit_code == 2 and "LLAMA_ARG_FLASH_ATTN: 'maybe' is not" in result.stderr
     assert call(LLAMA_ARG_FLASH_ATTN="").exit_code == Loaded.exit_code
+    assert call(LLAMA_ARG_MMPROJ="").exit_code == Loaded.exit_code, "set to nothing is not set"
+    assert call(LLAMA_ARG_MMPROJ="a.gguf").exit_code == 2
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.fate == "refused"], ids=lambda f: f.names[0])

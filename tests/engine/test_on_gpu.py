@@ -164,6 +164,43 @@ def test_rounds_behind_a_prompt_that_runs_alone_leave_the_text(
 
 
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
+def test_rounds_behind_a_prompt_in_a_graph_leave_the_text_and_wait_for_nothing(
+    draft: str | None,
+) -> None:
+    """Prompts that find a graph, which QUESTIONS do not. No call on the way to the next launch waits for the device, which reads the prompt."""
+    with load(draft, 3, n_draft_fixed=True) as engine:
+        loop, vocab, behind = engine.loop, engine.info.n_vocab, []
+        if not loop.worker.arena.prompts:
+            pytest.skip("prompts are captured with our own kernels only")
+        prompts = [[(n * i + i // n) % vocab for i in range(n)] for n in (193, 250, 301, 389, 440, 511)]
+        lengths = (24, 17, 11, 20, 14, 9)  # so that they join and leave one by one
+
+        def answer(prompt: list[int], n: int) -> tuple[int, ...]:
+            plain = {"temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+            return engine.generate(prompt, max_tokens=n, **plain).tokens
+
+        want = [answer(*asked) for asked in zip(prompts, lengths, strict=True)]
+        loop.pace.alone.pick = lambda whole, n_other, n_verify, *_: next(
+            (i for i, n in enumerate(whole) if loop.pace.alone.graph_of(n) and n_verify), None
+        )
+        launch = loop.behind.launch
+
+        def watched(pending: PendingRound, *more: Any) -> PendingRound | None:
+            assert pending.launched.batch.prompt, "it is a graph"
+            torch.cuda.set_sync_debug_mode("error" if len(behind) > 4 else "default")  # once it is warm
+            try:
+                behind.append(launch(pending, *more))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            return behind[-1]
+
+        loop.behind.launch = watched
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(answer, prompts * 4, lengths * 4)) == want * 4
+        assert sum(round_ is not None for round_ in behind) > 7
+
+
+@pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list) -> None:
     """Requests with and without drafts, beside each other and after each other, and second turns that reuse their pages."""
     with load(draft, 4, n_draft_fixed=True) as engine, load(None, 1, prefix_cache=False) as cold:

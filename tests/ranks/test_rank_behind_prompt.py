@@ -13,7 +13,8 @@ from test_behind_prompt import Watched
 from pyspec.device.commands import AcceptRows, Command
 from pyspec.device.follow import Follower
 from pyspec.draft.dflash_ranks import MakeContext
-from pyspec.engine.loop import behind_prompt
+from pyspec.engine.loop import admission, behind_prompt, commit
+from pyspec.engine.policy.queue import GPU_WORTH
 
 DRAFTERS: dict[str, dict[str, object]] = {
     "dflash": {"draft_path": DEMO_DRAFT, "n_draft_max": 4, "n_draft_fixed": True},
@@ -75,3 +76,30 @@ def test_held_taps_become_context_before_the_drafts(monkeypatch: pytest.MonkeyPa
         ]
         w = run(r)
     assert w.behind["decodes, ahead"] > 2 and any(isinstance(c, MakeContext) for c in told)
+
+
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("kind", [*DRAFTERS])
+def test_texts_stay_behind_graphs_of_prompts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with the padding of a graph, on every rank."""
+    for module in (admission, commit):
+        monkeypatch.setattr(module, "worth_on", lambda _device: GPU_WORTH)
+    rng, ended = random.Random(3), demo_prompts()
+    asked = [[rng.randrange(3, 500) for _ in range(n)] + list(ended[0][0]) for n in (193, 230, 290, 201)]
+    found = []
+    for on in (True, False):
+        monkeypatch.setattr(behind_prompt, "ON", on)
+        with RankRig(DEMO, 2, np=3, ctx=410, padded=True, **DRAFTERS[kind]) as r:
+            arena, w = r.loop.worker.arena, Watched(r, overwrites=False)
+            assert arena is not None
+            arena.prompts |= {256, 320}
+            heard = []
+            for i, prompt in enumerate([*asked, *asked[::-1]]):
+                heard.append(r.submit(prompt, 25 + 7 * (i % 3), GREEDY, cache_prompt=i % 2 > 0))
+                for _ in range(4 * (i % 2)):
+                    r.loop.step()
+            r.run()
+            r.ranks.settle()
+        assert (w.behind["decodes, ahead"] > 1) == on, w.behind
+        found.append([h.tokens for h in heard])
+    assert found[0] == found[1]

@@ -1,0 +1,104 @@
+"""Rounds behind a lone prompt whose rows are padded to those of a graph, as on a GPU, with results that the next forward of any shape spoils."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engine_rig import Rig, plain_rig, rig
+from test_behind_prompt import AHEAD, KINDS, Watched
+
+from pyspec.draft.chain import Chain
+from pyspec.draft.dflash import DFlash
+from pyspec.engine.loop import admission, commit
+from pyspec.engine.policy.queue import GPU_WORTH
+from pyspec.models.target import Out
+from pyspec.slots.arena import LEAST_PROMPT, Arena
+from pyspec.slots.batch import Batch
+from pyspec.slots.round import LogitsNeed
+
+CTX = 410
+GRAPHS = {256, 320}
+PROMPTS = (LEAST_PROMPT, 257), (257, 321)  # tokens of those that find one
+
+
+def padded(r: Rig, width: int) -> Arena:
+    """Give each caller an arena with padding, as on a GPU."""
+    loop, n_slot = r.loop, r.loop.n_slot
+    n_page = loop.table.pages_for(CTX + 64)
+
+    def arena() -> Arena:
+        return Arena(n_slot, n_page, torch.device("cpu"), width)
+
+    loop.worker.arena = arena()
+    loop.worker.arena.prompts |= GRAPHS
+    if isinstance(loop.drafter, Chain | DFlash):
+        loop.drafter.use_graphs(arena)
+    return loop.worker.arena
+
+
+def spoil_results(r: Rig) -> None:
+    """Graphs of one kind share their memory: the next forward, of any shape, may write anything over the results of the last."""
+    worker, last = r.loop.worker, list[torch.Tensor]()
+    run = worker.results
+
+    @torch.inference_mode()
+    def results(batch: Batch, reads: LogitsNeed) -> Out:
+        for t in last:
+            t.fill_(float("nan"))
+        out = run(batch, reads)
+        last[:] = [t for t in (out.logits, out.hidden, out.taps) if t is not None]
+        return out
+
+    worker.results = results  # type: ignore[method-assign]
+
+
+@pytest.mark.sampled(1, most=2)
+@pytest.mark.parametrize("np", [3, 5])
+@pytest.mark.parametrize("name", sorted(AHEAD))
+def test_texts_stay_behind_graphs_of_prompts(
+    name: str, np: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some come again, and start from the state and the logits that were kept at their end while the next round ran."""
+    for module in (admission, commit):
+        monkeypatch.setattr(module, "worth_on", lambda _device: GPU_WORTH)
+    path, settings = KINDS[name]()
+    rng = random.Random(np)
+    asked = []
+    for i in range(10):
+        n = rng.randrange(*PROMPTS[i % 2]) if i % 3 else rng.randrange(2, 60)
+        asked.append(([rng.randrange(3, 60) for _ in range(n)], rng.randrange(20, 80)))
+    asked += [(prompt, 7) for prompt, _ in asked[1::3]]
+    cold = plain_rig(path, ctx=CTX)
+    want = [cold.generate(prompt, n).tokens for prompt, n in asked]
+    r = rig(path, np=np, ctx=CTX, **settings)
+    r.call_by_call()
+    arena, graphs, ahead = padded(r, int(str(settings.get("n_draft_max", 0))) + 1), set(), 0
+    w = Watched(r, overwrites=False)
+    spoil_results(r)
+    able = r.loop.pace.alone.pick
+
+    def pick(whole: list[int], *more: float) -> int | None:
+        return able([n if arena.prompt_bucket(n) else 0 for n in whole], *more)  # type: ignore[arg-type]
+
+    r.loop.pace.alone.pick = pick  # type: ignore[method-assign,assignment]
+    read = r.loop.read
+
+    def watch(pending, behind):  # type: ignore[no-untyped-def]
+        nonlocal ahead
+        if pending.launched.batch.prompt and len(r.loop.jobs) > 1:
+            graphs.add(pending.launched.batch.bucket)
+            ahead += behind is not None
+        read(pending, behind)
+
+    r.loop.read = watch  # type: ignore[method-assign]
+    heard = []
+    for i, (prompt, n) in enumerate(asked):
+        heard.append(r.submit(prompt, n))
+        for _ in range(rng.randrange(2, 9) if i % 2 else 0):
+            r.loop.step()
+            r.loop.cache.check(now=True)
+    r.run()
+    assert [h.tokens for h in heard] == want
+    assert graphs == GRAPHS and ahead > 2 and w.behind["decodes, ahead"] > 1
