@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, AheadSpec, Kept
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, sent
 from pyspec.slots.round import Continuation
 
 
@@ -59,8 +59,3 @@ class AheadRows:
             rows = [[*own, *[NO_TOKEN] * (MAX_ENDS - len(own))] for own in map(sorted, ends)]
             self._ends = ends, sent(torch.tensor(rows, dtype=torch.int32), self.device)
         return self._ends[1]
-
-
-def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)

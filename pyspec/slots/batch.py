@@ -225,8 +225,10 @@ def _fresh(layout: Layout, n_out: int, device: torch.device) -> dict[str, Tensor
     page_table = np.zeros((n_seq, max(map(len, layout.pages), default=0)), dtype=np.int64)
     for i in range(n_seq):
         layout.page_row(i, page_table[i])
-    wide = _sent(np.concatenate([layout.rows.ravel(), page_table.ravel()]), device)
-    small = _sent(np.concatenate([layout.seqs.ravel(), layout.row_seq], dtype=np.int32), device)
+    wide = sent(torch.from_numpy(np.concatenate([layout.rows.ravel(), page_table.ravel()])), device)
+    small = sent(
+        torch.from_numpy(np.concatenate([layout.seqs.ravel(), layout.row_seq], dtype=np.int32)), device
+    )
     rows, pages = wide[: layout.rows.size].view(layout.rows.shape), wide[layout.rows.size :]
     lines, row_seq = small[: layout.seqs.size].view(layout.seqs.shape), small[layout.seqs.size :]
     fields = dict(zip(ROW64, rows, strict=True)) | {
@@ -236,7 +238,6 @@ def _fresh(layout: Layout, n_out: int, device: torch.device) -> dict[str, Tensor
     return fields | {"page_table": pages.view(page_table.shape), "row_seq": row_seq}
 
 
-def _sent(x: NDArray[Any], device: torch.device) -> Tensor:
-    """On the device. A GPU is not waited for: it may still run the round before (pageable memory would be copied behind that)."""
-    own = torch.from_numpy(x)
-    return own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own.to(device)
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for it: it may still run the round before, behind which pageable memory would be copied."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
