@@ -144,10 +144,12 @@ class PromptTooLong(RequestError):
 
     kind = "exceed_context_size_error"
 
-    def __init__(self, n_prompt: int, n_ctx: int) -> None:
+    def __init__(self, n_prompt: int, n_ctx: int, *, is_pool: bool = False) -> None:
+        """n_ctx: tokens that a request holds; is_pool: because --kv-pool has no room for more."""
+        flag = "--kv-pool" if is_pool else "-c"
         super().__init__(
             f"the request exceeds the available context size: its prompt has {n_prompt} tokens, and a request holds {n_ctx}"
-            " (-c raises it up to the length that the model was trained for)"
+            f" ({flag} raises it up to the length that the model was trained for)"
         )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx

@@ -492,3 +492,8 @@ class EngineInfo:
     draft_sampling: str = "argmax"  # drafts of sampled requests: argmax, coupled or probabilistic
     sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's
     rope: str = ""  # how flags stretch rope, and longrope's divisors in use; "" as the file says
+
+    @property
+    def room(self) -> int:
+        """Tokens that one request holds: its slot's, or all of a smaller pool."""
+        return min(self.n_ctx, self.n_row - self.n_overhang if self.n_row else self.n_ctx)

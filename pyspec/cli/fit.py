@@ -22,12 +22,14 @@ LEAST_BYTES = 1 << 20  # a smaller number without a unit is one of GiB
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
+    if value is None:
+        return 0
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
     n = float(found[1]) * UNITS[found[2].upper()] if found else -1.0
     if found and not found[2] and 0 < n < LEAST_BYTES:
         n *= UNITS["G"]
-    if n and not 1 << 20 <= n < 1 << 50:
+    if not 1 << 20 <= n < 1 << 50:
         raise click.BadParameter(f"want an amount of memory such as 24G, got {value!r}", ctx, param)
     return int(n)
 
@@ -36,7 +38,6 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @engine_options
 @click.option(
     "--vram",
-    default="0",
     callback=_bytes,
     metavar="SIZE",
     help="Plan for this much GPU memory: 24 or 24G is 24 GiB.",

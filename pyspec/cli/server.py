@@ -21,6 +21,7 @@ from pyspec.heap import give_back_memory, unmap_idle_pages
 from pyspec.request import EngineInfo, SamplingGiven
 
 if TYPE_CHECKING:
+    from pyspec.engine.api import Engine
     from pyspec.server.engine import EngineLike
     from pyspec.server.http.serve import Served
     from pyspec.server.settings import ServerSettings
@@ -221,6 +222,26 @@ SERVER_OPTIONS = [
 ]  # fmt: skip
 
 
+def _check_template(source: str) -> None:
+    """Raise BadTemplate before a load. "": the file's, which the load reads."""
+    if not source:
+        return
+    from pyspec.text.template import ChatTemplate
+
+    template = ChatTemplate(source, "", "")
+    try:
+        template.check()
+    finally:
+        template.close()
+
+
+def _with_template(engine: Engine, source: str) -> Engine:
+    """The engine with this chat template. "": the file's."""
+    if source:
+        engine.use_template(source)
+    return engine
+
+
 @click.command(cls=LlamaCommand)
 @engine_options
 @sampling_options
@@ -259,6 +280,7 @@ def server(
     engine.check(n_slot)
     settings.check()
     engine.choice.check()
+    _check_template(chat.template)
     engine.choice.locate()  # before anything listens or loads
     if flags.in_process:
         end_ahead()
@@ -281,10 +303,7 @@ def server(
         unmap_idle_pages()
 
     def load() -> EngineLike:
-        loaded = engine.load(n_slot, isolated=not flags.in_process)
-        if chat.template:
-            loaded.use_template(chat.template)
-        return loaded
+        return _with_template(engine.load(n_slot, isolated=not flags.in_process), chat.template)
 
     try:
         sockets = listen(settings)  # report a used port before the slow imports
@@ -315,7 +334,8 @@ def banner(info: EngineInfo, urls: list[str]) -> list[str]:
         f"{info.n_bytes / 1e9:.3g} GB)",
         f"device   {info.device}",
         f"draft    {info.draft_note}",
-        f"slots    {info.n_slot}, {info.n_ctx} tokens each",
+        f"slots    {info.n_slot}, {info.room} tokens each"
+        + (", all of them together (--kv-pool)" if info.room < info.n_ctx else ""),
         f"url      {urls[0]}  (OpenAI API at {urls[0]}/v1)",
         *(f"         {url}" for url in urls[1:]),
     ]

@@ -59,14 +59,14 @@ class ServedEngine:
         return ChatTemplate(CHATML, self.info.bos_token, self.info.eos_token)
 
     def use_template(self, source: str) -> None:
-        """Replace the file's chat template. Raises BadTemplate if it does not compile."""
+        """Replace the file's chat template. Raises BadTemplate if it does not compile; the one before stays then."""
         if not isinstance(source, str):
             raise BadTemplate(f"source is {shown(source)}; want the text of a chat template")
         template = ChatTemplate(source, self.info.bos_token, self.info.eos_token)
         try:
             template.check()
         except BadTemplate:
-            self.close()
+            template.close()
             raise
         self.template, self.info = template, replace(self.info, chat_template=source)
         self._templates[:] = [template]

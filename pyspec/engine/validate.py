@@ -23,7 +23,7 @@ class Validator:
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
         self.info, self.bos = info, tokenizer.bos_id
         self.grammars = GrammarCheck(tokenizer, info.n_vocab)
-        self.room = min(info.n_ctx, info.n_row - info.n_overhang if info.n_row else info.n_ctx)
+        self.room = info.room
         opening = [t for t in tokenizer.special - tokenizer.eog if 0 <= t < info.n_vocab]
         self._opening = np.zeros(info.n_vocab, dtype=bool)  # by token: it may begin a turn of a chat
         self._opening[opening] = True
@@ -39,7 +39,7 @@ class Validator:
                 )
             prompt = (self.bos,)
         if len(prompt) >= self.room:
-            raise PromptTooLong(len(prompt), self.room)
+            raise PromptTooLong(len(prompt), self.room, is_pool=self.room < self.info.n_ctx)
         ids = self._ids(prompt, "prompt")
         self._ids(resumed, "resumed")
         most = self.room - len(prompt)

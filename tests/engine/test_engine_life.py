@@ -47,6 +47,17 @@ def engine() -> Iterator[Engine]:
         yield e
 
 
+def test_a_pool_smaller_than_a_slot_is_the_limit_of_a_request_and_named_as_such() -> None:
+    with start(kv_pool=100) as engine:
+        assert engine.info.room < 200 < engine.info.n_ctx
+        with pytest.raises(PromptTooLong, match=rf"holds {engine.info.room} \(kv_pool raises it"):
+            engine.generate(list(range(1, 201)), max_tokens=3)
+        assert (
+            3 + len(engine.generate([1, 2, 3], max_tokens=500, ignore_eos=True).tokens)
+            <= engine.info.room
+        )
+
+
 def test_a_load_ends_with_a_full_collection_which_would_else_interrupt_an_answer() -> None:
     collected: list[int] = []
 

@@ -131,6 +131,10 @@ def test_a_whole_round_of_tools_goes_through_the_template(apps: list[App]) -> No
 
 
 def test_a_template_that_does_not_compile_is_refused() -> None:
-    engine = pyspec.Engine.load("demo", None)
-    with pytest.raises(pyspec.PyspecError, match="does not compile"):
-        engine.use_template("{% for %}")
+    """The one before stays."""
+    with pyspec.Engine.load("demo", None) as engine:
+        source = engine.info.chat_template
+        with pytest.raises(pyspec.PyspecError, match="does not compile"):
+            engine.use_template("{% for %}")
+        assert engine.state() == "ok" and engine.info.chat_template == source
+        assert engine.generate([{"role": "user", "content": "hi"}], max_tokens=3).text
