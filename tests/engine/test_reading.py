@@ -12,7 +12,7 @@ import pytest
 from pyspec.engine.loop.read_slots import ReadSlots
 from pyspec.engine.policy import reading
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.lanes import NO_CAP, UNREAD
+from pyspec.engine.policy.lanes import MUTE, UNREAD
 from pyspec.engine.policy.reading import DraftReading
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
@@ -232,7 +232,7 @@ def test_requests_that_forbid_drafts_are_not_joined(caplog: pytest.LogCaptureFix
     s.mute, s.chance = silent, 0.9
     s.round()
     assert s.controller.reading.rests
-    assert {s.controller.lanes[slot].reason for slot in s.read.unread} == {NO_CAP, UNREAD}
+    assert {s.controller.lanes[slot].reason for slot in s.read.unread} == {MUTE, UNREAD}
     s.until(lambda: s.read.unread == silent, 3000)
     assert not silent & set(s.drafter.hidden) and "pay again" in caplog.text
     s.until(lambda: sum(n > 0 for n in s.picked[-1]) == 13, 400)
@@ -240,7 +240,7 @@ def test_requests_that_forbid_drafts_are_not_joined(caplog: pytest.LogCaptureFix
         s.round()
         assert s.read.unread == silent and not s.controller.reading.rests
         assert not s.controller.reading._tried, "what could wake it is not asked"
-    assert {s.controller.lanes[slot].reason for slot in silent} == {NO_CAP}
+    assert {s.controller.lanes[slot].reason for slot in silent} == {MUTE}
 
 
 def test_drafts_that_are_offered_do_not_wake_the_drafter() -> None:

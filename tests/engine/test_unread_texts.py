@@ -15,7 +15,7 @@ from known_texts import N_TEXT, known_texts
 
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
-from pyspec.engine.policy.lanes import NO_CAP, UNREAD
+from pyspec.engine.policy.lanes import MUTE, UNREAD
 from pyspec.engine.policy.reading import DraftReading
 from pyspec.slots.table import Slot
 
@@ -184,7 +184,7 @@ def test_requests_that_forbid_drafts_are_never_joined() -> None:
         r.loop.step()
         for row in r.loop.slot_rows(256):
             reasons[row.slot].add(row.draft_reason)
-    assert {slot for slot, said in reasons.items() if NO_CAP in said} >= silent
+    assert {slot for slot, said in reasons.items() if MUTE in said} >= silent
     assert UNREAD not in set().union(*reasons.values())
     r.run()
     assert [h.tokens for h in heard] == [texts[p] for p in prompts]

@@ -25,7 +25,7 @@ from pyspec.engine.policy.acceptance import Acceptance
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.lanes import NO_CAP, NO_OFFER, UNREAD, Lane
+from pyspec.engine.policy.lanes import MUTE, NO_CAP, NO_OFFER, UNREAD, Lane
 from pyspec.engine.policy.reading import DraftReading
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
@@ -162,8 +162,8 @@ class Controller:
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
             if not cap:
-                is_unread = slot in self.unread and slot not in self.mute
-                lane.reason = UNREAD if is_unread else NO_CAP if self.n_own else NO_OFFER
+                unable = UNREAD if slot in self.unread else NO_CAP if self.n_own else NO_OFFER
+                lane.reason = MUTE if slot in self.mute else unable
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
         if not self.beside:  # only rounds without prompts are timed

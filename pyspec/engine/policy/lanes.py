@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NO_CAP = "none: switched off for the request, at its last token, or past the drafter's length"
-NO_OFFER = "none: the last tokens stand nowhere before, or drafts are switched off for the request"
+MUTE = "none: drafts are switched off for the request"
+NO_CAP = "none: the request is at its last token, or past the drafter's length"
+NO_OFFER = "none: the last tokens stand nowhere before"
 UNREAD = "none: drafts have not paid for long, so the drafter does not read this request"
 
 
