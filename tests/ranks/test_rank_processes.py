@@ -174,3 +174,24 @@ def test_a_rank_that_has_no_memory_left_says_so(monkeypatch: pytest.MonkeyPatch)
     assert "rank 1 of 2: OutOfMemoryError: no memory is left for this rank" in str(asked.error)
     assert len(asked.tokens) == 3 and not core.alive()
     core.close()
+
+
+def test_threads_that_wait_for_ranks_do_not_wake_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looked and told each other so without an end, and the rank that was to start had no processor."""
+    looks: list[float] = []
+    look = ranks_module._Watched.look
+
+    def counted(watched: ranks_module._Watched) -> object:
+        looks.append(time.monotonic())
+        return look(watched)
+
+    monkeypatch.setattr(ranks_module._Watched, "look", counted)
+    silent = [sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(60)"]
+    watched = ranks_module._Watched(2, silent)
+    try:
+        with pytest.raises(RankLost, match="are not there after 1 s"):
+            watched.wait_for("joins", 1.0)
+    finally:
+        watched.closing = True
+        watched.kill()
+    assert 3 <= len(looks) <= 3 * (1.0 / ranks_module.TICK_S)

@@ -262,8 +262,9 @@ class _Watched:
                 )
                 call = self.on_lost
                 log.error("%s", self.error)
+                # no news, no call: two threads that look and wait would wake each other all the time
+                self.changed.notify_all()
             error = self.error
-            self.changed.notify_all()
         if error is not None:
             self.kill()
             if call is not None:  # first, because a process with a successor does not return from it
