@@ -218,7 +218,7 @@ def test_the_reason_names_both_rates() -> None:
     assert "tok/s, plain" in m.controller.lanes[0].reason
     assert 0.4 < m.controller.lanes[0].acceptance < 0.9
     m.controller.choose([(0, 0)])
-    assert m.controller.lanes[0].reason.startswith("none: switched off")
+    assert m.controller.lanes[0].reason.startswith("none: the request is at its last token")
 
 
 def test_one_hiccup_does_not_change_the_mind() -> None:
