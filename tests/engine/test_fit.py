@@ -116,7 +116,7 @@ def test_flags_are_those_to_load_with(model: Path):
     assert text.exit_code == 0 and "pyspec server demo -np 8 -c 2048" in text.stdout
 
 
-@pytest.mark.parametrize("vram", ["24X", "-1G", "0", "1B", "inf", "1e9"])
+@pytest.mark.parametrize("vram", ["24X", "-1G", "0", "1K", "inf", "1e9"])
 def test_an_amount_of_memory_that_is_none_is_refused(vram: str):
     done = call("demo", "--vram", vram)
     assert done.exit_code == 2 and "such as 24G" in done.stderr
