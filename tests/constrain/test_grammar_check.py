@@ -40,8 +40,8 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_soon(check: GrammarCheck, name: str) -> None:
     kind, source = HOSTILE[name]
-    began = time.monotonic()
-    with pytest.raises(RequestError, match=f"the {kind}|the constraint is empty") as e:
+    began, said = time.monotonic(), f"the {kind if source.strip() else 'constraint is empty'}"
+    with pytest.raises(RequestError, match=said) as e:
         check.compiled(Grammar(kind=kind, source=source))  # type: ignore[arg-type]
     assert time.monotonic() - began < 60 and len(str(e.value)) < 600
     assert check.compiled(Grammar(kind="json_schema", source=PERSON)).kind == "compiled", "others go on"

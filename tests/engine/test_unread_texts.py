@@ -256,7 +256,10 @@ def test_pages_of_an_unread_twin_are_hidden_once_they_are_shared() -> None:
     assert [t.tokens for t in twins] == [cold.generate(prompt, 40).tokens] * 2
     nodes, _ = r.loop.table.tree.path(prompt)
     assert [node.n_unread for node in nodes[:4]] == [16, 32, 48, 64]
-    assert any(slot == 1 and n >= 64 for slot, n in hidden), hidden
+    if r.loop.lookahead.on:  # counts come later
+        assert any(slot == 1 and n >= 64 for slot, n in hidden), hidden
+    else:
+        assert (1, 64) in hidden
 
 
 @pytest.mark.parametrize(("kind", "n"), [("mtp", 17), ("mtp", 40), ("mtp-deepseek4", 33)])
