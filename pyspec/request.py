@@ -474,7 +474,7 @@ class EngineInfo:
     n_bytes: int
     file_type: str  # llama-server's name of it: "Q8_0", "Q4_K - Medium"; "" if the file has none
     device: str
-    drafter: str  # "none", "dflash", "mtp", "ngram", "suffix"
+    drafter: str  # "none", "dflash", "mtp", "ngram", "suffix"; suffix drafts may go beside it
     draft_path: str = ""
     n_draft_max: int = 0
     draft_note: str = ""  # one line: the planner's decision and its reason
@@ -489,6 +489,7 @@ class EngineInfo:
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
     cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
+    has_suffixes: bool = False  # suffix drafts, alone or beside the drafter
     draft_sampling: str = "argmax"  # drafts of sampled requests: argmax, coupled or probabilistic
     sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's
     rope: str = ""  # how flags stretch rope, and longrope's divisors in use; "" as the file says
