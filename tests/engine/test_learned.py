@@ -13,7 +13,7 @@ from engine_rig import DEMO
 
 from pyspec.engine.api import Engine
 from pyspec.engine.load import learned
-from pyspec.engine.load.learned import LEAST, MOST_BYTES, Learned
+from pyspec.engine.load.learned import LEAST, MOST_BYTES, LearnedDrafting
 from pyspec.engine.policy.controller import Controller
 
 
@@ -23,9 +23,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "learned"
 
 
-def taught(**key: object) -> Learned:
+def taught(**key: object) -> LearnedDrafting:
     """Times of two sizes, and drafts that are never right, to be kept."""
-    kept = Learned(c := Controller(4, 3, chained=True), key)
+    kept = LearnedDrafting(c := Controller(4, 3, chained=True), key)
     for _ in range(LEAST):
         c.choose([(slot, 3) for slot in range(4)])
         for slot in range(4):
@@ -44,17 +44,17 @@ def test_a_start_goes_on_from_the_one_before() -> None:
     first.keep()
     c = Controller(4, 3, chained=True)
     bare = c.texts.survive([0])[0, 0]
-    Learned(c, {"of": "this"}).recall()
+    LearnedDrafting(c, {"of": "this"}).recall()
     assert c.verify_ms(12) == 14.0 and c.verify_ms(4) == 10.0 and c.draft_ms(4) == 1.5
     known = first.controller.texts.free.common @ first.controller.texts.free.survive[:, 1]
     assert known < c.texts.survive([0])[0, 0] < 0.8 * bare, "it counts beside the first assumptions"
     other = Controller(4, 3, chained=True)
-    Learned(other, {"of": "another"}).recall()
+    LearnedDrafting(other, {"of": "another"}).recall()
     assert state(other) == state(Controller(4, 3, chained=True))
 
 
 def test_a_few_rounds_and_nothing_new_are_not_kept(folder: Path) -> None:
-    kept = Learned(c := Controller(1, 3), {})
+    kept = LearnedDrafting(c := Controller(1, 3), {})
     for n in range(LEAST):
         assert not folder.exists(), n
         c.choose([(0, 3)])
@@ -107,7 +107,7 @@ def test_what_can_not_be_is_not_believed(damage: Callable[[dict[str, Any]], obje
     kept.keep()
     kept.path.write_text(json.dumps(damage(json.loads(kept.path.read_text()))))
     c, bare = Controller(4, 3, chained=True), Controller(4, 3, chained=True)
-    Learned(c, {"of": "this"}).recall()
+    LearnedDrafting(c, {"of": "this"}).recall()
     assert state(c) == state(bare) and np.array_equal(c.texts.beliefs, bare.texts.beliefs)
     assert c.choose([(i, 3) for i in range(4)]) == bare.choose([(i, 3) for i in range(4)])
 
@@ -117,9 +117,9 @@ def test_a_damaged_file_is_not_read_and_the_next_takes_its_place(content: bytes)
     kept = taught()
     kept.path.parent.mkdir()
     kept.path.write_bytes(content)
-    Learned(Controller(4, 3, chained=True), {}).recall()
+    LearnedDrafting(Controller(4, 3, chained=True), {}).recall()
     kept.keep()
-    Learned(c := Controller(4, 3, chained=True), {}).recall()
+    LearnedDrafting(c := Controller(4, 3, chained=True), {}).recall()
     assert c.verify_ms(12) == 14.0
 
 

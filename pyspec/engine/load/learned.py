@@ -29,7 +29,7 @@ MOST_FILES, MOST_BYTES = 64, 1 << 20  # in the folder, and of a file
 MOST_MS, MOST_SIZE = 1e6, 1 << 20  # of a round that is believed, and of its rows
 
 
-class Learned:
+class LearnedDrafting:
     """Reads the file into a controller, and writes it. Nothing is raised: without the file a start learns as the first one did."""
 
     def __init__(self, controller: Controller, key: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ class Learned:
         self.path, self._n_kept = cache_root() / "learned" / f"{name}.json", controller.n_round
 
     @classmethod
-    def of(cls, d: Description, controller: Controller) -> Learned | None:
+    def of(cls, d: Description, controller: Controller) -> LearnedDrafting | None:
         """None where nothing may be kept: without a warm-up an engine starts bare, and made-up acceptance teaches nothing."""
         s = d.settings
         if not s.warm_up or s.synth_len or s.synth_rates or not d.draft.needs.n_draft:

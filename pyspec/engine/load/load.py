@@ -29,7 +29,7 @@ from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.draft.head_copy import make_head
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.disk import open_disk
-from pyspec.engine.load.learned import Learned
+from pyspec.engine.load.learned import LearnedDrafting
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
 from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.disk_tier import DiskTier
@@ -92,7 +92,7 @@ class Loaded:
     info: EngineInfo
     ranks: Ranks | None = None
     disk: DiskTier | None = None  # of the loop's prefix cache
-    learned: Learned | None = None  # what the next start will know
+    learned: LearnedDrafting | None = None  # what the next start will know
     kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 
@@ -205,7 +205,7 @@ def build(
             if d.settings.check_tap_shift:
                 round_ms = loop.controller.verify_ms(1)
                 check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
-    if (learned := Learned.of(d, loop.controller)) is not None:
+    if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
         learned.recall()
     info = info_of(d, plan)
     disk = open_disk(loop, d.settings, info, ranks) if d.settings.cache_disk else None

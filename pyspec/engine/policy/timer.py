@@ -119,7 +119,9 @@ class Timer:
     def known(self) -> dict[int, float]:
         """Milliseconds of the trusted sizes that were in use, for `recall`."""
         all_ = zip(self._sizes, self._ms, strict=True)
-        return {size: ms for size, ms in all_ if ms > 0 and (size in self.used or self._by_busy is not None)}
+        return {
+            size: ms for size, ms in all_ if ms > 0 and (size in self.used or self._by_busy is not None)
+        }
 
     def recall(self, known: Mapping[int, float]) -> None:
         """Take the times that an earlier start had in use in place of the warm-up's, whose texts are short and whose rounds are few."""
