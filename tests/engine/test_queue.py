@@ -25,7 +25,7 @@ from pyspec.engine.policy.queue import (
     worth_on,
 )
 from pyspec.errors import QueueFull
-from pyspec.slots.prefix import Known
+from pyspec.slots.prefix import NOBODY, Known, Owner
 from pyspec.slots.table import SlotTable
 
 
@@ -34,6 +34,7 @@ class Item:
     n_rows: int = 10
     wanted_slot: int = -1
     reusable: tuple[int, ...] = ()
+    owner: Owner = NOBODY
     client: str = ""
     group: str = ""
     cost: int = 600

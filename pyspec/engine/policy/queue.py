@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from pyspec.slots.prefix import NOT_KNOWN, Known
+from pyspec.slots.prefix import NOT_KNOWN, Known, Owner
 from pyspec.slots.table import SlotTable
 
 
@@ -31,6 +31,9 @@ class Waiting(Protocol):
 
     @property
     def client(self) -> str: ...
+
+    @property
+    def owner(self) -> Owner: ...
 
     @property
     def group(self) -> str: ...
@@ -221,7 +224,7 @@ class Queue(Generic[W]):
             )
             if now == self._refused:
                 return None
-            if table.can_admit(item.n_rows, item.reusable):
+            if table.can_admit(item.n_rows, item.reusable, item.owner):
                 return item
             self._refused = now
             return None
