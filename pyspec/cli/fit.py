@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyspec.cli.flags import FlagCommand
+from pyspec.cli.flags import FlagCommand, grouped
 from pyspec.cli.options import EngineChoice, engine_options, log_ignored
 
 if TYPE_CHECKING:
     from pyspec.engine.plan.fit import Fit, FitReport
 
+_plan = grouped("Plan")
 AUTO_SLOTS = 4
 LEAST_BYTES = 1 << 20  # a smaller number without a unit is one of GiB
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -36,13 +37,13 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 
 @click.command(cls=FlagCommand)
 @engine_options
-@click.option(
+@_plan(
     "--vram",
     callback=_bytes,
     metavar="SIZE",
     help="Plan for this much GPU memory: 24 or 24G is 24 GiB.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plan("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
     """Show a model's memory, and the slots and contexts that fit.
