@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.cpu.kernels import planning
 from pyspec.engine.plan.describe import Description, describe, resized
 from pyspec.engine.plan.longest import STEP, here, most_tokens, usable_bytes, widened
 from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, checkpoint_bytes, room_on
@@ -63,6 +64,11 @@ class FitReport:
 
 def fit(path: Path, settings: EngineSettings, vram: int = 0) -> FitReport:
     """Plan a load of `path`. vram: bytes free on an assumed GPU. Raises the errors of `describe`."""
+    with planning():
+        return _fit(path, settings, vram)
+
+
+def _fit(path: Path, settings: EngineSettings, vram: int) -> FitReport:
     d = widened(describe(path, settings, AssumedGpu(vram) if vram else None))
     usable = usable_bytes(d)
     one, two = (plan_memory(resized(d, np, d.n_ctx)) for np in (1, 2))
