@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from pyspec.cache import cache_root
+from pyspec.cache import cache_root, wanted_root
 from pyspec.progress import report
 
 log = logging.getLogger(__name__)
@@ -148,9 +148,9 @@ def file_name(isa: str) -> str:
 
 
 def find(isa: str) -> Path | None:
-    """A library of today's sources, of the package or of the cache."""
-    places = (BUILT / file_name(isa), cache_root() / "cpu" / file_name(isa))
-    return next((path for path in places if path.is_file()), None)
+    """A library of today's sources, of the package or of the cache, which may be read-only."""
+    places = (BUILT, wanted_root() / "cpu", cache_root() / "cpu")
+    return next((path for place in places if os.path.isfile(path := place / file_name(isa))), None)
 
 
 def built_alone(source: str) -> Path:
