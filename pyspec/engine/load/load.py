@@ -317,7 +317,9 @@ def _timed(stage: str, device: torch.device, release: bool = False) -> Iterator[
     """Log how long a part of the load took. release: return freed memory to the device."""
     began = time.perf_counter()
     progress.report(stage)
+    outer = progress.part.set(stage)
     yield
+    progress.part.reset(outer)
     progress.report(stage, 1.0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
