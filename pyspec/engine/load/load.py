@@ -68,6 +68,7 @@ from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.registry import SUFFIX
+from pyspec.ranges import printable
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import read_rates, synth_of
 from pyspec.slots.arena import Arena, HostArena, bucket_of, most_rows
@@ -316,7 +317,9 @@ def _timed(stage: str, device: torch.device, release: bool = False) -> Iterator[
     """Log how long a part of the load took. release: return freed memory to the device."""
     began = time.perf_counter()
     progress.report(stage)
+    outer = progress.part.set(stage)
     yield
+    progress.part.reset(outer)
     progress.report(stage, 1.0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -333,7 +336,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
         sampling=recommended(fields),
-        model_name=fields.label("general.name", "") or d.path.stem,
+        model_name="-".join(printable(d.path.name).split()),  # as llama-server's; `general.name` is for people
         model_path=str(d.path),
         arch=c.arch,
         n_vocab=c.n_vocab,
