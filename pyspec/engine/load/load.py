@@ -348,7 +348,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
         n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
-        file_type=file_type_words(fields.integer("general.file_type", None)),
+        file_type=file_type_words(d.file.file_type_number),
         device=str(d.device),
         cpu_activations="" if d.is_cuda else d.settings.cpu_activations,
         draft_sampling=d.settings.draft_sampling,
