@@ -12,6 +12,7 @@ TORCH ?=
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
+	@echo "pyspec is installed in $(VENV). To use it:  . $(VENV)/bin/activate && pyspec server demo"
 
 test: $(VENV)/.installed-test lint check
 
@@ -21,6 +22,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	@echo "mypy reads the whole tree, which takes a minute or two without a word"
 	$(BIN)/mypy
 
 check: $(VENV)/.installed-test

@@ -69,6 +69,8 @@ def _sampling(*names: str, **more: Any) -> Callable[[F], F]:
 
 
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
+    _sampling("-n", "--predict", "--n-predict", "n_predict", default=-1, type=click.IntRange(-1, INT32),
+              help="Maximum tokens to generate; -1: no limit."),
     _sampling("--temp", "--temperature", "temperature", default=None, type=float,
               help="Temperature; 0 and below is greedy."),
     _sampling("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
@@ -124,8 +126,6 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
               help="Bias of a token, such as 15043+1; 2-inf bans it."),
     _sampling("-s", "--seed", "seed", default=-1, help="Random seed; -1 draws a new one."),
     _sampling("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
-    _sampling("-n", "--predict", "--n-predict", "n_predict", default=-1, type=click.IntRange(-1, INT32),
-              help="Maximum tokens to generate; -1: no limit."),
 ]  # fmt: skip
 
 

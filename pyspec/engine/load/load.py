@@ -68,6 +68,7 @@ from pyspec.models.gathered import Gathered
 from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
+from pyspec.ranges import printable
 from pyspec.registry import SUFFIX
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import read_rates, synth_of
@@ -320,7 +321,9 @@ def _timed(stage: str, device: torch.device, release: bool = False) -> Iterator[
     """Log how long a part of the load took. release: return freed memory to the device."""
     began = time.perf_counter()
     progress.report(stage)
+    outer = progress.part.set(stage)
     yield
+    progress.part.reset(outer)
     progress.report(stage, 1.0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -337,7 +340,9 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
         sampling=recommended(fields),
-        model_name=fields.label("general.name", "") or d.path.stem,
+        model_name="-".join(
+            printable(d.path.name).split()
+        ),  # as llama-server's; `general.name` is for people
         model_path=str(d.path),
         arch=c.arch,
         n_vocab=c.n_vocab,
@@ -349,7 +354,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
         n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
-        file_type=file_type_words(fields.integer("general.file_type", None)),
+        file_type=file_type_words(d.file.file_type_number),
         device=str(d.device),
         cpu_activations="" if d.is_cuda else d.settings.cpu_activations,
         draft_sampling=d.settings.draft_sampling,

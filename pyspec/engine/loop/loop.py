@@ -440,7 +440,8 @@ class Loop:
     def submit(self, job: Job) -> None:
         """Queue a job. If it has to wait, its place depends on what is cached of its prompt."""
         waits = len(self.queue) > 0 or all(slot.busy for slot in self.table.slots)
-        self.queue.push(job, self.cache.known(job.prefill) if waits and job.reuses else NOT_KNOWN)
+        salt, looks = job.request.cache_salt, waits and job.reuses
+        self.queue.push(job, self.cache.known(job.prefill, salt) if looks else NOT_KNOWN)
 
     def reject(self, job: Job, error: PyspecError) -> None:
         """Fail a job that is not queued."""
