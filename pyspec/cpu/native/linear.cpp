@@ -22,13 +22,13 @@ constexpr int64_t FEW = 12;   // rows that one pass over a panel multiplies
 constexpr int64_t TILE = 6;
 constexpr int64_t FEW = 7;
 #endif
-constexpr int64_t IN_L2 = 128 << 10;  // values of rows
 #if defined(__AVX512VNNI__)
 constexpr int64_t MANY = 4;  // panels that many rows are multiplied with at a time
 #else
 constexpr int64_t MANY = 2;
 #endif
-constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk read from L2
+constexpr int64_t PANELS = 32;        // of a task at most: as often is a block's chunk read from L2, where its sums lie, too
+constexpr int64_t TASKS = 8;          // of each thread, so that the last ones end together
 constexpr int64_t SPLIT_ALONE = 64;   // chunks of rows that a thread makes bytes for tiles of while another one would wake
 
 using Pair = f8[2];
@@ -210,6 +210,7 @@ void part_of(const ProductArgs &p, const Rows &rows, const Part &part) {
 template <typename T>
 void packed(const ProductArgs &p) {
   const Rows rows{p.x, p.q, p.scales, p.sums, p.n_in, (p.n_in + CHUNK - 1) / CHUNK};
+  const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
   const int64_t n_panel = (p.n_out + LANES - 1) / LANES;
 #if PYSPEC_TILES
   if (by_tiles<T>(p.n_row)) return tiled_product<T>(p, rows);
@@ -218,11 +219,14 @@ void packed(const ProductArgs &p) {
     each_range(n_panel, 2, [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); });
     return;
   }
-  // Neighbouring panels to a task, because each asks for the next one's bytes, and enough of them if rows do not fit in L2, because each MANY
-  // panels read all rows
-  const int64_t n_many = (n_panel + MANY - 1) / MANY;
-  each_range(n_many, p.n_row * p.n_in > IN_L2 ? PANELS / MANY : 1, [&](int64_t a, int64_t b) {
-    part_of<T>(p, rows, {0, p.n_row, a * MANY * LANES, std::min(b * MANY * LANES, p.n_out)});
+  // A task is a block of rows and neighbouring panels, as many as leave each thread several tasks: rows come from memory once for each task's
+  // panels, and tasks that run together read the same weights
+  const int64_t n_block = (p.n_row + ROWS - 1) / ROWS;
+  int64_t size = PANELS;
+  while (size > MANY && n_block * ((n_panel + size - 1) / size) < TASKS * n_thread) size /= 2;
+  each(n_block * ((n_panel + size - 1) / size), [&](int64_t i) {
+    const int64_t first = p.n_row * (i % n_block) / n_block, last = p.n_row * (i % n_block + 1) / n_block, o = i / n_block * size * LANES;
+    many<T>(p, rows, matrix, first, last - first, o, std::min(o + size * LANES, p.n_out));
   });
 }
 
