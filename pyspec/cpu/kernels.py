@@ -21,12 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cpu.build import CannotBuild, build, find, isas, refusals
+from pyspec.cpu.build import CannotBuild, build, find, isas
 from pyspec.heap import own_pages
 
 log = logging.getLogger(__name__)
 
-LARGE = 4 << 20  # bytes of an output that the C library may give back to the system, page by page, as soon as it is free
+LARGE = (
+    4 << 20
+)  # bytes of an output that the C library may give back to the system, page by page, as soon as it is free
 
 
 @cache
@@ -62,10 +64,9 @@ def missing(_: object = None) -> str | None:
 
 
 def described() -> str:
-    """The build that runs here, or why there is none, and which better ones this process cannot use."""
+    """The build that runs here, or why there is none."""
     found = compiled()
-    first = f"none: {found}" if isinstance(found, str) else found.pyspec_isa().decode()
-    return "; ".join([first, *(f"not {name}: {why}" for name, why in refusals().items())])
+    return f"none: {found}" if isinstance(found, str) else found.pyspec_isa().decode()
 
 
 class GivesMemory(Protocol):
@@ -136,19 +137,28 @@ def n_thread() -> int:
 
 
 @contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Within the block kernels run on so many threads."""
+    kept, _threads.n = _threads.n, n
+    try:
+        yield
+    finally:
+        _threads.n = kept
+
+
+@contextmanager
 def torch_alone() -> Iterator[None]:
     """Within the block torch's ops run on this thread alone, and kernels on as many threads as before.
 
     For small ops while other programs need the cores: torch's threads spin for each other, and a load took five times as long.
     """
-    before, kept = torch.get_num_threads(), _threads.n
-    _threads.n = n_thread()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        _threads.n = kept
+    before = torch.get_num_threads()
+    with threads(n_thread()):
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 class CpuKernel:
@@ -194,5 +204,7 @@ def _large(n_byte: int) -> Tensor:
     else:
         piece = kept.pop(at)
     handed = piece[:n_byte]
-    weakref.finalize(handed, kept.append, piece).atexit = False  # torch keeps it while it keeps the memory
+    weakref.finalize(
+        handed, kept.append, piece
+    ).atexit = False  # torch keeps it while it keeps the memory
     return torch.from_numpy(handed)
