@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
+GROUPS = Path("/sys/fs/cgroup")
 
 
 def cache_root(*, tells: bool = True) -> Path:
@@ -76,4 +77,21 @@ def write_json(path: Path, content: object) -> None:
 
 
 def n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Processors that this process may use; fewer where its container gets less time than theirs."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([n, *_quotas()]))
+
+
+def _quotas() -> list[int]:
+    """Whole processors of the limits of this process's control groups, version 2 and then 1."""
+    found = []
+    with contextlib.suppress(OSError):
+        own = [x[4:] for x in Path("/proc/self/cgroup").read_text().splitlines() if x.startswith("0::/")]
+        folder = GROUPS.joinpath(*own)
+        texts = [at / "cpu.max" for at in (folder, *folder.parents)]
+        of_one = GROUPS / "cpu" / "cpu.cfs_quota_us", GROUPS / "cpu" / "cpu.cfs_period_us"
+        for paths in (*zip(texts), of_one):
+            with contextlib.suppress(OSError, ValueError):  # no such group; "max"
+                quota, period = map(int, " ".join(path.read_text() for path in paths).split())
+                found += [-(-quota // period)] if quota > 0 else []
+    return found

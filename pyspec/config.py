@@ -142,7 +142,7 @@ class EngineSettings:
     weights: Annotated[str, "--weights", OneOf(WEIGHTS)] = "auto"
     cpu_activations: Annotated[str, "--cpu-activations", OneOf(CPU_ACTIVATIONS)] = "q16"
     # on CPUs: rows that packed matrices multiply, as whole numbers of 16 or 8 bits
-    threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: as torch chooses")] = 0
+    threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: by measured times")] = 0
     queue: Annotated[int, "--queue", Whole(0, 1_000_000, "0: automatic")] = 0
     # requests that may wait; 0: max(16, 4 * np)
     kv_events: Annotated[str, "--kv-events", Text(ENDPOINT, ENDPOINT_WANTED)] = ""

@@ -8,7 +8,6 @@ A package may bring libraries (`built/`); without them an engine's load compiles
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import os
@@ -45,10 +44,6 @@ SETS: dict[str, dict[str, tuple[str, set[str]]]] = {}
 """Instruction sets by architecture, best first: compiler's options, and the flags of /proc/cpuinfo that each needs."""
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"}
 SETS["x86_64"] = SETS["amd64"] = {
-    "amx": (
-        "-march=x86-64-v4 -mavx512vnni -mamx-tile -mamx-int8",
-        {*_AVX512, "amx_tile", "amx_int8"},
-    ),
     "avx512": ("-march=x86-64-v4 -mavx512vnni", _AVX512),
     "avxvnni": (
         "-march=x86-64-v3 -mavxvnni",
@@ -84,33 +79,8 @@ def sets() -> dict[str, tuple[str, set[str]]]:
 @cache
 def isas() -> tuple[str, ...]:
     """The instruction sets that this process runs, best first."""
-    have, not_these = _cpu_flags(), refusals()
-    return tuple(name for name, (_, wants) in sets().items() if wants <= have and name not in not_these)
-
-
-TILES_REFUSED = {
-    1: "the CPU does not have it for programs",
-    2: "the system does not save its registers",
-    3: "the system gives this process no permission for its registers",
-    4: "its first instructions fail, as on some virtual machines",
-}
-"""By the number that `pyspec_tiles_ready` (native/tiles_ready.cpp) returns."""
-
-
-@cache
-def refusals() -> dict[str, str]:
-    """Instruction sets that the CPU announces and this process cannot use, each with the reason.
-
-    AMX wants the system's permission, which this requests once for the whole process, and a compiler that knows it.
-    """
-    if "amx" not in sets() or not sets()["amx"][1] <= _cpu_flags():
-        return {}
-    try:
-        path = find("amx") or _alone("tiles_ready", "amx")
-        code = ctypes.CDLL(str(path)).pyspec_tiles_ready()
-    except (CannotBuild, OSError) as e:
-        return {"amx": f"whether it works cannot be tried: {e}"}
-    return {"amx": TILES_REFUSED.get(code, f"reason {code}")} if code else {}
+    have = _cpu_flags()
+    return tuple(name for name, (_, wants) in sets().items() if wants <= have)
 
 
 def _cpu_flags() -> set[str]:
@@ -158,13 +128,11 @@ def built_alone(source: str) -> Path:
 
     For sources that need no other, where waiting for all kernels is not worth it.
     """
-    return find(isas()[0]) or _alone(source, "plain")
-
-
-def _alone(source: str, isa: str) -> Path:
+    if (found := find(isas()[0])) is not None:
+        return found
     path = cache_root() / "cpu" / f"libpyspec-{platform.machine().lower()}-{source}-{_digest()}.so"
     if not path.is_file():
-        _build_to(path, isa, (), SOURCES / f"{source}.cpp")
+        _build_to(path, "plain", (), SOURCES / f"{source}.cpp")
     return path
 
 
@@ -290,12 +258,7 @@ def main() -> None:
     for isa in tuple(sets()) if len(sys.argv) > 1 else isas()[:1]:
         if not (folder / file_name(isa)).is_file():
             drop_old(folder, isa, 0)
-            try:
-                print(build(isa, folder))  # noqa: T201
-            except CannotBuild as e:
-                if isa != "amx":
-                    raise
-                print(f"without a build for AMX, which GCC 11 and Clang 12 know: {e}")  # noqa: T201
+            print(build(isa, folder))  # noqa: T201
 
 
 if __name__ == "__main__":

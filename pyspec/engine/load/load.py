@@ -31,12 +31,13 @@ from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.disk import open_disk
 from pyspec.engine.load.learned import LearnedDrafting
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
+from pyspec.engine.load.threads import usual
 from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan.asks import asks_of
-from pyspec.engine.plan.describe import Description, arena_pages, describe
+from pyspec.engine.plan.describe import Description, arena_pages, describe, pick_device
 from pyspec.engine.plan.longest import here, widened
 from pyspec.engine.plan.memory_plan import (
     MemoryPlan,
@@ -106,6 +107,8 @@ def load(
     is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
+    if settings.threads <= 0 and pick_device(settings.device).type == "cpu":
+        n_thread = usual(min(n_thread, n_cores()))
     if settings.threads > n_cores():
         few = f"{n_cores()} processor{'s' * (n_cores() > 1)}"
         log.warning("-t %d: more threads than this process may use (%s) make it slower", n_thread, few)

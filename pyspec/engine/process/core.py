@@ -18,6 +18,7 @@ from math import inf
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.cpu.kernels import here
 from pyspec.cuda import kernel_context
 from pyspec.device.worker import failure_of
 from pyspec.engine.load.load import Loaded, load
@@ -343,6 +344,7 @@ class EngineCore:
 
     def _rest(self) -> None:
         self._keep_learned()
+        here.kept.clear()
         give_back_memory()
         self.on_rest()
         self._is_rested, self._trimmed = True, time.monotonic()
