@@ -17,7 +17,9 @@ def cache_root(*, tells: bool = True) -> Path:
     wanted = wanted_root()
     found, why = _usable(wanted, tempfile.gettempdir())
     if why and tells:
-        _tell(f"{wanted} can not be written ({why}): {found} is used; the variable PYSPEC_CACHE names another folder")
+        _tell(
+            f"{wanted} can not be written ({why}): {found} is used; the variable PYSPEC_CACHE names another folder"
+        )
     return found
 
 

@@ -266,7 +266,11 @@ def _unknown(name: str, path: Path) -> str:
         return f"no file {name}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
     if len(path.parts) == 2:
         return f"no file {name}; for a Hugging Face repository use -hf {name}"
-    hint = f"did you mean '{near}'?" if (near := _near(name.lower())) else "`-hf USER/REPO` takes any GGUF repository"
+    hint = (
+        f"did you mean '{meant}'?"
+        if (meant := _near(name.lower()))
+        else "`-hf USER/REPO` takes any GGUF repository"
+    )
     return f"'{name}' is neither a file nor in the catalogue (`pyspec models`); {hint}"
 
 

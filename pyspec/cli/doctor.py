@@ -263,5 +263,7 @@ def _show(about: dict[str, Any], with_shapes: bool) -> None:
         shown = rest[: 2 + has_cost]
         row(t, op, shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes", *shown)
     show(t)
-    click.echo("Implementations for other kinds of devices are left out; -v lists all shapes, --json everything.")
+    click.echo(
+        "Implementations for other kinds of devices are left out; -v lists all shapes, --json everything."
+    )
     click.echo(about["verdict"])

@@ -80,7 +80,11 @@ def llama_flags() -> dict[str, LlamaFlag]:
     flags = [_flag(text, "honoured") for text in found["honoured"]["flags"]]
     for fate in ("ignored", "refused"):
         for group in found[fate]:
-            more = {"why": group["why"], "harmless": tuple(group.get("harmless", ())), "loud": "loud" in group}
+            more = {
+                "why": group["why"],
+                "harmless": tuple(group.get("harmless", ())),
+                "loud": "loud" in group,
+            }
             for n_value, kind in enumerate(("switches", "values", "pairs")):
                 listed = group.get(kind, ())
                 flags += [_flag(text, fate, n_value=n_value, **more) for text in listed]

@@ -71,7 +71,14 @@ def _below(folder: Path) -> Iterator[Here]:
     from pyspec.hub.names import kind_of
 
     for path in sorted(folder.rglob("*.gguf")):
-        yield Here(str(path), path.name, path.stat().st_size, kind_of(path.name) or "target", "", str(path.absolute()))
+        yield Here(
+            str(path),
+            path.name,
+            path.stat().st_size,
+            kind_of(path.name) or "target",
+            "",
+            str(path.absolute()),
+        )
 
 
 def _cached() -> Iterator[Here]:

@@ -186,7 +186,9 @@ def _build_to(path: Path, isa: str, extra: tuple[str, ...], *sources: Path) -> N
             if path.is_file():  # another process has made it meanwhile
                 return
             if len(sources) > 1:
-                log.warning("compiling the CPU kernels (%s), once: half a minute on a few cores ...", isa)
+                log.warning(
+                    "compiling the CPU kernels (%s), once: half a minute on a few cores ...", isa
+                )
             began = time.monotonic()
             with _scratch(folder) as (scratch, group):
                 made = _compile((cxx, *sets()[isa][0].split(), *OPTIONS), scratch, group, extra, sources)
@@ -220,7 +222,9 @@ WATCHER = 'trap "" HUP INT TERM; read _; kill -TERM 0; sleep 0.2; rm -rf -- "$1"
 def _scratch(folder: Path) -> Iterator[tuple[Path, int]]:
     """A folder that is gone after the block, even if this process is killed in it, and the group of processes that end with it."""
     path = Path(tempfile.mkdtemp(dir=folder))
-    watcher = subprocess.Popen(["/bin/sh", "-c", WATCHER, "sh", path], stdin=subprocess.PIPE, process_group=0)
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", WATCHER, "sh", path], stdin=subprocess.PIPE, process_group=0
+    )
     try:
         yield path, watcher.pid
     finally:
@@ -228,7 +232,11 @@ def _scratch(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _compile(
-    command: tuple[str, ...], scratch: Path, group: int, extra: tuple[str, ...], sources: tuple[Path, ...]
+    command: tuple[str, ...],
+    scratch: Path,
+    group: int,
+    extra: tuple[str, ...],
+    sources: tuple[Path, ...],
 ) -> Path:
     def one(source: Path) -> Path:
         to = scratch / f"{source.stem}.o"
@@ -251,7 +259,9 @@ def _compile(
 
 def _call(command: list[str], group: int) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, process_group=group)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, check=False, process_group=group
+        )
     except subprocess.TimeoutExpired:
         raise CannotBuild(f"{command[0]} took more than {LIMIT_S} s") from None
     if done.returncode:

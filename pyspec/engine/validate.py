@@ -41,7 +41,9 @@ class Validator:
         if len(prompt) >= self.room:
             i = self.info
             is_trained = i.n_ctx >= i.n_ctx_train > 0
-            raise PromptTooLong(len(prompt), self.room, is_pool=self.room < i.n_ctx, is_trained=is_trained)
+            raise PromptTooLong(
+                len(prompt), self.room, is_pool=self.room < i.n_ctx, is_trained=is_trained
+            )
         ids = self._ids(prompt, "prompt")
         self._ids(resumed, "resumed")
         most = self.room - len(prompt)

@@ -48,7 +48,9 @@ def test_a_machine_without_a_gpu_is_healthy_and_doctor_says_what_runs(tmp_path: 
     assert "GB/s measured" in out and str(tmp_path) in out.replace("\n", "")
     for op in OPS:
         assert out.count(f"\n {op} ") in (1, 2), "a row for each outcome"
-    assert sum(invoke("-v")[1].count(f"\n {op} ") for op in OPS) > 2 * sum(out.count(f"\n {op} ") for op in OPS)
+    assert sum(invoke("-v")[1].count(f"\n {op} ") for op in OPS) > 2 * sum(
+        out.count(f"\n {op} ") for op in OPS
+    )
 
 
 def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:

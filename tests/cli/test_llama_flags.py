@@ -212,13 +212,15 @@ def test_a_misspelt_flag_is_answered_with_the_one_that_was_meant(typed: str, mea
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
 @pytest.mark.parametrize("command", ["server", "run"])
-def test_a_flag_of_another_program_is_answered_with_what_to_use_here(command: str, typed: list[str], said: str):
+def test_a_flag_of_another_program_is_answered_with_what_to_use_here(
+    command: str, typed: list[str], said: str
+):
     result = CliRunner().invoke(main, [command, "demo", *typed])
     assert result.exit_code == 2 and said in result.stderr, result.stderr
 
 
 def test_what_other_programs_hints_name_exists():
-    known = own() | {name: None for name in llama_flags()}
+    known = own() | dict.fromkeys(llama_flags())
     for name, said in elsewhere().items():
         assert name not in known, name
         assert [w for w in re.findall(r"(?<![\w-])--?[a-z][\w-]*", said) if w not in known] == [], said
@@ -227,7 +229,10 @@ def test_what_other_programs_hints_name_exists():
 def test_flags_that_would_offload_warn_that_nothing_is():
     for args in (["--n-cpu-moe", "20"], ["-ot", "exps=CPU"], ["--cpu-moe"]):
         result = CliRunner().invoke(main, ["config", "show", "demo", *args])
-        assert f"{args[0]} has no effect: llama-server would keep these weights in host memory" in result.stderr
+        assert (
+            f"{args[0]} has no effect: llama-server would keep these weights in host memory"
+            in result.stderr
+        )
     result = call("--mmproj", "a.gguf")
     assert result.exit_code == 2 and "leave it out: the text part of the model runs" in result.stderr
 
@@ -243,7 +248,19 @@ def test_help_begins_with_what_belongs_to_the_command():
         places = [text.index(f"\n  {word}" if word[0] == "-" else f"\n{word}:\n") for word in words]
         assert places == sorted(places), (command, words, places)
 
-    order("run", "Model", "-np", "-c", "Prompt", "Default sampling", "-n,", "--temp", "Slots, context and cache", "Longer contexts", "Other")
+    order(
+        "run",
+        "Model",
+        "-np",
+        "-c",
+        "Prompt",
+        "Default sampling",
+        "-n,",
+        "--temp",
+        "Slots, context and cache",
+        "Longer contexts",
+        "Other",
+    )
     order("fit", "Model", "Plan", "--vram", "Slots, context and cache", "Drafts", "Device")
     order("server", "Model", "Chats", "Listening", "Slots, context and cache", "Other")
     order("bench", "Model", "Workload", "Report", "Slots, context and cache")

@@ -15,7 +15,9 @@ import pytest
 from pyspec.cpu import build
 
 BUILD = "from pyspec.cpu import build; print(build.build('plain'))"
-FIT = "from pyspec.cpu import build; build.BUILT = build.cache_root(); from pyspec.cli import main; main()"
+FIT = (
+    "from pyspec.cpu import build; build.BUILT = build.cache_root(); from pyspec.cli import main; main()"
+)
 QUICK = 'echo x >> "$LOG"; while [ $# -gt 1 ]; do [ "$1" = -o ] && echo made > "$2"; shift; done'
 SLOW = 'echo $$ >> "$LOG"; exec sleep 60'
 
@@ -28,9 +30,18 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     def begin(compiler: str, code: str, *args: str) -> subprocess.Popen[str]:
         cxx.write_text(f"#!/bin/sh\n{compiler}\n")
         cxx.chmod(0o755)
-        around = {**os.environ, "CXX": str(cxx), "LOG": str(tmp_path / "log"), "PYSPEC_CACHE": str(tmp_path / "cache")}
+        around = {
+            **os.environ,
+            "CXX": str(cxx),
+            "LOG": str(tmp_path / "log"),
+            "PYSPEC_CACHE": str(tmp_path / "cache"),
+        }
         return subprocess.Popen(
-            [sys.executable, "-c", code, *args], env=around, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, "-c", code, *args],
+            env=around,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     return begin
@@ -69,7 +80,9 @@ def test_a_build_that_is_ended_leaves_neither_files_nor_compilers(
     assert until(lambda: not any(map(lives, map(int, log.read_text().split()))))
 
 
-def test_two_processes_compile_once_and_say_so(tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_two_processes_compile_once_and_say_so(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
     both = [start(f"sleep 0.05; {QUICK}", BUILD) for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]
     assert files(tmp_path) == {"lock", build.file_name("plain")}
@@ -77,7 +90,9 @@ def test_two_processes_compile_once_and_say_so(tmp_path: Path, start: Callable[.
     assert (tmp_path / "log").read_text().count("x") == n_source + 1, "each source once, and the library"
     assert said[0][0] == said[1][0] != ""
     text = "".join(err for _, err in said)
-    assert text.count("compiling the CPU kernels (plain), once") == text.count("are compiled, after") == 1
+    assert (
+        text.count("compiling the CPU kernels (plain), once") == text.count("are compiled, after") == 1
+    )
     assert text.count("another process compiles") == 1
 
 

@@ -70,7 +70,9 @@ def test_a_file_without_a_template_writes_chats_as_chatml_and_says_so(
 
 
 def test_a_model_is_named_as_its_file_on_one_line_without_blanks(tmp_path: Path) -> None:
-    path = changed(tmp_path, general__name="x y\n" * 2000, tokenizer__chat_template="\udcff{{ bos_token }}")
+    path = changed(
+        tmp_path, general__name="x y\n" * 2000, tokenizer__chat_template="\udcff{{ bos_token }}"
+    )
     r = plain_rig(path.rename(tmp_path / "My model \udcff\x1b[2J.gguf"))
     told = json.dumps(asdict(replace(r.info, model_path="")), ensure_ascii=False).encode()
     assert (

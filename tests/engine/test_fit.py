@@ -107,7 +107,9 @@ def test_fit_says_one_number(flags: tuple[str, ...], tmp_path: Path, monkeypatch
         assert about["note"].startswith("32 slots do not fit; 8 hold")
 
 
-def test_of_a_local_file_no_other_quantisation_is_spoken_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_of_a_local_file_no_other_quantisation_is_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     done = call(str(write("qwen3.6-35b-a3b", tmp_path / "t.gguf", quant="q4_k")), "--vram", "16G")
     assert done.exit_code == 5 and "quantisation" not in done.stderr

@@ -24,7 +24,9 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3.gguf"
 
 def resolved(name: str) -> tuple[Path, EngineSettings]:
     target, draft = resolve(name)
-    return target, settings_from({"np": 1, "ctx": 64, "device": "cpu", "draft_path": draft, "warm_up": False})
+    return target, settings_from(
+        {"np": 1, "ctx": 64, "device": "cpu", "draft_path": draft, "warm_up": False}
+    )
 
 
 SMALL = {"np": 1, "ctx": 64, "device": "cpu", "spec_type": "none"}

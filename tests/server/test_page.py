@@ -333,10 +333,16 @@ def test_an_answer_is_regenerated_and_takes_the_place_of_the_last(browser: Brows
 
 
 def test_line_breaks_stay(browser: Browser, live: Live) -> None:
-    live.engine.script = Script(text="Roses are red,\nviolets are blue.\n\n* a\n  b\n\n> c\n> d", width=100)
+    live.engine.script = Script(
+        text="Roses are red,\nviolets are blue.\n\n* a\n  b\n\n> c\n> d", width=100
+    )
     ask(browser)
     until(lambda: answered(browser))
-    for at, lines in (("p", "Roses are red,\nviolets are blue."), ("li", "a\nb"), ("blockquote p", "c\nd")):
+    for at, lines in (
+        ("p", "Roses are red,\nviolets are blue."),
+        ("li", "a\nb"),
+        ("blockquote p", "c\nd"),
+    ):
         assert browser.run(f"return document.querySelector('.assistant {at}').innerText") == lines
 
 
@@ -352,7 +358,10 @@ def test_a_conversation_is_saved_as_text(browser: Browser, live: Live) -> None:
     browser.click("#save")
     until(lambda: browser.run("return window.kept.length") == 2)
     name, text = browser.run("return window.kept")
-    assert (name, text) == ("why_ _ because.md", "## user\n\nwhy? / because\n\n## assistant\n\nAn **answer**.\n")
+    assert (name, text) == (
+        "why_ _ because.md",
+        "## user\n\nwhy? / because\n\n## assistant\n\nAn **answer**.\n",
+    )
     assert not browser.complaints()
 
 

@@ -67,8 +67,8 @@ from pyspec.models.gathered import Gathered
 from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
-from pyspec.registry import SUFFIX
 from pyspec.ranges import printable
+from pyspec.registry import SUFFIX
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import read_rates, synth_of
 from pyspec.slots.arena import Arena, HostArena, bucket_of, most_rows
@@ -336,7 +336,9 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
         sampling=recommended(fields),
-        model_name="-".join(printable(d.path.name).split()),  # as llama-server's; `general.name` is for people
+        model_name="-".join(
+            printable(d.path.name).split()
+        ),  # as llama-server's; `general.name` is for people
         model_path=str(d.path),
         arch=c.arch,
         n_vocab=c.n_vocab,

@@ -67,7 +67,12 @@ def anthropic_model_view(service: Service) -> dict[str, Any]:
 def anthropic_models_view(service: Service) -> dict[str, Any]:
     """`/v1/models`, a page of Anthropic's list."""
     name = service.model
-    return {"data": [anthropic_model_view(service)], "has_more": False, "first_id": name, "last_id": name}
+    return {
+        "data": [anthropic_model_view(service)],
+        "has_more": False,
+        "first_id": name,
+        "last_id": name,
+    }
 
 
 def props_view(service: Service) -> dict[str, Any]:
