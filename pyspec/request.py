@@ -178,6 +178,7 @@ class Request:
     timings_per_token: bool = False  # every Delta has the timings so far
     max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
     client: Annotated[str, Text()] = ""  # identity of the client: clients take turns in the queue
+    cache_salt: Annotated[str, Text()] = ""  # requests with different salts share no cached texts
     group: Annotated[str, Text()] = ""  # identity of a batch: a client's batches take turns; "": none
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None
@@ -237,9 +238,8 @@ class Timings:
     suffix_n: int = 0  # of draft_n, tokens of suffix drafts
     suffix_n_accepted: int = 0
     synthetic: bool = False  # acceptance was simulated (--spec-synth-len)
-    cache_break_at: int = (
-        -1
-    )  # first prompt token at which the nearest cached text differs or ends; -1: none
+    # first prompt token at which the client's nearest cached text differs or ends; -1: none
+    cache_break_at: int = -1
 
     @property
     def prompt_per_second(self) -> float:
@@ -390,6 +390,7 @@ class SlotInfo:
     accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
     params: SamplingParams | None = None
     speculative: bool = False
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -474,7 +475,7 @@ class EngineInfo:
     n_bytes: int
     file_type: str  # llama-server's name of it: "Q8_0", "Q4_K - Medium"; "" if the file has none
     device: str
-    drafter: str  # "none", "dflash", "mtp", "ngram", "suffix"
+    drafter: str  # "none", "dflash", "mtp", "ngram", "suffix"; suffix drafts may go beside it
     draft_path: str = ""
     n_draft_max: int = 0
     draft_note: str = ""  # one line: the planner's decision and its reason
@@ -489,6 +490,7 @@ class EngineInfo:
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
     memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
     cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
+    has_suffixes: bool = False  # suffix drafts, alone or beside the drafter
     draft_sampling: str = "argmax"  # drafts of sampled requests: argmax, coupled or probabilistic
     sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's
     rope: str = ""  # how flags stretch rope, and longrope's divisors in use; "" as the file says

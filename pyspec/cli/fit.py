@@ -151,7 +151,7 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     if d.settings.tp > 1:
         where = f"{'each of ' if d.is_cuda else ''}{d.settings.tp} ranks; {where}"
     click.echo(f"{about['model']} on {where}; {size(report.usable)} may be used")
-    click.echo(about["draft_note"] or "no drafter")
+    click.echo(about["draft_note"])
     t = table("what", "bytes", "per slot", right=("bytes", "per slot"))
     kv, state, draft_kv = report.kv_per_slot, report.state_per_slot, report.draft_per_slot
     each = {"kv": kv, "state": state, "draft_kv": draft_kv}

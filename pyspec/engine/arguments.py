@@ -83,9 +83,15 @@ def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tup
     """The target's file, and settings with the drafter's file, from the arguments of `Engine.load`."""
     path, paired = resolve(target)
     values = dict(values)
-    if draft is None or is_spec_type(draft):
-        values |= {} if draft == "auto" else {"spec_type": draft or "none"}
-    else:
+    if draft is None or (draft != "auto" and is_spec_type(draft)):
+        wanted, kind = values.get("spec_type", "auto"), draft or "none"
+        if wanted not in ("auto", kind):
+            meant = " (no speculation)" if draft is None else ""
+            raise ConfigError(
+                f"draft is {shown(draft)}{meant}, but --spec-type is {shown(wanted)}: give one of them"
+            )
+        values["spec_type"] = kind
+    elif draft != "auto":
         values["draft_path"] = Path(draft)
     if paired is not None and _drafter(values) in ("auto", paired_kind(target)):
         values.setdefault("draft_path", paired)

@@ -184,6 +184,8 @@ def _slots(service: Service) -> Handler:
         may_fail = request.query_params.get("fail_on_no_slot") == "1"
         if may_fail and all(row.is_processing for row in rows):
             raise Unavailable(f"all {len(rows)} slots are busy")
+        salt = service.salt_of(service.client_of(request))
+        rows = [row if row.cache_salt in ("", salt) else views.of_another(row) for row in rows]
         return JSON([views.slot_view(row, service.engine.info) for row in rows])
 
     return slots

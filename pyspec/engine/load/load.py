@@ -355,6 +355,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         cpu_activations="" if d.is_cuda else d.settings.cpu_activations,
         draft_sampling=d.settings.draft_sampling,
         drafter=d.draft.kind,
+        has_suffixes=d.draft.n_suffix > 0,
         draft_path=str(d.settings.draft_path or ""),
         n_draft_max=d.draft.n_draft,
         draft_note=d.draft.note,

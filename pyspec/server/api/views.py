@@ -143,6 +143,12 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
     return view
 
 
+def of_another(slot: SlotInfo) -> SlotInfo:
+    """What a client sees of a slot that another one uses."""
+    given = {name: getattr(slot, name) for name in ("slot", "n_ctx", "is_processing", "speculative")}
+    return SlotInfo(**given)
+
+
 def _task_number(request: str) -> int:
     """The number at the end of a request's id, because llama-server numbers its tasks. -1: none."""
     digits = re.search(r"\d+$", request)
