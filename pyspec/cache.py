@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import stat
@@ -58,6 +60,19 @@ def _is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a file of findings whole or not at all. A folder that can not be written costs the next process a measurement."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(content, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as e:
+        with contextlib.suppress(OSError, NameError):
+            os.unlink(file.name)
+        log.debug("%s is not kept: %s", path, e)
 
 
 def n_cores() -> int:

@@ -23,8 +23,7 @@ def checked_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSet
         raise
     if file is not None and not plan.maps_tokens:
         check_vocabulary(target.file, file)
-    plan.check()
-    return plan
+    return replace(plan, remark=plan.remark + plan.check())
 
 
 def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:

@@ -29,6 +29,7 @@ from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.draft.head_copy import make_head
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.disk import open_disk
+from pyspec.engine.load.learned import LearnedDrafting
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
 from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.disk_tier import DiskTier
@@ -92,6 +93,7 @@ class Loaded:
     info: EngineInfo
     ranks: Ranks | None = None
     disk: DiskTier | None = None  # of the loop's prefix cache
+    learned: LearnedDrafting | None = None  # what the next start will know
     kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 
@@ -204,6 +206,8 @@ def build(
             if d.settings.check_tap_shift:
                 round_ms = loop.controller.verify_ms(1)
                 check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
+    if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
+        learned.recall()
     info = info_of(d, plan)
     disk = open_disk(loop, d.settings, info, ranks) if d.settings.cache_disk else None
     loop.use_disk(disk)
@@ -215,7 +219,7 @@ def build(
     else:
         checker.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
-    return Loaded(loop, d.tokenizer, d.template, info, ranks, disk)
+    return Loaded(loop, d.tokenizer, d.template, info, ranks, disk, learned)
 
 
 def _few_threads(d: Description) -> AbstractContextManager[None]:
@@ -350,7 +354,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
         n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
-        file_type=file_type_words(fields.integer("general.file_type", None)),
+        file_type=file_type_words(d.file.file_type_number),
         device=str(d.device),
         cpu_activations="" if d.is_cuda else d.settings.cpu_activations,
         draft_sampling=d.settings.draft_sampling,
