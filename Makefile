@@ -96,7 +96,7 @@ hostile: $(VENV)/.installed-test
 real: $(VENV)/.installed
 	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL)) $(addprefix --kernels ,$(filter-out auto,$(KERNELS))) $(addprefix --chunks ,$(CHUNKS))
 
-# The reliability scorecard, written to docs/scorecard.md
+# The reliability scorecard, written to scorecard.md
 scorecard: $(VENV)/.installed-test
 	$(BIN)/python tools/scorecard.py
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -212,16 +212,19 @@ def _compile(
         _call([*command, *own, *extra, "-c", str(source), "-o", str(to)], group)
         return to
 
-    objects: list[Path] = []
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
-        for made in pool.map(one, sources):
-            objects.append(made)
-            report("compiling the CPU kernels", len(objects) / (len(sources) + 1))
+        objects = [pool.submit(one, source) for source in sources]
+        for n_made, made in enumerate(as_completed(objects), start=1):
+            made.result()
+            report("compiling the CPU kernels", n_made / (len(sources) + 1))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     library = scratch / "library.so"
-    _call([*command, *extra, "-shared", *map(str, objects), "-o", str(library)], group)
+    _call(
+        [*command, *extra, "-shared", *(str(made.result()) for made in objects), "-o", str(library)],
+        group,
+    )
     return library
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
-from pyspec.engine.options import GenerateOptions
 from pyspec.request import Request, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -91,6 +90,8 @@ def options() -> Iterator[tuple[str, list[Option]]]:
 
 
 def _option(name: str) -> Option:
+    from pyspec.engine.options import GenerateOptions  # help of the command line needs the texts alone
+
     hints = get_type_hints(GenerateOptions)
     return Option(name, _type_text(hints[name]), _default(name), TEXTS[name])
 
