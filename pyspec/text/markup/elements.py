@@ -126,9 +126,6 @@ class Elements:
         found = yield from reader.take(*self._begins(reader, tools, is_open=is_open))
         if not found:
             return None
-        if not reader.is_constrained:  # it may be there twice
-            forms = self.calls(Named([found.name]))
-            yield from reader.take(*((GAP, *form, AHEAD, GAP, self._behind) for form in forms))
         reader.begin_call(found.name)
         yield from reader.drop_spaces()
         if (yield from reader.peek()) == "{":
@@ -146,7 +143,7 @@ class Elements:
         forms = self._known(tools)
         if self._has_tags:
             known, unknown = known[:-1], unknown[:-1]
-        if self._has_tags or reader.is_line:
+        if is_open and (self._has_tags or reader.is_line):
             forms += [(*form, AHEAD, GAP, OVER) for form in known]
         if is_open:
             forms += [(*form, AHEAD, GAP, self._behind) for form in unknown]
@@ -154,8 +151,11 @@ class Elements:
 
     def _known(self, tools: Tools) -> list[Lookahead]:
         """Beginnings of calls of these tools, up to the name's end, and what may follow."""
-        forms = [(*form, AHEAD, GAP, (*self._behind, "{")) for form in self.calls(Named(tools))]
-        if not self._has_tags:
+        begins = self.calls(Named(tools))
+        forms = [(*form, AHEAD, GAP, (*self._behind, "{")) for form in begins]
+        if self._has_tags:
+            forms += [(*form, GAP, *form, AHEAD, GAP, self._behind) for form in begins]  # it may be there twice
+        else:
             for name in sorted(tools, key=len, reverse=True):
                 keys = self.keys(Named(names_of(tools[name])))
                 forms += [(Named([name]), AHEAD, GAP, *key) for key in keys]
@@ -216,8 +216,8 @@ class Elements:
         if found and line and not value:
             yield from reader.take_mark("\n")
         if found and not reader.is_constrained:  # the mark may be there twice
-            again = self.keys(Named([found.name]))[:-1] if self._has_tags else (((value,),),)
-            if (yield from reader.take(*again)) and line and not value:
+            keys = self.keys(Named([found.name]))[:-1] if self._has_tags else (((value,),),)
+            if (yield from reader.take(*((GAP, *key) for key in keys))) and line and not value:
                 yield from reader.take_mark("\n")
         return found
 
@@ -267,10 +267,8 @@ class Elements:
         every = (*self.value_ends, *self.key_starts, *self.call_ends, *self.close_ends, *self.open)
         if not any(a.startswith(b) or b.startswith(a) for a in own for b in every):
             every = (*every, *own)
-        if self.value_end.startswith("\n"):
-            every += tuple("\n" + mark for mark in every)
-        else:
-            every += tuple("\n" + mark for mark in every if mark not in (*self.value_ends, *own))
+        inside = () if self.value_end.startswith("\n") else self.value_ends  # a line's end before is the value's
+        every += tuple("\n" + mark for mark in every if mark not in inside)
         return beginnings(every)
 
     def _value_forms(
@@ -280,25 +278,24 @@ class Elements:
 
         is_line, is_word  whether a line or a word ends before it
         """
-        calls, end = self.calls(Named(tools)), (self.value_ends, TAIL)
+        calls = self.calls(Named(tools))
         keys = self.keys(NAME if expected is None else Named(expected))
-        if self._has_tags:
-            following = [(self.open, GAP, *calls[-1]), calls[-1]]
-        else:
-            following = [(self.open, GAP, *calls[-1], GAP, (*self.key_starts, *self.close, "{"))]
-            following += keys if expected else []
-        forms: list[Lookahead] = [(*end, AHEAD, GAP, self._behind), (*end, GAP, *end, AHEAD, GAP, self._behind)]
-        forms += [(*end, AHEAD, GAP, *each) for each in following]
+        end: Lookahead = (self.value_ends, TAIL)
+        whole: Lookahead = (tuple(mark.rstrip(">") + ">" for mark in self.value_ends),)
+        follow: list[Lookahead] = [(self._behind,), (self.open, GAP, *calls[-1])]
+        follow += [calls[-1]] if self._has_tags else []
+        forms = [(*each, AHEAD, GAP, *behind) for each in (end, (*end, GAP, *end)) for behind in follow]
+        if not self._has_tags and expected:
+            forms += [(*each, AHEAD, GAP, *key) for each in (whole, (*whole, GAP, *whole)) for key in keys]
         if is_line or (expected is not None and is_word):
             known = keys[:1] if expected is None else (*keys[:-1], (*keys[-1], ("\n",)))
             forms += [(AHEAD, *key) for key in (known if self._has_tags else known[:-1] or known)]
+        call: Lookahead = (self.call_ends, TAIL, GAP)
+        close: Lookahead = (self.close_ends, TAIL, GAP)
         behind = (*self.close_ends, *self.open, self.call_marks[0] or self.open[0])
-        closed: Lookahead = (AHEAD, self.close_ends, TAIL, GAP, self.open)
-        if is_line:
-            forms.append((AHEAD, self.call_ends, TAIL, GAP, behind))
-        else:
-            forms.append((AHEAD, self.call_ends, TAIL, GAP, *closed[1:]))
-        return [*forms, closed]
+        ends: list[Lookahead] = [(*call, behind), (*call, *call, behind)] if is_line else [(*call, *close, self.open)]
+        ends += [(*close, self.open), (*close, *close, self.open)]
+        return forms + [(AHEAD, *end) for end in ends]
 
     # -- grammar -------------------------------------------------------------------------------------------------
 
@@ -401,7 +398,7 @@ DSML = Elements(
     keys=tag(f'<{_DSML}parameter name="', *(f"{bars}parameter" for bars in _BARS)),
     starts=tuple(f"<{bars}invoke" for bars in _BARS),
     key_starts=tuple(f"<{bars}parameter" for bars in _BARS),
-    value_ends=tuple(f"</{bars}param" for bars in _BARS),
+    value_ends=tuple(f"{begin}{bars}{rest}" for bars in _BARS for begin, rest in (("</", "param"), ("<", "parameter>"))),
     call_ends=tuple(f"</{bars}invoke" for bars in _BARS),
     close_ends=tuple(f"</{bars}{word}" for bars in _BARS for word in ("tool_calls", "function_calls")),
     is_section=True,

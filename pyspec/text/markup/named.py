@@ -54,10 +54,10 @@ class NamedCalls:
     def _forms(self, names: Step, marks: Step) -> tuple[Lookahead, ...]:
         number = (NUMBER,) if self.prefix else ()
         begin = (marks, GAP, *self.before, names, *number, GAP)
-        marked: Lookahead = (*begin, self.between)
+        marked: Lookahead = (*begin, self.between, *((AHEAD, GAP, ("{",)) if self.starts else ()))
         if self.id:
             return ((*begin, AHEAD, (self.id,)), marked, (*begin, AHEAD, ("{",)))
-        return marked, (*begin, AHEAD, ("{", '"', "```"))
+        return marked, (*begin, AHEAD, ("{", '"', "```") if self.mark else ("{",))
 
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool

@@ -59,7 +59,7 @@ class Objects:
 
     @property
     def ends(self) -> Step:
-        return self.close
+        return tuple(mark.rstrip(">") if mark.startswith("</") else mark for mark in self.close)
 
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool

@@ -164,15 +164,19 @@ def _calls(reader: AnswerReader, tools: Tools, forms: tuple[Syntax, ...], mark: 
         if said is None or said:
             return text + (said or "")
         is_read = True
-        is_open = not (yield from take_ends(reader, own)) and is_open
+        is_open = not (yield from _take_ends(reader, own, form.ends)) and is_open
         opened = ""
         text = yield from reader.take_spaces()
 
 
-def take_ends(reader: AnswerReader, own: Syntax) -> Steps[bool]:
-    """Take the marks behind a call, in whatever form and number, and a mark that begins calls if none follows. Returns whether calls end."""
-    cut = tuple(mark for mark in own.ends if mark[-1] not in ">]|")
-    whole = (*(mark + ">" for mark in cut), *(mark for mark in own.ends if mark not in cut))
+def _take_ends(reader: AnswerReader, own: Syntax, ends: Step) -> Steps[bool]:
+    """Take the marks behind a call, in whatever form and number, and a mark that begins calls if none follows. Returns whether calls end.
+
+    ends  those of the form that the call had
+    """
+    ends = tuple(dict.fromkeys((*own.ends, *ends)))
+    cut = tuple(mark for mark in ends if mark[-1] not in ">]|")
+    whole = (*(mark + ">" for mark in cut), *(mark for mark in ends if mark not in cut))
     forms = ((GAP, AHEAD, whole), (GAP, AHEAD, cut, TAIL), (GAP, AHEAD, cut, OVER))
     again: Lookahead = (GAP, own.open, AHEAD, GAP)
     is_closed = False
