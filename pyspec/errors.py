@@ -22,6 +22,7 @@ PyspecError                        exit 1   500 server_error
     SwitchedOff                             501 not_supported_error        an endpoint that is switched off: llama-server's answer
     QueueFull                               429 rate_limit_error
     Unavailable                             503 unavailable_error          loading, draining or dead
+    TimedOut                                504 timeout_error              a call took longer than its `timeout`
     SlotError                               500 server_error               one slot's round failed; the others continue
         NoTokenLeft                         400 invalid_request_error      the request bans every token, or all tokens of its grammar
         GrammarTooLarge                     400 invalid_request_error      its grammar exceeds its limits during generation
@@ -202,6 +203,12 @@ class Unavailable(PyspecError):
     """The model is loading, the server is draining, or the engine has stopped."""
 
     status, kind = 503, "unavailable_error"
+
+
+class TimedOut(PyspecError, TimeoutError):
+    """A call took longer than its `timeout`. Its request ends at the next round."""
+
+    status, kind = 504, "timeout_error"
 
 
 class SlotError(PyspecError):

@@ -15,7 +15,7 @@ from rewrite import rewrite
 
 from pyspec import hub, synth
 from pyspec.cli import main
-from pyspec.cli.beside import choose_sidecar
+from pyspec.engine.named import choose_sidecar
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.gguf import open_gguf
 

@@ -131,7 +131,7 @@ def _pair(
 ) -> str:
     """The drafter on this machine that goes with a target: the catalogue's, else the sidecar that a load would take."""
     from pyspec.catalog import find
-    from pyspec.cli.beside import BEHIND_MTP
+    from pyspec.engine.named import BEHIND_MTP
     from pyspec.hub import sidecars
     from pyspec.registry import drafters
 
@@ -146,7 +146,7 @@ def _pair(
 
 
 def _has_own_block(path: Path) -> bool:
-    from pyspec.cli.beside import has_mtp
+    from pyspec.engine.named import has_mtp
     from pyspec.errors import ModelError
 
     try:

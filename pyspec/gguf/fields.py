@@ -341,10 +341,10 @@ class Fields:
     ) -> np.ndarray:
         self._is_given(name, REQUIRED)
         value = self.metadata[self.key(name)]
-        is_array = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
-        # checked before a long list is converted
-        if n is not None and is_array and (len(value) < n or (len(value) > n and not or_more)):
-            raise self.bad(name, f"has {len(value)} entries; want {n}")
+        if n is not None and isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+            found = len(value)  # checked before a long list is converted
+            if found < n or (found > n and not or_more):
+                raise self.bad(name, f"has {found} entries; want {n}")
         is_plain = isinstance(value, list | tuple) or (isinstance(value, Strings) and not value)
         array = np.asarray(value or []) if is_plain else value
         if not isinstance(array, np.ndarray) or array.ndim != 1 or not _holds(array, kinds):

@@ -28,6 +28,7 @@ from pyspec.text.vocab import (
     CONTROL,
     GEMMA4,
     MATCHED,
+    MATCHED_CHARS,
     NORMAL,
     SPACE,
     UNKNOWN,
@@ -144,7 +145,8 @@ class Tokenizer:
                     else _spm(table, types, unread[0])
                 )
             unread.clear()  # 250,000 merges
-            return bpe, [(text, types[i]) for text, i in table.items() if types[i] in MATCHED]
+            matched = (text for text, i in table.items() if types[i] in MATCHED)
+            return bpe, [(t, types[table[t]]) for t in matched if len(t) <= MATCHED_CHARS]
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
             bpe, matched = merging()

@@ -13,7 +13,11 @@ from pyspec.gguf.fields import Fields
 from pyspec.ranges import Real, printable, quoted, shown
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = KINDS = range(7)
-MATCHED = (UNKNOWN, CONTROL, USER_DEFINED)  # matched in raw text, before any merge
+MATCHED = (
+    UNKNOWN,
+    CONTROL,
+    USER_DEFINED,
+)  # matched in raw text, before any merge, unless they are too long
 MOST_NUMBERED = 1 << 20  # tokens of a file without a vocabulary
 # the matcher's time and memory grow with their length; real ones have some thirty characters
 MATCHED_CHARS = 1024
@@ -117,13 +121,6 @@ def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
     if TOOL_RESPONSE in tokens:
         for i in places((OLD_END,), tokens):
             kinds[i] = NORMAL
-    is_long = max(map(len, tokens), default=0) > MATCHED_CHARS
-    for i, text in enumerate(tokens if is_long else ()):
-        if len(text) > MATCHED_CHARS and kinds[i] in MATCHED:
-            raise BadTokenizer(
-                f"token {i} is matched in the text as it is and has {len(text)} characters; "
-                f"at most {MATCHED_CHARS} are supported"
-            )
     return kinds
 
 

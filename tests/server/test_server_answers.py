@@ -81,6 +81,8 @@ def test_without_drafting_no_draft_figures_are_given(app: App, engine: FakeEngin
         ({"speculative": {"n_max": 4}}, 4),
         ({"speculative": {"type": "none"}}, 0),
         ({"speculative.n_max": 2}, 2),
+        ({"speculative.n_max": -1}, None),
+        ({"speculative": {"n_max": -1}}, None),
         ({"speculative.type": "draft-ngram", "speculative.n_max": 0}, 0),
         ({"speculative.type": "ngram-simple", "speculative.n_max": 3}, 3),
     ],
@@ -204,7 +206,8 @@ def test_choices_of_one_prompt_share_it_and_differ_in_seed(app: App, engine: Fak
     assert value["usage"]["completion_tokens"] == 36 and value["usage"]["prompt_tokens"] == len(
         engine.seen[0].prompt
     )
-    assert all("timings" in c for c in value["choices"]) and "timings" not in value
+    assert all("timings" in c for c in value["choices"])
+    assert value["timings"] == value["choices"][0]["timings"], "as in llama-server"
 
 
 def test_streamed_choices_are_told_apart_by_index(app: App) -> None:

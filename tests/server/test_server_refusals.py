@@ -75,7 +75,7 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": "x", "n_probs": 1025, "n_predict": 1}, "n_probs: 1025 alternatives; at most 1024"),
         ({"prompt": "x", "response_fields": [1]}, "response_fields"),
         ({"prompt": "x", "speculative": 3}, "speculative"),
-        ({"prompt": "x", "speculative": {"n_max": -1}}, "speculative"),
+        ({"prompt": "x", "speculative": {"n_max": -2}}, "speculative"),
         ({"prompt": "x", "speculative.type": "mtp"}, "speculative.type: 'mtp' is not loaded"),
         (
             {"prompt": "x", "speculative.type": "ngram,suffix"},

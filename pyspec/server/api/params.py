@@ -225,7 +225,7 @@ def draft_limit(body: Generate, info: EngineInfo) -> int | None:
             )
     for limit in (body.spec_n_max, spec.get("n_max"), spec.get("k_max")):
         if limit is not None:
-            return limit
+            return limit if limit >= 0 else None
     return None
 
 
