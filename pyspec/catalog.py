@@ -267,13 +267,8 @@ def _unknown(name: str, path: Path) -> str:
     if len(path.parts) == 2:
         return f"no file {name}; for a Hugging Face repository use -hf {name}"
     hint = (
-<<<<<<< HEAD
         f"did you mean '{meant}'?"
         if (meant := _near(name.lower()))
-=======
-        f"did you mean '{near}'?"
-        if (near := _near(name.lower()))
->>>>>>> main
         else "`-hf USER/REPO` takes any GGUF repository"
     )
     return f"'{name}' is neither a file nor in the catalogue (`pyspec models`); {hint}"
