@@ -110,9 +110,10 @@ class Program:
             for read in call.reads():
                 last[own[id(read)]] = i
         last[own[id(self.output)]] = len(self.calls)
-        live, most = {own[id(v)] for v in self.inputs}, 0
+        given = {own[id(v)] for v in self.inputs}  # held by who calls
+        live, most = given, 0
         for i, call in enumerate(self.calls):
-            live |= {own[id(made)] for made in call.outputs}
+            live = live | {own[id(made)] for made in call.outputs}
             most = max(most, sum(size[x] for x in live))
-            live = {x for x in live if last.get(x, -1) > i}
+            live = given | {x for x in live if last.get(x, -1) > i}
         return most

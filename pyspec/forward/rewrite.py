@@ -29,8 +29,9 @@ def rows_into_products(program: Program) -> None:
         fits = all(c.op == "product" and c.inputs[:2] == (prep.output, None) for c in readers)
         if prep.output is program.output or not readers or not fits:
             continue
+        inner = Call(prep.op, prep.spec, (None, *prep.inputs[1:]), ())  # of its reader's rows
         for product in readers:
-            product.inputs = (prep.inputs[0], prep, product.inputs[2])
+            product.inputs = (prep.inputs[0], inner, product.inputs[2])
         program.calls.remove(prep)
 
 

@@ -57,8 +57,10 @@ def _of_program(program: Program, at: Site) -> Iterator[Request]:
             if isinstance(x, Given) and x.name == "angles":
                 yield op_named("angles"), AnglesSpec(at.device)
             if isinstance(x, Call) and at.on.streams:
-                width = x.inputs[0].width
-                yield op_named("rows"), RowsSpec(at.device, width, KINDS[x.op], x.spec.dim)
+                yield (
+                    op_named("rows"),
+                    RowsSpec(at.device, call.inputs[0].width, KINDS[x.op], x.spec.dim),
+                )
         if isinstance(call.spec, Weight):
             yield from _of_weight(program, call, call.spec, at)
         elif call.op == "part":
