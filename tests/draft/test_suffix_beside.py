@@ -14,8 +14,9 @@ from known_texts import N_TEXT, joined, known_texts, tiny
 from rewrite import rewrite
 
 from pyspec import synth
-from pyspec.engine.arguments import Named, pair_of
+from pyspec.engine.arguments import pair_of
 from pyspec.engine.loop.job import Job
+from pyspec.engine.named import Named
 from pyspec.errors import ConfigError
 from pyspec.gguf import open_gguf
 from pyspec.slots.drafts import Drafts
