@@ -9,6 +9,7 @@ A package may bring libraries (`built/`); without them an engine's load compiles
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -16,12 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from pyspec.cache import cache_root
+from pyspec.cache import cache_root, wanted_root
+from pyspec.progress import report
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("native")
 BUILT = Path(__file__).with_name("built")
@@ -57,6 +62,9 @@ OWN_OPTIONS = {
 }  # of a source, behind those of all: its numbers equal Python's
 LIMIT_S = 900
 KEPT_DAYS = 14  # of libraries of other sources
+
+
+NO_COMPILER = "there is no C++ compiler (c++, g++ or clang++)"
 
 
 class CannotBuild(Exception):
@@ -110,9 +118,9 @@ def file_name(isa: str) -> str:
 
 
 def find(isa: str) -> Path | None:
-    """A library of today's sources, of the package or of the cache."""
-    places = (BUILT / file_name(isa), cache_root() / "cpu" / file_name(isa))
-    return next((path for path in places if path.is_file()), None)
+    """A library of today's sources, of the package or of the cache, which may be read-only."""
+    places = (BUILT, wanted_root() / "cpu", cache_root() / "cpu")
+    return next((path for place in places if os.path.isfile(path := place / file_name(isa))), None)
 
 
 def built_alone(source: str) -> Path:
@@ -138,39 +146,93 @@ def build(isa: str, folder: Path | None = None, extra: tuple[str, ...] = ()) -> 
 def _build_to(path: Path, isa: str, extra: tuple[str, ...], *sources: Path) -> None:
     cxx = compiler()
     if cxx is None:
-        raise CannotBuild("there is no C++ compiler (c++, g++ or clang++)")
+        raise CannotBuild(NO_COMPILER)
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = _compile(cxx, isa, Path(scratch), extra, sources)
-            _drop_old(path, KEPT_DAYS)
-            made.replace(path)
+        with _alone_in(folder):
+            if path.is_file():  # another process has made it meanwhile
+                return
+            if len(sources) > 1:
+                log.warning(
+                    "compiling the CPU kernels (%s), once: half a minute on a few cores ...", isa
+                )
+            began = time.monotonic()
+            with _scratch(folder) as (scratch, group):
+                made = _compile((cxx, *sets()[isa][0].split(), *OPTIONS), scratch, group, extra, sources)
+                _drop_old(path, KEPT_DAYS)
+                made.replace(path)
+            if len(sources) > 1:
+                log.warning("the CPU kernels are compiled, after %.0f s", time.monotonic() - began)
     except OSError as e:
         raise CannotBuild(f"{folder}: {e.strerror or e}") from e
 
 
-def _compile(
-    cxx: str, isa: str, scratch: Path, extra: tuple[str, ...], sources: tuple[Path, ...]
-) -> Path:
-    flags = (*sets()[isa][0].split(), *OPTIONS)
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time compiles into a folder; the others wait for its libraries."""
+    import fcntl
 
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("another process compiles the CPU kernels: waiting for it ...")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+WATCHER = 'trap "" HUP INT TERM; read _; kill -TERM 0; sleep 0.2; rm -rf -- "$1"'
+"""Reads until its input ends, with the block or with this process, whatever ends that; then ends the compilers, which are of its group."""
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[tuple[Path, int]]:
+    """A folder that is gone after the block, even if this process is killed in it, and the group of processes that end with it."""
+    path = Path(tempfile.mkdtemp(dir=folder))
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", WATCHER, "sh", path], stdin=subprocess.PIPE, process_group=0
+    )
+    try:
+        yield path, watcher.pid
+    finally:
+        watcher.communicate()
+
+
+def _compile(
+    command: tuple[str, ...],
+    scratch: Path,
+    group: int,
+    extra: tuple[str, ...],
+    sources: tuple[Path, ...],
+) -> Path:
     def one(source: Path) -> Path:
         to = scratch / f"{source.stem}.o"
         own = OWN_OPTIONS.get(source.stem, ())
-        _call([cxx, *flags, *own, *extra, "-c", str(source), "-o", str(to)])
+        _call([*command, *own, *extra, "-c", str(source), "-o", str(to)], group)
         return to
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(one, sources))
-    made = scratch / "library.so"
-    _call([cxx, *flags, *extra, "-shared", *map(str, objects), "-o", str(made)])
-    return made
-
-
-def _call(command: list[str]) -> None:
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        objects = [pool.submit(one, source) for source in sources]
+        for n_made, made in enumerate(as_completed(objects), start=1):
+            made.result()
+            report("compiling the CPU kernels", n_made / (len(sources) + 1))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    library = scratch / "library.so"
+    _call(
+        [*command, *extra, "-shared", *(str(made.result()) for made in objects), "-o", str(library)],
+        group,
+    )
+    return library
+
+
+def _call(command: list[str], group: int) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, check=False, process_group=group
+        )
     except subprocess.TimeoutExpired:
         raise CannotBuild(f"{command[0]} took more than {LIMIT_S} s") from None
     if done.returncode:
@@ -194,6 +256,7 @@ def _drop_old(library: Path, days: float) -> None:
 
 def main() -> None:
     """Build where they are missing, and say where they are."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else BUILT
     for isa in tuple(sets()) if len(sys.argv) > 1 else isas()[:1]:
         if not (folder / file_name(isa)).is_file():

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cpu.build import CannotBuild, build, find, isas
+from pyspec.cpu.build import NO_COMPILER, CannotBuild, build, compiler, find, isas, sets
 from pyspec.heap import own_pages
 
 log = logging.getLogger(__name__)
@@ -35,12 +35,8 @@ LARGE = (
 def compiled() -> ctypes.CDLL | str:
     """The library for this CPU, compiled if it has to be; or the reason why there is none."""
     isa = isas()[0]
-    path = find(isa)
     try:
-        if path is None:
-            log.info("compiling the CPU kernels (%s), once", isa)
-            path = build(isa)
-        return _opened(str(path))
+        return _opened(str(find(isa) or build(isa)))
     except (CannotBuild, OSError) as e:
         log.warning(
             "CPU kernels cannot be built: %s; torch runs in their place, several times slower", e
@@ -57,8 +53,32 @@ def _opened(path: str) -> ctypes.CDLL:
     return lib
 
 
+class _Planning(threading.local):
+    on: bool = False
+
+
+_planning = _Planning()
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Within the block this thread compiles nothing: where there is no library yet, kernels are those that a load would compile."""
+    before, _planning.on = _planning.on, True
+    try:
+        yield
+    finally:
+        _planning.on = before
+
+
+def is_foretold() -> bool:
+    """Whether kernels are planned with that can not be called, because no library has been compiled."""
+    return _planning.on and not any(map(find, sets()))
+
+
 def missing(_: object = None) -> str | None:
     """Why there are no CPU kernels; None if there are. Usable as `limits` of an implementation."""
+    if is_foretold():
+        return None if compiler() else NO_COMPILER
     found = compiled()
     return found if isinstance(found, str) else None
 

@@ -224,9 +224,8 @@ class Rig:
     def filed(self, tokens: Sequence[int]) -> list[int]:
         """Rows of the KV pools in which the prefix cache has the beginning of these tokens."""
         table = self.loop.table
-        whole, partial = table.tree._match(tokens, len(tokens))
-        node, n = max(partial, key=lambda x: x[1], default=(table.tree.root, 0))
-        pages, n = [x.page for x in [*whole, node]], n + len(whole) * table.page_size
+        nodes, n = table.tree.path(tokens)
+        pages = [node.page for node in nodes]
         return [pages[i // table.page_size] * table.page_size + i % table.page_size for i in range(n)]
 
     def generate(

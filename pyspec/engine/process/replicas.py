@@ -20,7 +20,7 @@ from typing import TypeVar
 from pyspec import progress
 from pyspec.cache import n_cores
 from pyspec.config import EngineSettings
-from pyspec.engine.policy.affinity import BLOCK, Affinity, chain
+from pyspec.engine.policy.affinity import BLOCK, Affinity, chain_of
 from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.process.metrics_sum import metrics_together
 from pyspec.engine.process.replica_place import ReplicaPlace
@@ -121,7 +121,7 @@ class Replicas:
 
         Raises QueueFull if no place is left.
         """
-        keys = chain(request.prompt) if request.cache_prompt else []
+        keys = chain_of(request)
         with self._lock:
             n = sum(load is not None for load in self._loads())
             limit = max(1, n) * self.settings.queue_limit
@@ -192,7 +192,7 @@ class Replicas:
         """Give an engine's requests to others in the first of the states `to` that any other has. Called with the lock."""
         n = 0
         for record in records:
-            keys = chain(record.request.prompt) if record.request.cache_prompt else []
+            keys = chain_of(record.request)
             states = [s.state() if j != i else "" for j, s in enumerate(self.supervisors)]
             wanted = next((state for state in to if state in states), None)
             loads = [
