@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pyspec.errors import PyspecError, RequestError
-from pyspec.ranges import INT32, OneOf, Text, Whole, check
+from pyspec.ranges import INT32, Doc, OneOf, Text, Whole, check
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class SlotAction:
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """The result of a SlotAction: number of tokens saved, restored or erased, and the time."""
+    """The result of a SlotAction."""
 
-    slot: int
-    n_tokens: int
-    n_bytes: int = 0  # of the file
-    ms: float = 0.0
+    slot: Annotated[int, Doc("its number")]
+    n_tokens: Annotated[int, Doc("tokens saved, restored or erased")]
+    n_bytes: Annotated[int, Doc("bytes of the file")] = 0
+    ms: Annotated[float, Doc("milliseconds that it took")] = 0.0
 
 
 SlotAnswer = SlotReport | PyspecError

@@ -58,6 +58,7 @@ DEMO, DEMO_DRAFT = (
     ROOT / "pyspec" / "demo" / "pyspec-demo.gguf",
     ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf",
 )
+DEVICE = os.environ.get("PYSPEC_TEST_DEVICE", "cpu")
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -259,7 +260,7 @@ def rig(path: Path, **settings: object) -> Rig:
         "ctx": 256,
         "kv_type": "f32",
         "warm_up": False,
-        "device": os.environ.get("PYSPEC_TEST_DEVICE", "cpu"),
+        "device": DEVICE,
     }
     return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
 

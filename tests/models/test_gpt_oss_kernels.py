@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,25 +17,13 @@ from pyspec.synth.dims import find, widened
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
-from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
+from emulated.ops import only
 
+OPS = (moe, moe_route)
 EMULATED = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"
 )
-
-
-@contextmanager
-def only(name: str) -> Iterator[None]:
-    """Both ops bound to their kernels, without a GPU, or ("torch") to the references."""
-    with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
-        for op in (moe, moe_route):
-            own = [replace(i, limits=lambda spec: None) for i in op.impls if i.name == name]
-            patch.setattr(op, "impls", own)
-            patch.setattr(op, "check", None)
-            patch.setattr(op, "_decided", {})
-            patch.setattr(op, "verdicts", {})
-        yield
 
 
 @needs_compiler
@@ -60,12 +45,12 @@ def test_logits_are_the_references_in_chunks_and_verifies(tmp_path: Path) -> Non
             bench.commit(seqs[1], 1)
         return torch.cat(out)
 
-    with only("torch"):
+    with only("torch", OPS):
         want = run()
-        assert all(impl.name == "torch" for op in (moe, moe_route) for impl in op.decided.values())
-    with only("cuda"):
+        assert all(impl.name == "torch" for op in OPS for impl in op.decided.values())
+    with only("cuda", OPS):
         got = run()
-        assert all(impl.name == "cuda" for op in (moe, moe_route) for impl in op.decided.values())
+        assert all(impl.name == "cuda" for op in OPS for impl in op.decided.values())
     off = (got - want).abs().amax(-1) / want.std()
     assert float(off.median()) < 0.01, off
     assert float((off < 0.05).float().mean()) > 0.9, off  # a near tie of experts may turn

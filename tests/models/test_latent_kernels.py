@@ -4,8 +4,6 @@ references, whichever way rows came in."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,29 +31,14 @@ from pyspec.synth.dims import find
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
-from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
+from emulated.ops import only
 
 EMULATED = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"
 )
 CPU = torch.device("cpu")
 OPS: tuple[Op[Any, Any], ...] = (attend, rope_latent, heads, short_conv)
-
-
-@contextmanager
-def only(name: str, ops: tuple[Op[Any, Any], ...]) -> Iterator[None]:
-    """The ops bound to their kernels, without a GPU, or ("torch") to the references."""
-    with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
-        for op in ops:
-            own = [replace(i, limits=lambda spec: None) for i in op.impls if i.name == name]
-            patch.setattr(op, "impls", own)
-            patch.setattr(op, "check", None)
-            patch.setattr(op, "_decided", {})
-            patch.setattr(op, "verdicts", {})
-        yield
-        assert all(op.decided for op in ops)
-        assert all(impl.name == name for op in ops for impl in op.decided.values())
 
 
 def rounds(path: Path, kv: torch.dtype = torch.float16) -> torch.Tensor:
@@ -75,10 +58,12 @@ def rounds(path: Path, kv: torch.dtype = torch.float16) -> torch.Tensor:
 
 
 def compare(path: Path, ops: tuple[Op[Any, Any], ...], kv: torch.dtype = torch.float16) -> None:
-    with only("torch", ops):
-        want = rounds(path, kv)
-    with only("cuda", ops):
-        got = rounds(path, kv)
+    found = []
+    for name in ("torch", "cuda"):
+        with only(name, ops):
+            found.append(rounds(path, kv))
+            assert all({impl.name for impl in op.decided.values()} == {name} for op in ops)
+    want, got = found
     steps = 1 if kv is torch.float16 else 8  # of fewer bits, which keys of later layers may fall into
     off = (got - want).abs().amax(-1) / want.std() / steps
     assert float(off.median()) < 0.01, off

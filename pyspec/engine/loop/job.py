@@ -326,6 +326,7 @@ class Job:
                 full,
                 slot,
                 n_in_stop,
+                self.sampler.seed,
             )
         )
 

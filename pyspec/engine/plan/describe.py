@@ -214,6 +214,7 @@ def resized(d: Description, np: int, n_ctx: int) -> Description:
     settings = replace(d.settings, np=np, ctx=n_ctx)
     given = None if d.draft.file is d.file else d.draft.file
     draft = plan_draft(given, TargetFile(d.file, d.config, d.device), settings)
+    draft = replace(draft, remark=d.draft.remark)  # of its check, which is made once
     n_page = pages_of(settings, n_ctx, overhang_of(draft))
     return replace(d, settings=settings, draft=draft, n_ctx=n_ctx, n_page=n_page)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pyspec import progress
+from pyspec.cache import n_cores
 from pyspec.config import EngineSettings
 from pyspec.engine.policy.affinity import BLOCK, Affinity, chain_of
 from pyspec.engine.policy.evict import evict_for
@@ -281,13 +282,8 @@ def shared_settings(settings: EngineSettings) -> EngineSettings:
     n = settings.replicas
     threads = settings.threads
     if threads <= 0 and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, n_cpu() // (n * settings.tp))
+        threads = max(1, n_cores() // (n * settings.tp))
     return replace(settings, threads=threads, cache_ram=settings.cache_ram // n)
-
-
-def n_cpu() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def later_device(first: str, n: int) -> str:
