@@ -107,7 +107,9 @@ def _ends(text: str, at: int, step: Step, is_over: bool) -> list[int | None]:
     if end == len(text) and not is_over and not is_whole:
         return [None]
     match = pattern.match(text, at, end)
-    if match is None or (step == TAIL and not _ends_mark(match.group().strip(), is_line=end < len(text))):
+    if match is None or (
+        step == TAIL and not _ends_mark(match.group().strip(), is_line=end < len(text))
+    ):
         return []
     return [match.end()]
 

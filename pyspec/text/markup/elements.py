@@ -154,7 +154,9 @@ class Elements:
         begins = self.calls(Named(tools))
         forms = [(*form, AHEAD, GAP, (*self._behind, "{")) for form in begins]
         if self._has_tags:
-            forms += [(*form, GAP, *form, AHEAD, GAP, self._behind) for form in begins]  # it may be there twice
+            forms += [
+                (*form, GAP, *form, AHEAD, GAP, self._behind) for form in begins
+            ]  # it may be there twice
         else:
             for name in sorted(tools, key=len, reverse=True):
                 keys = self.keys(Named(names_of(tools[name])))
@@ -267,7 +269,9 @@ class Elements:
         every = (*self.value_ends, *self.key_starts, *self.call_ends, *self.close_ends, *self.open)
         if not any(a.startswith(b) or b.startswith(a) for a in own for b in every):
             every = (*every, *own)
-        inside = () if self.value_end.startswith("\n") else self.value_ends  # a line's end before is the value's
+        inside = (
+            () if self.value_end.startswith("\n") else self.value_ends
+        )  # a line's end before is the value's
         every += tuple("\n" + mark for mark in every if mark not in inside)
         return beginnings(every)
 
@@ -286,14 +290,18 @@ class Elements:
         follow += [calls[-1]] if self._has_tags else []
         forms = [(*each, AHEAD, GAP, *behind) for each in (end, (*end, GAP, *end)) for behind in follow]
         if not self._has_tags and expected:
-            forms += [(*each, AHEAD, GAP, *key) for each in (whole, (*whole, GAP, *whole)) for key in keys]
+            forms += [
+                (*each, AHEAD, GAP, *key) for each in (whole, (*whole, GAP, *whole)) for key in keys
+            ]
         if is_line or (expected is not None and is_word):
             known = keys[:1] if expected is None else (*keys[:-1], (*keys[-1], ("\n",)))
             forms += [(AHEAD, *key) for key in (known if self._has_tags else known[:-1] or known)]
         call: Lookahead = (self.call_ends, TAIL, GAP)
         close: Lookahead = (self.close_ends, TAIL, GAP)
         behind = (*self.close_ends, *self.open, self.call_marks[0] or self.open[0])
-        ends: list[Lookahead] = [(*call, behind), (*call, *call, behind)] if is_line else [(*call, *close, self.open)]
+        ends: list[Lookahead] = (
+            [(*call, behind), (*call, *call, behind)] if is_line else [(*call, *close, self.open)]
+        )
         ends += [(*close, self.open), (*close, *close, self.open)]
         return forms + [(AHEAD, *end) for end in ends]
 
@@ -398,7 +406,11 @@ DSML = Elements(
     keys=tag(f'<{_DSML}parameter name="', *(f"{bars}parameter" for bars in _BARS)),
     starts=tuple(f"<{bars}invoke" for bars in _BARS),
     key_starts=tuple(f"<{bars}parameter" for bars in _BARS),
-    value_ends=tuple(f"{begin}{bars}{rest}" for bars in _BARS for begin, rest in (("</", "param"), ("<", "parameter>"))),
+    value_ends=tuple(
+        f"{begin}{bars}{rest}"
+        for bars in _BARS
+        for begin, rest in (("</", "param"), ("<", "parameter>"))
+    ),
     call_ends=tuple(f"</{bars}invoke" for bars in _BARS),
     close_ends=tuple(f"</{bars}{word}" for bars in _BARS for word in ("tool_calls", "function_calls")),
     is_section=True,

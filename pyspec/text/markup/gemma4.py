@@ -186,7 +186,9 @@ def _value(reader: AnswerReader, emit: Emit, depth: int, end: str) -> Steps[None
 def _quoted(reader: AnswerReader, emit: Emit, end: str) -> Steps[None]:
     """Read a text in single quotes, which may contain such: it ends where another value or the end of all follows."""
     quotes: Step = (QUOTE, '"', "'", "")
-    another: Lookahead = (GAP, (",",)) if end == "]" else (GAP, (",",), GAP, quotes, WORD, quotes, GAP, (":", "="))
+    another: Lookahead = (
+        (GAP, (",",)) if end == "]" else (GAP, (",",), GAP, quotes, WORD, quotes, GAP, (":", "="))
+    )
     emit('"')
     while sign := (yield from reader.until(("\\", "'"), lambda text: emit(_escaped(text)))):
         if sign == "\\":

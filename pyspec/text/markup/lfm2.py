@@ -75,9 +75,7 @@ class PythonCalls:
             for name, schema in tools.items()
         ]
         calls = repeated(lark.rule(either(options)), literal(", "), is_single=is_single)
-        return CallRules(
-            self.open[0], concat(literal("["), calls, literal("]"), literal(self.close[0]))
-        )
+        return CallRules(self.open[0], concat(literal("["), calls, literal("]"), literal(self.close[0])))
 
 
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:

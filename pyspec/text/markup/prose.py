@@ -50,7 +50,9 @@ FENCE = 3  # characters
 MOST_OPEN = 64  # characters of marks that begin calls, one behind the other
 BLANK = " \t\r"
 QUOTES = {'"': '"', "'": "'", "“": "”", "„": "“", "‘": "’", "«": "»", "「": "」", "『": "』"}
-BEFORE_QUOTES = frozenset(" \t\r\n([{=:,–—/>")  # behind other characters such a sign ends a quote, or is an apostrophe
+BEFORE_QUOTES = frozenset(
+    " \t\r\n([{=:,–—/>"
+)  # behind other characters such a sign ends a quote, or is an apostrophe
 
 
 class Prose:
@@ -157,7 +159,9 @@ def _calls(reader: AnswerReader, tools: Tools, forms: tuple[Syntax, ...], mark: 
     while True:
         said = None
         for form in forms:
-            if (said := (yield from form.call(reader, tools, opened=opened, is_open=is_open))) is not None:
+            if (
+                said := (yield from form.call(reader, tools, opened=opened, is_open=is_open))
+            ) is not None:
                 break
         if said is None and not text and not is_read:
             return (yield from reader.take_mark(mark))
