@@ -248,7 +248,9 @@ class Generate(Body):
         Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(fail_fast=True)] | None
     ) = None
     samplers: (
-        Annotated[list[str], Field(max_length=64)] | Annotated[str, Field(max_length=64)] | None
+        Annotated[list[str], Field(max_length=64, fail_fast=True)]
+        | Annotated[str, Field(max_length=64)]
+        | None
     ) = None
     min_tokens: Count | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
@@ -281,7 +283,7 @@ class Generate(Body):
     grammar: str | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=1024)] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     speculative: Speculative | None = None
@@ -296,7 +298,8 @@ class NativeBody(Generate):
 
     prompt: Prompt
     response_fields: (
-        Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None
+        Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256, fail_fast=True)]
+        | None
     ) = None
 
 
@@ -313,7 +316,7 @@ class InfillBody(NativeBody):
     prompt: str = ""
     input_prefix: Mixed
     input_suffix: Mixed
-    input_extra: Annotated[list[ExtraText], Field(max_length=1024)] | None = None
+    input_extra: Annotated[list[ExtraText], Field(max_length=1024, fail_fast=True)] | None = None
 
 
 class TextBody(Generate):
@@ -445,7 +448,7 @@ class DetokenizeBody(Body):
 
 
 WORDS = {
-    "missing": "it is missing",
+    "missing": "field required",
     "string_type": "want a string",
     "bool_type": "want true or false",
     "int_type": "want a whole number",
