@@ -12,7 +12,7 @@ from harness import DEVICE, Bench
 from pyspec import synth
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.models.blocks.attention import BoundAttention
+from pyspec.models.bound import Sources
 from pyspec.synth.dims import find, widened
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
@@ -73,15 +73,19 @@ def test_packed_files_give_the_logits_of_unpacked_ones_on_a_gpu(tmp_path: Path) 
     assert float(off.median()) < 0.02 and float((off < 0.1).float().mean()) > 0.9, off
 
 
-def test_biases_of_few_rows_go_with_their_product(tmp_path: Path) -> None:
-    """As a residual: the same sums."""
-    bench = Bench(synth.write("gpt-oss", tmp_path / "m.gguf", tiny=True, quant="f32"))
-    own = [
-        part for block in bench.target.blocks for part in block.parts if isinstance(part, BoundAttention)
-    ]
-    want = bench.forward(bench.seq(0, [5, 6, 7], keep=False)).logits
-    for part in own:
-        assert part.few is None or DEVICE.type == "cuda"
-        assert part.bias is not None
-        part.few = part.bias.repeat(2, 1) if DEVICE.type == "cuda" else part.bias.repeat(3, 1)
-    assert own and torch.equal(bench.forward(bench.seq(0, [5, 6, 7], keep=False)).logits, want)
+def test_biases_of_few_rows_go_with_their_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a residual: the same sums, also where there are more rows than biases are ready for."""
+    path = synth.write("gpt-oss", tmp_path / "m.gguf", tiny=True, quant="f32")
+
+    def run() -> tuple[list[str], list[torch.Tensor]]:
+        bench = Bench(path)
+        made = [bench.forward(bench.seq(0, rows, keep=False)).logits for rows in ([5, 6, 7], [5, 6])]
+        return [call.op for block in bench.target.blocks for call in block.program.calls], made
+
+    ops, want = run()
+    assert ("biased" in ops) == (DEVICE.type == "cuda")
+    monkeypatch.setattr(Sources, "few", lambda self, bias: self.weight(bias).repeat(2, 1))
+    ops, got = run()
+    assert "biased" in ops and all(map(torch.equal, got, want))

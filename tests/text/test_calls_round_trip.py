@@ -16,8 +16,8 @@ from sampling import few
 from pyspec.constrain.grammar import compile_text
 from pyspec.constrain.trie import TokenTable
 from pyspec.request import Grammar
-from pyspec.text.markup import gemma4, harmony, llama3
 from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup import gemma4, harmony, llama3
 from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN, Elements
