@@ -342,7 +342,9 @@ FLAGS = {r.title: r.name for r in rules_of(EngineSettings) if r.title.startswith
 """Flags that messages name, and the equal arguments."""
 SPELT = {flag.strip("-").replace("-", "_"): name for flag, name in FLAGS.items() if flag[:2] == "--"}
 """Settings by the long names of their flags, where these are others."""
-_FLAG = re.compile(r"(?<![\w-])(--?[a-z][\w-]*)(?: (\d[\d.]*\b|full|packed|none|[\w.-]+/[\w.-]+(?::[\w.-]+)?))?")
+_FLAG = re.compile(
+    r"(?<![\w-])(--?[a-z][\w-]*)(?: (\d[\d.]*\b|full|packed|none|[\w.-]+/[\w.-]+(?::[\w.-]+)?))?"
+)
 
 
 def by_settings(values: Mapping[str, object]) -> dict[str, object]:
