@@ -109,7 +109,7 @@ class EngineSettings:
     draft_kv_type_v: Annotated[str | None, "-ctvd", OneOf(KV_TYPES), Doc("type of its values; None: as its keys, if draft_kv_type names a type, else as the target's")] = None
     weights: Annotated[str, "--weights", OneOf(WEIGHTS), Doc("keep matrices as they are in the file (packed), or unpack them (dense)")] = "auto"
     cpu_activations: Annotated[str, "--cpu-activations", OneOf(CPU_ACTIVATIONS), Doc("on CPUs: rows that packed matrices multiply, as whole numbers of 16 or 8 bits")] = "q16"
-    threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: as torch chooses"), Doc("threads of the CPU")] = 0
+    threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: by measured times"), Doc("threads of the CPU")] = 0
     queue: Annotated[int, "--queue", Whole(0, 1_000_000, "0: automatic"), Doc("requests that may wait; 0: max(16, 4 * np)")] = 0
     kv_events: Annotated[str, "--kv-events", Text(ENDPOINT, ENDPOINT_WANTED), Doc("address at which changes of the prefix cache are published; \"\": off")] = ""
     kv_events_replay: Annotated[str, "--kv-events-replay", Text(ENDPOINT, ENDPOINT_WANTED), Doc("address at which readers ask for batches again")] = ""

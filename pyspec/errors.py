@@ -145,12 +145,17 @@ class PromptTooLong(RequestError):
 
     kind = "exceed_context_size_error"
 
-    def __init__(self, n_prompt: int, n_ctx: int, *, is_pool: bool = False) -> None:
-        """n_ctx: tokens that a request holds; is_pool: because --kv-pool has no room for more."""
+    def __init__(
+        self, n_prompt: int, n_ctx: int, *, is_pool: bool = False, is_trained: bool = False
+    ) -> None:
+        """n_ctx: tokens that a request holds; is_pool: because --kv-pool has no room for more; is_trained: because the model was trained for no more."""
         flag = "--kv-pool" if is_pool else "-c"
+        more = f"{flag} raises it up to the length that the model was trained for"
+        if is_trained and not is_pool:
+            more = "the model was trained for no more; --rope-scaling yarn with --rope-scale and -c goes further"
         super().__init__(
             f"the request exceeds the available context size: its prompt has {n_prompt} tokens, and a request holds {n_ctx}"
-            f" ({flag} raises it up to the length that the model was trained for)"
+            f" ({more})"
         )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx

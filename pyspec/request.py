@@ -184,6 +184,7 @@ class Request:
     timings_per_token: bool = False  # every Delta has the timings so far
     max_predict_ms: Annotated[float, Real(0, INT32), Doc("milliseconds of generating, behind the first token, after which the answer ends with \"length\"; 0: no limit")] = 0.0
     client: Annotated[str, Text()] = ""  # identity of the client: clients take turns in the queue
+    cache_salt: Annotated[str, Text()] = ""  # requests with different salts share no cached texts
     group: Annotated[str, Text()] = ""  # identity of a batch: a client's batches take turns; "": none
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None
@@ -243,7 +244,7 @@ class Timings:
     suffix_n: Annotated[int, Doc("of draft_n, tokens of suffix drafts")] = 0
     suffix_n_accepted: Annotated[int, Doc("of these, accepted")] = 0
     synthetic: Annotated[bool, Doc("acceptance was simulated (synth_len)")] = False
-    cache_break_at: Annotated[int, Doc("first prompt token at which the nearest cached text differs or ends; -1: none")] = -1
+    cache_break_at: Annotated[int, Doc("first prompt token at which the client's nearest cached text differs or ends; -1: none")] = -1
     # fmt: on
 
     @property
@@ -402,6 +403,7 @@ class SlotInfo:
     accepted_per_pos: Annotated[tuple[int, ...], Doc("number of times that it was accepted")] = ()
     params: Annotated[SamplingParams | None, Doc("the request's")] = None
     speculative: Annotated[bool, Doc("the request may have drafts")] = False
+    cache_salt: Annotated[str, Doc("the request's share of the prefix cache; \"\": the common one")] = ""
     # fmt: on
 
 
@@ -480,7 +482,7 @@ class EngineInfo:
     """The loaded model, for `/props`, `/v1/models` and the banner. Fixed after load."""
 
     # fmt: off
-    model_name: Annotated[str, Doc("the file's `general.name`, else the file's name")]
+    model_name: Annotated[str, Doc("the file's name, without blanks")]
     model_path: Annotated[str, Doc("the file")]
     arch: Annotated[str, Doc("its architecture, as GGUF names it")]
     n_vocab: Annotated[int, Doc("rows of the embedding: ids are below")]
@@ -507,6 +509,7 @@ class EngineInfo:
     n_row: Annotated[int, Doc("rows of keys and values of all slots together; 0: as many as the slots can use")] = 0
     memory: Annotated[tuple[tuple[str, int], ...], Doc("the memory plan: bytes by purpose")] = ()
     cpu_activations: Annotated[str, Doc("\"q16\" or \"q8\"; \"\" on GPUs")] = ""
+    has_suffixes: Annotated[bool, Doc("suffix drafts, alone or beside the drafter")] = False
     draft_sampling: Annotated[str, Doc("drafts of sampled requests: argmax, coupled or probabilistic")] = "argmax"
     sampling: Annotated[SamplingParams, Doc("defaults of requests: those that the file recommends")] = field(default_factory=SamplingParams)
     rope: Annotated[str, Doc("how flags stretch rope, and longrope's divisors in use; \"\" as the file says")] = ""

@@ -11,11 +11,14 @@ from pyspec.ranges import INT32, Doc, OneOf, Text, Whole, check
 
 @dataclass(frozen=True, slots=True)
 class SlotAction:
-    """An action on a slot's contents, run once the slot is idle. `path`: the file, for all but "erase"."""
+    """An action on a slot's contents, run once the slot is idle. `path`: the file, for all but "erase". client, cache_salt: as of a request;
+    texts of other salts are not touched."""
 
     kind: Annotated[Literal["save", "restore", "erase"], OneOf(("save", "restore", "erase"))]
     slot: Annotated[int, Whole(0, INT32)]
     path: Annotated[str, Text(r"[^\0]*", "the name of a file")] = ""
+    client: Annotated[str, Text()] = ""
+    cache_salt: Annotated[str, Text()] = ""
 
 
 @dataclass(frozen=True, slots=True)

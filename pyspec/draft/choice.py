@@ -53,7 +53,7 @@ def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSet
             )
     if kind is None or kind == "none":
         refuse_file(settings.spec_type if settings.n_suffix else "none", file)
-        return NO_DRAFTER
+        return NO_DRAFTER if kind is None else replace(NO_DRAFTER, remark="(--spec-type none)")
     return draft.find(draft.meant(kind, file)).plan(file, target, settings)
 
 

@@ -146,7 +146,7 @@ class DraftPlan:
     def note(self) -> str:
         """One line that names the drafter."""
         if self.kind == "none":
-            return "speculation: off (no drafter)"
+            return f"speculation: off {self.remark}"
         suffixes = f"up to {self.n_suffix} tokens a round"
         if self.kind == SUFFIX:
             return f"speculation: {SUFFIX}, {suffixes}"
@@ -156,7 +156,12 @@ class DraftPlan:
         return f"{own}; {SUFFIX}, {suffixes}" if self.n_suffix else own
 
 
-NO_DRAFTER = DraftPlan(kind="none", needs=Needs(0), no_copy="nothing drafts")
+NO_DRAFTER = DraftPlan(
+    kind="none",
+    needs=Needs(0),
+    no_copy="nothing drafts",
+    remark=f"(no drafter); --spec-type {SUFFIX} needs no file",
+)
 ONLY_SUFFIXES = DraftPlan(kind=SUFFIX, needs=Needs(0), no_copy="suffix drafts need no head")
 
 

@@ -129,9 +129,15 @@ def pair_of(
             draft = find_sidecar(target.repo, "", str(path), str(_drafter(values)))
     else:
         path, paired = resolve(target.model)
-    if draft is None or is_spec_type(draft):
-        values |= {} if draft == "auto" else {"spec_type": draft or "none"}
-    else:
+    if draft is None or (draft != "auto" and is_spec_type(draft)):
+        wanted, kind = values.get("spec_type", "auto"), draft or "none"
+        if wanted not in ("auto", kind):
+            meant = " (no speculation)" if draft is None else ""
+            raise ConfigError(
+                f"draft is {shown(draft)}{meant}, but --spec-type is {shown(wanted)}: give one of them"
+            )
+        values["spec_type"] = kind
+    elif draft != "auto":
         values["draft_path"] = _draft_file(draft)
     if paired is not None and _drafter(values) in ("auto", paired_kind(target.model)):
         values.setdefault("draft_path", paired)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +69,14 @@ def test_a_file_without_a_template_writes_chats_as_chatml_and_says_so(
         assert engine.decode(engine.encode(messages), special=True).endswith("A.")
 
 
-def test_names_and_templates_that_are_no_utf8_are_told_in_json(tmp_path: Path) -> None:
-    odd = "n\udcff\x1b[2J"
-    r = plain_rig(changed(tmp_path, general__name=odd, tokenizer__chat_template="\udcff{{ bos_token }}"))
-    told = json.dumps(asdict(r.info), ensure_ascii=False).encode()
+def test_a_model_is_named_as_its_file_on_one_line_without_blanks(tmp_path: Path) -> None:
+    path = changed(
+        tmp_path, general__name="x y\n" * 2000, tokenizer__chat_template="\udcff{{ bos_token }}"
+    )
+    r = plain_rig(path.rename(tmp_path / "My model \udcff\x1b[2J.gguf"))
+    told = json.dumps(asdict(replace(r.info, model_path="")), ensure_ascii=False).encode()
     assert (
-        r.info.model_name == "n\ufffd\ufffd[2J"
+        r.info.model_name == "My-model-\ufffd\ufffd[2J.gguf"
         and r.info.chat_template == "\ufffd{{ bos_token }}"
         and told
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,12 @@ def test_a_request_can_set_its_draft_length(
 ) -> None:
     assert app.post("/completion", {"prompt": "x"} | body).status_code == 200
     assert engine.seen[0].n_draft_max == n_draft_max
+
+
+@pytest.mark.parametrize("kind", ["ngram-simple,suffix", "suffix", "ngram", "auto,suffix"])
+def test_a_request_can_name_any_of_the_drafters(app: App, engine: FakeEngine, kind: str) -> None:
+    engine.info = replace(engine.info, has_suffixes=True)
+    assert app.post("/completion", {"prompt": "x", "speculative.type": kind}).status_code == 200
 
 
 def test_a_chat_stream_is_role_then_text_then_usage_then_done(app: App, engine: FakeEngine) -> None:

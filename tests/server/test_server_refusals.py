@@ -76,7 +76,12 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": "x", "response_fields": [1]}, "response_fields"),
         ({"prompt": "x", "speculative": 3}, "speculative"),
         ({"prompt": "x", "speculative": {"n_max": -2}}, "speculative"),
-        ({"prompt": "x", "speculative.type": "mtp"}, "speculative.type"),
+        ({"prompt": "x", "speculative.type": "mtp"}, "speculative.type: 'mtp' is not loaded"),
+        (
+            {"prompt": "x", "speculative.type": "ngram,suffix"},
+            "speculative.type: 'suffix' is not loaded",
+        ),
+        ({"prompt": "x", "speculative.type": "suffix"}, "speculative.type: 'suffix' is not loaded"),
         ({"prompt": "x", "stream": "yes"}, "stream"),
         ({"prompt": "x", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"prompt": "x", "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
