@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from pyspec.errors import RequestError
 from pyspec.text.abilities import HEAD, Abilities, Chat
 from pyspec.text.markup.answer_grammar import Tokens
-from pyspec.text.markup.hermes import CLOSE, OPEN
 
 ToolList = list[Mapping[str, Any]]
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 INSTRUCTIONS = (
     "To call a tool, write a block like this, and nothing behind it:\n"
     f'{OPEN}\n{{"name": "NAME", "arguments": {{"KEY": "VALUE"}}}}\n{CLOSE}\n'

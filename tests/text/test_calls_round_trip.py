@@ -16,25 +16,12 @@ from sampling import few
 from pyspec.constrain.grammar import compile_text
 from pyspec.constrain.trie import TokenTable
 from pyspec.request import Grammar
-from pyspec.text.markup import (
-    brackets,
-    call_list,
-    deepseek,
-    dsml,
-    functionary,
-    gemma4,
-    glm,
-    harmony,
-    hermes,
-    kimi,
-    lfm2,
-    llama3,
-    minimax,
-    qwen_xml,
-)
 from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup import gemma4, harmony, llama3
 from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN, Elements
+from pyspec.text.markup.named import DEEPSEEK, KIMI
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content
 
 BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(
@@ -81,10 +68,10 @@ def _xml(call: Call) -> str:
 
 def _dsml(call: Call) -> str:
     rows = [
-        f'{dsml.PARAMETER}{k}" string="{str(isinstance(v, str)).lower()}">{_bare(v)}{dsml.END_PARAMETER}\n'
+        f'{DSML.key_marks[0]}{k}" string="{str(isinstance(v, str)).lower()}">{_bare(v)}{DSML.value_end}'
         for k, v in call[1].items()
     ]
-    return f"\n{dsml.INVOKE}{call[0]}{dsml.BARE}\n{''.join(rows)}{dsml.END_INVOKE}"
+    return f"\n{DSML.call_marks[0]}{call[0]}{DSML.call_marks[1]}{''.join(rows)}{DSML.end}"
 
 
 def _glm(call: Call) -> str:
@@ -93,8 +80,8 @@ def _glm(call: Call) -> str:
 
 
 def _invoke(call: Call) -> str:
-    rows = [f'{minimax.PARAMETER}{k}">{_bare(v)}{minimax.END_PARAMETER}\n' for k, v in call[1].items()]
-    return f'\n{minimax.INVOKE}{call[0]}">\n{"".join(rows)}{minimax.END_INVOKE}'
+    rows = [f'<parameter name="{k}">{_bare(v)}</parameter>\n' for k, v in call[1].items()]
+    return f'\n<invoke name="{call[0]}">\n{"".join(rows)}</invoke>'
 
 
 def _python(call: Call) -> str:
@@ -133,21 +120,21 @@ def written(name: str, calls: list[Call]) -> str:
     """Calls in the form of a model."""
     first = calls[0]
     return {
-        "qwen3_coder": lambda: qwen_xml.OPEN + f"\n{qwen_xml.OPEN}".join(map(_xml, calls)),
-        "glm45": lambda: glm.OPEN + f"\n{glm.OPEN}".join(map(_glm, calls)),
-        "deepseek_v32": lambda: dsml.OPEN[0] + "".join(map(_dsml, calls)) + "\n" + dsml.CLOSE[0],
-        "deepseek_v3": lambda: deepseek.OPEN + "".join(f"{deepseek.CALL}{c[0]}{deepseek.SEP}{_arguments(c)}{deepseek.END_CALL}" for c in calls) + deepseek.CLOSE,
-        "kimi_k2": lambda: kimi.OPEN + "".join(f"{kimi.CALL}functions.{c[0]}:{i}{kimi.SEP}{_arguments(c)}{kimi.END_CALL}" for i, c in enumerate(calls)) + kimi.CLOSE,
-        "hermes": lambda: hermes.OPEN + f"\n{hermes.OPEN}".join(f"\n{_object(c)}\n{hermes.CLOSE}" for c in calls),
-        "generic": lambda: hermes.OPEN + f"\n{hermes.OPEN}".join(f"\n{_object(c)}\n{hermes.CLOSE}" for c in calls),
-        "nemotron_v2": lambda: call_list.OPEN + "[" + ", ".join(map(_object, calls)) + "]" + call_list.CLOSE,
-        "firefunction_v2": lambda: call_list.FUNCTOOLS + ", ".join(map(_object, calls)) + "]",
-        "mistral": lambda: brackets.OPEN + " [" + ", ".join(_object(c)[:-1] + ', "id": "abcDEF123"}' for c in calls) + "]",
-        "mistral_args": lambda: "".join(f"{brackets.OPEN}{c[0]}[CALL_ID]abcDEF12{i}[ARGS]{_arguments(c)}" for i, c in enumerate(calls)),
-        "functionary_v31": lambda: functionary.FUNCTION + f"\n{functionary.FUNCTION}".join(f"{c[0]}>{_arguments(c)}{functionary.CLOSE}" for c in calls),
-        "granite": lambda: call_list.GRANITE + "[" + ", ".join(map(_object, calls)) + "]",
-        "minimax_m2": lambda: minimax.OPEN + "".join(map(_invoke, calls)) + "\n" + minimax.CLOSE,
-        "lfm2": lambda: lfm2.OPEN + "[" + ", ".join(map(_python, calls)) + "]" + lfm2.CLOSE,
+        "qwen3_coder": lambda: "<tool_call>" + "\n<tool_call>".join(map(_xml, calls)),
+        "glm45": lambda: "<tool_call>" + "\n<tool_call>".join(map(_glm, calls)),
+        "deepseek_v32": lambda: DSML.open[0] + "".join(map(_dsml, calls)) + "\n" + DSML.close[0],
+        "deepseek_v3": lambda: DEEPSEEK.open[0] + "".join(f"{DEEPSEEK.mark}{c[0]}{DEEPSEEK.between[0]}{_arguments(c)}{DEEPSEEK.end[0]}" for c in calls) + DEEPSEEK.close[0],
+        "kimi_k2": lambda: KIMI.open[0] + "".join(f"{KIMI.mark}functions.{c[0]}:{i}{KIMI.between[0]}{_arguments(c)}{KIMI.end[0]}" for i, c in enumerate(calls)) + KIMI.close[0],
+        "hermes": lambda: "<tool_call>" + "\n<tool_call>".join(f"\n{_object(c)}\n</tool_call>" for c in calls),
+        "generic": lambda: "<tool_call>" + "\n<tool_call>".join(f"\n{_object(c)}\n</tool_call>" for c in calls),
+        "nemotron_v2": lambda: "<TOOLCALL>[" + ", ".join(map(_object, calls)) + "]</TOOLCALL>",
+        "firefunction_v2": lambda: "functools[" + ", ".join(map(_object, calls)) + "]",
+        "mistral": lambda: "[TOOL_CALLS] [" + ", ".join(_object(c)[:-1] + ', "id": "abcDEF123"}' for c in calls) + "]",
+        "mistral_args": lambda: "".join(f"[TOOL_CALLS]{c[0]}[CALL_ID]abcDEF12{i}[ARGS]{_arguments(c)}" for i, c in enumerate(calls)),
+        "functionary_v31": lambda: "<function=" + "\n<function=".join(f"{c[0]}>{_arguments(c)}</function>" for c in calls),
+        "granite": lambda: "<|tool_call|>[" + ", ".join(map(_object, calls)) + "]",
+        "minimax_m2": lambda: "<minimax:tool_call>" + "".join(map(_invoke, calls)) + "\n</minimax:tool_call>",
+        "lfm2": lambda: "<|tool_call_start|>[" + ", ".join(map(_python, calls)) + "]<|tool_call_end|>",
         "gemma4": lambda: gemma4.OPEN + gemma4.OPEN.join(map(_gemma4, calls)),
         "llama3_json": lambda: _object(first, "parameters"),
         "harmony": lambda: f" to=functions.{first[0]}<|channel|>commentary <|constrain|>json<|message|>{_arguments(first)}",
@@ -255,13 +242,13 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
 def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name: str) -> None:
-    end = {
-        "qwen3_coder": qwen_xml.MARKS.constrained_end,
-        "glm45": glm.MARKS.constrained_end,
-        "deepseek_v32": dsml.MARKS.constrained_end,
-        "minimax_m2": minimax.MARKS.constrained_end,
-        "gemma4": gemma4.QUOTE,
-    }[name]
+    forms: dict[str, Elements] = {
+        "qwen3_coder": QWEN,
+        "glm45": GLM,
+        "deepseek_v32": DSML,
+        "minimax_m2": MINIMAX,
+    }
+    end = forms[name].value_end if name in forms else gemma4.QUOTE
     words = ["a", f"b{end}c", "d"]
     tools = {"f": {"type": "object", "properties": {"w": {"enum": words}}, "required": ["w"]}}
     lark = Lark()

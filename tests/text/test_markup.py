@@ -62,12 +62,13 @@ def chain(*, is_open: bool = False, is_shown: bool = False) -> AnswerMarkup:
 
 def is_of(markup: AnswerMarkup, name: str) -> bool:
     """The generic dialect parses as another one does."""
-    return markup.calls is not None and markup.calls.machine is dialects.dialect(name).machine
+    own = dialects.dialect("hermes" if name == "generic" else name).name
+    return markup.calls is not None and markup.calls.name == own
 
 
-def call(i: int, name: str, arguments: object) -> list[Part]:
+def call(i: int, name: str, arguments: object, id_: str = "") -> list[Part]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return [CallBegin(i, f"id{i}", name), CallArguments(i, text)]
+    return [CallBegin(i, id_ or f"id{i}", name), CallArguments(i, text)]
 
 
 DSML_CALL = (
@@ -385,8 +386,8 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<|tool_calls_section_end|>",
         [
             Content("I look."),
-            *call(0, "weather", {"city": "<|tool_call_end|>"}),
-            *call(1, "write", "{}"),
+            *call(0, "weather", {"city": "<|tool_call_end|>"}, "functions.weather:0"),
+            *call(1, "write", "{}", "functions.write:1"),
         ],
     ),
     "kimi_k2, no calls": (
@@ -552,7 +553,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
     "a call ends reasoning, kimi_k2 and deepseek_v3": (
         markup("kimi_k2", think=True, is_open=True),
         "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-        [Reasoning("Hm."), *call(0, "write", "{}")],
+        [Reasoning("Hm."), *call(0, "write", "{}", "functions.write:0")],
     ),
     "a call ends reasoning that stays in the content": (
         markup("qwen3_coder", think=True, is_open=True, is_shown=True),

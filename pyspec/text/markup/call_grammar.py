@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyspec.text.markup.reader import Tools
-from pyspec.text.markup.typed import types_of
 from pyspec.text.schema_refs import MOST_HOPS, followed, referred
 from pyspec.text.schemas import closed
 
@@ -192,46 +191,6 @@ def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
 def takes_any(schema: Schema) -> bool:
     """True if a schema neither names arguments nor forbids any."""
     return "properties" not in schema and schema.get("additionalProperties") is not False
-
-
-@dataclass(frozen=True, slots=True)
-class ArgumentForm:
-    """Arguments with one element each, whose strings are written bare.
-
-    key, key_end   texts around a name
-    end            the text behind a value
-    any_name       lark for the name of an argument that the schema does not name
-    text, json     marks of a value that is a string, or JSON
-    """
-
-    key: str
-    key_end: str
-    end: str
-    any_name: str
-    text: str = ""
-    json: str = ""
-
-    def rules(self, lark: Lark, schema: Schema) -> str:
-        """Lark for the arguments in the schema's order, and no others; for any arguments if the schema neither names nor forbids some."""
-        text, json = (literal(mark) if mark else "" for mark in (self.text, self.json))
-        if takes_any(schema):
-            key_end = literal(self.key_end) if self.key_end else ""
-            value = lark.text_before(self.end)
-            return f"({concat(literal(self.key), self.any_name, key_end, text, value)})*"
-        out = []
-        for name, own, is_needed in properties_of(schema):
-            if words := words_of(own, self._can_be_bare):
-                value = concat(text, either([literal(word) for word in words]), literal(self.end))
-            elif "string" in types_of(schema, name):
-                value = concat(text, lark.text_before(self.end))
-            else:
-                value = concat(json, lark.json(own), literal(self.end))
-            rule = lark.rule(concat(literal(f"{self.key}{name}{self.key_end}"), value))
-            out.append(rule if is_needed else f"{rule}?")
-        return concat(*out)
-
-    def _can_be_bare(self, text: str) -> bool:
-        return (text + self.end).find(self.end) == len(text)
 
 
 def words_of(schema: Schema, is_spelled: Callable[[str], bool]) -> list[str] | None:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
-from pyspec.text.markup import (
-    brackets,
-    call_list,
-    deepseek,
-    dsml,
-    functionary,
-    gemma4,
-    glm,
-    harmony,
-    hermes,
-    kimi,
-    lfm2,
-    llama3,
-    minimax,
-    qwen_xml,
-)
+from pyspec.text.markup import gemma4, harmony, llama3
 from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
+from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN
+from pyspec.text.markup.gemma4 import KeyedCalls
+from pyspec.text.markup.lfm2 import PythonCalls
+from pyspec.text.markup.named import ARGS, CALL_ID, DEEPSEEK, FUNCTIONARY, KIMI, MISTRAL
+from pyspec.text.markup.objects import Objects, new_id
 from pyspec.text.markup.parts import AnswerParser, Content, Part
+from pyspec.text.markup.prose import Syntax, read_answer
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools, Trimmed
 from pyspec.text.markup.reasoning import (
     GEMMA4_THINK,
@@ -84,83 +76,116 @@ class Dialect:
         return lark.calls(rules), rules.trigger
 
 
-class DialectModule(Protocol):
-    """A module with the syntax of one dialect."""
-
-    @property
-    def machine(self) -> AnswerMachine: ...
-    @property
-    def rules(self) -> MakeRules: ...
-    @property
-    def heads(self) -> Callable[[Tools], tuple[Lookahead, ...]]: ...
-
-
 def _of(
-    name: str, module: DialectModule, marks: tuple[str, ...], signs: tuple[str, ...], **options: Any
+    name: str,
+    syntax: Syntax,
+    marks: tuple[str, ...],
+    signs: tuple[str, ...],
+    *,
+    also: tuple[Syntax, ...] = (),
+    **options: Any,
 ) -> Dialect:
-    return Dialect(name, module.machine, module.rules, module.heads, marks, signs, **options)
+    """A dialect whose calls stand in content. also: other syntax that models write behind its marks."""
+    machine = partial(read_answer, forms=(syntax, *also))
+    return Dialect(name, machine, syntax.rules, syntax.heads, marks, signs, **options)
 
 
-_DEEPSEEK = (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEP, deepseek.END_CALL)
-_KIMI = (kimi.OPEN, kimi.CLOSE, kimi.CALL, kimi.SEP, kimi.END_CALL)
-_GLM = (glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE)
-_QWEN = (qwen_xml.OPEN, qwen_xml.FUNCTION, qwen_xml.PARAMETER)
-_HERMES = (hermes.OPEN, hermes.CLOSE)
-_FUNCTIONARY = (functionary.FUNCTION, functionary.CLOSE)
-_LLAMA3 = ("<|start_header_id|>", '"parameters"')
-_MISTRAL = _of("mistral", brackets, (brackets.OPEN,), (brackets.OPEN,), new_id=brackets.new_id)
+HERMES = Objects(("<tool_call>",), ("</tool_call>",))
+OBJECTS = Objects(is_known=True)
+_TOOLCALL = Objects(("<TOOLCALL>",), ("</TOOLCALL>",), "[", "]")
+_GRANITE = Objects(("<|tool_call|>",), ("<|/tool_call|>",), "[", "]", is_closed=False)
+_FUNCTOOLS = Objects(("functools[",), (), "", "]")
+_LISTS = Objects(MISTRAL.open, (), "[", "]", has_ids=True)
+_GEMMA4, _LFM2 = KeyedCalls(), PythonCalls()
+_MISTRAL = _of("mistral", _LISTS, MISTRAL.open, MISTRAL.open, also=(MISTRAL,), new_id=new_id)
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
-    _of("harmony", harmony, harmony.MARKS, (harmony.START, harmony.CHANNEL, harmony.MESSAGE)),
-    _of("deepseek_v32", dsml, (dsml.WORD,), (dsml.WORD,), is_bare=True),
-    _of("deepseek_v3", deepseek, _DEEPSEEK, (deepseek.OPEN,)),
-    _of("kimi_k2", kimi, _KIMI, (kimi.CALL, kimi.SEP)),
-    _of("glm45", glm, _GLM, (glm.OPEN, glm.KEY, glm.VALUE), is_bare=True),
-    _of("qwen3_coder", qwen_xml, (qwen_xml.OPEN, qwen_xml.CLOSE), _QWEN, is_bare=True),
+    Dialect(
+        "harmony",
+        harmony.machine,
+        harmony.rules,
+        harmony.heads,
+        harmony.MARKS,
+        (harmony.START, harmony.CHANNEL, harmony.MESSAGE),
+    ),
+    _of("deepseek_v32", DSML, ("｜DSML｜",), ("｜DSML｜",), also=(OBJECTS,), is_bare=True),
+    _of("deepseek_v3", DEEPSEEK, (*DEEPSEEK.open, *DEEPSEEK.between, *DEEPSEEK.ends), DEEPSEEK.open[:1]),
+    _of("kimi_k2", KIMI, (*KIMI.open, *KIMI.between, *KIMI.ends), (KIMI.mark, *KIMI.between)),
+    _of(
+        "glm45",
+        GLM,
+        (*GLM.open, *GLM.close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ("<tool_call>", "<arg_key>", "<arg_value>"),
+        also=(OBJECTS, QWEN),
+        is_bare=True,
+    ),
+    _of(
+        "qwen3_coder",
+        QWEN,
+        (*QWEN.open, *QWEN.close),
+        ("<tool_call>", "<function=", "<parameter="),
+        also=(OBJECTS, GLM),
+        is_bare=True,
+    ),
     replace(
         _MISTRAL,
         name="mistral_args",
-        rules=brackets.args_rules,
-        marks=(brackets.OPEN, brackets.ID, brackets.ARGS),
-        signs=(brackets.OPEN, brackets.ARGS),
+        rules=MISTRAL.rules,
+        marks=(*MISTRAL.open, CALL_ID, ARGS),
+        signs=(*MISTRAL.open, ARGS),
     ),
     _MISTRAL,
     _of(
         "minimax_m2",
-        minimax,
-        (minimax.OPEN, minimax.CLOSE),
-        (minimax.OPEN, minimax.INVOKE),
+        MINIMAX,
+        (*MINIMAX.open, *MINIMAX.close),
+        (*MINIMAX.open, '<invoke name="'),
+        also=(OBJECTS,),
         is_bare=True,
     ),
     _of(
         "gemma4",
-        gemma4,
+        _GEMMA4,
         (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE, gemma4.CHANNEL, gemma4.END_CHANNEL),
         (gemma4.OPEN, gemma4.QUOTE),
+        also=(OBJECTS,),
         is_bare=True,
     ),
-    _of("lfm2", lfm2, (lfm2.OPEN, lfm2.CLOSE), ("List of tools: ", "<|im_start|>")),
-    Dialect(
-        "granite",
-        call_list.granite,
-        call_list.granite_rules,
-        call_list.granite_heads,
-        marks=(call_list.GRANITE, call_list.END_GRANITE),
-        signs=(call_list.GRANITE,),
+    _of(
+        "lfm2",
+        _LFM2,
+        (*_LFM2.open, *_LFM2.close),
+        ("List of tools: ", "<|im_start|>"),
+        also=(Objects(),),
     ),
-    _of("nemotron_v2", call_list, (call_list.OPEN, call_list.CLOSE), (call_list.OPEN,)),
+    _of("granite", _GRANITE, (*_GRANITE.open, *_GRANITE.close), _GRANITE.open),
+    _of("nemotron_v2", _TOOLCALL, (*_TOOLCALL.open, *_TOOLCALL.close), _TOOLCALL.open),
     # GLM's family and MiniMax use the same marks with another content
-    _of("hermes", hermes, _HERMES, (*_HERMES, "arguments"), lacks=("<arg_key>", "minimax")),
-    _of("functionary_v31", functionary, _FUNCTIONARY[:1], _FUNCTIONARY, lacks=("<parameter=",)),
-    Dialect(
-        "firefunction_v2",
-        call_list.functools,
-        call_list.functools_rules,
-        call_list.functools_heads,
-        marks=(),
-        signs=(call_list.FUNCTOOLS,),
+    _of(
+        "hermes",
+        HERMES,
+        (*HERMES.open, *HERMES.close),
+        (*HERMES.open, *HERMES.close, "arguments"),
+        also=(QWEN, GLM),
+        lacks=("<arg_key>", "minimax"),
     ),
-    _of("llama3_json", llama3, (llama3.TAG,), _LLAMA3, as_schema=llama3.as_schema),
+    _of(
+        "functionary_v31",
+        FUNCTIONARY,
+        FUNCTIONARY.starts,
+        (*FUNCTIONARY.starts, "</function>"),
+        lacks=("<parameter=",),
+    ),
+    _of("firefunction_v2", _FUNCTOOLS, (), _FUNCTOOLS.open),
+    Dialect(
+        "llama3_json",
+        llama3.machine,
+        llama3.rules,
+        llama3.heads,
+        (llama3.TAG,),
+        ("<|start_header_id|>", '"parameters"'),
+        as_schema=llama3.as_schema,
+    ),
 )
 GENERIC = replace(
     next(each for each in DIALECTS if each.name == "hermes"),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, Lookahead
-from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.ahead import AHEAD, GAP, NAME, OVER, WORD, Lookahead, Named, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -25,7 +25,7 @@ from pyspec.text.markup.call_grammar import (
     takes_any,
     words_of,
 )
-from pyspec.text.markup.json_text import DEPTH, NotJson, as_json, read_string
+from pyspec.text.markup.json_text import DEPTH, NotJson, as_json, read_escape, read_string
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed
 from pyspec.text.markup.typed import ALL, ArgumentWriter, types_of
 from pyspec.text.schema_refs import followed
@@ -38,90 +38,127 @@ NESTED = 6  # levels of a schema that a grammar follows; deeper values may be an
 ANY_KEY = r"/[^\s<>{}\[\]:,\"']{1,64}/"
 SCALARS = ("number", "boolean", "null")
 
-_NAME = re.compile(r"[^\s{}<>,]+")
+_CALLS: Step = (CALL, ":", "call", "")
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
 _WORD = re.compile(r"[^,\[\]{}<\n]+")
+_WORD_IN_ROUND = re.compile(r"[^,\[\]{}()<\n]+")
 
 
 class _Ended(NotJson):
     """The call's end mark stands where a key should."""
 
 
-def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
-    def calls(reader: AnswerReader, mark: str) -> Steps[str]:
-        if mark == CHANNEL:
-            yield from _thought(reader)
+@dataclass(frozen=True, slots=True)
+class KeyedCalls:
+    """The marks of a dialect with such calls. Models write another text than `call:`, other brackets, and a namespace, too."""
+
+    open: Step = (OPEN,)
+    close: Step = (CLOSE,)
+    starts: Step = (CHANNEL,)
+
+    @property
+    def ends(self) -> Step:
+        return self.close
+
+    def call(
+        self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
+    ) -> Steps[str | None]:
+        if (yield from reader.take_mark(CHANNEL)):
+            yield from reader.take_mark(THOUGHT)
+            yield from reader.until((END_CHANNEL,), Trimmed(reader.reasoning))
             return ""
-        return (yield from _call(reader, mark, tools))
-
-    yield from read_answer(reader, (OPEN, CHANNEL), calls, trims_start=trims_start)
-
-
-def _thought(reader: AnswerReader) -> Steps[None]:
-    """Read reasoning between parts of an answer; some answers have an empty one."""
-    yield from reader.take_mark(THOUGHT)
-    yield from reader.until((END_CHANNEL,), Trimmed(reader.reasoning))
-
-
-def _call(reader: AnswerReader, mark: str, tools: Tools) -> Steps[str]:
-    """Read a call behind its mark. Returns text that is not a call, or ""."""
-    text = mark + (yield from reader.take_spaces())
-    if not (yield from reader.take_mark(CALL)):
-        return text
-    name, found = yield from reader.take_name(tools, "{", most=NAME_CHARS)
-    if not found or (name not in tools and not _NAME.fullmatch(name)):
-        return text + CALL + name + found
-    reader.begin_call(name)
-    try:
-        yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
-    except _Ended:
+        if not is_open or not (name := (yield from self._name(reader, tools))):
+            return None
+        reader.begin_call(name)
+        try:
+            yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
+        except _Ended:
+            return ""
+        except NotJson:  # pass on the model's text, up to the end mark
+            yield from reader.find(reader.ends, reader.arguments)
         return ""
-    except NotJson:  # pass on the model's text, up to the end mark
-        yield from reader.until((CLOSE,), reader.arguments)
+
+    def _name(self, reader: AnswerReader, tools: Tools) -> Steps[str]:
+        """Take a call's text up to its bracket. Returns its name; "", with nothing taken, if it has none."""
+        brackets: Lookahead = (GAP, AHEAD, ("{", "("))
+        exact: Lookahead = ((CALL,), Named(tools), AHEAD, ("{",))
+        if found := (yield from reader.take(exact, (_CALLS, GAP, Named(tools), *brackets))):
+            return found.name
+        if found := (yield from reader.sees((_CALLS, GAP, NAME, *brackets))):
+            name = next((each for each in Named(tools) if found.name.endswith(_behind(each))), "")
+            if not name and not (yield from reader.sees(((CALL,), NAME, AHEAD, ("{",)))):
+                return ""
+            yield from reader.take((_CALLS, GAP, NAME, *brackets))
+            return name or found.name
         return ""
-    yield from reader.take_spaces()
-    yield from reader.take_mark(CLOSE)
-    return ""
+
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        return ((self.open, GAP, _CALLS, GAP, Named(tools), GAP, ("{", "(")),)
+
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        values = _Values(lark)
+        options = [
+            concat(literal(f"{CALL}{name}{{"), values.members(schema, NESTED), literal(f"}}{CLOSE}"))
+            for name, schema in tools.items()
+        ]
+        call = lark.rule(either(options))
+        return CallRules(OPEN, repeated(call, literal(OPEN), is_single=is_single))
+
+
+def _behind(name: str) -> tuple[str, ...]:
+    """The name behind a namespace."""
+    return tuple(sign + name for sign in ":./")
 
 
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
-    """Read key:value up to the brace that closes the call."""
-    known: Lookahead = (tuple(arguments.names), (":",))
+    """Read key:value, or key=value, between the brackets of a call."""
+    known: Lookahead = (Named(arguments.names), (":", "="))
+    end = _CLOSING[(yield from reader.take_mark(*_CLOSING))]
     while True:
-        if not (yield from reader.sees(known, cut_fits=False)):  # names may begin with a space
+        if not (yield from reader.sees(known)):  # names may begin with a space
             yield from reader.drop_spaces()
-            if (yield from reader.take_mark("}")):
+            if (yield from _is_end(reader, end)):
                 break
         arguments.name((yield from _key(reader, arguments.names)))
-        yield from _value(reader, reader.arguments, DEPTH)
+        yield from _value(reader, reader.arguments, DEPTH, end)
         yield from reader.drop_spaces()
-        if not (yield from reader.take_mark(",")) and (yield from reader.peek()) != "}":
+        if not (yield from reader.take_mark(",")) and (yield from reader.peek()) not in (end, "", "<"):
             raise NotJson
     arguments.end()
 
 
+def _is_end(reader: AnswerReader, end: str) -> Steps[bool]:
+    """Take the bracket that closes. True, too, if the call ends without it."""
+    if (yield from reader.take_mark(end)):
+        return True
+    return (yield from reader.look(*reader.ends)) is not None
+
+
 def _key(reader: AnswerReader, known: Collection[str] = ()) -> Steps[str]:
     """Read a key, bare or in marks, with the colon behind it."""
-    is_known = bool(known) and (yield from reader.sees((tuple(known), (":",)), cut_fits=False))
-    if not is_known and (quote := (yield from reader.take_mark(QUOTE, '"'))):
+    is_known = bool(known) and (yield from reader.sees((Named(known), (":", "="))))
+    if not is_known and (quote := (yield from reader.take_mark(QUOTE, '"', "'"))):
         name, found = yield from reader.take_until(quote, most=NAME_CHARS)
         yield from reader.drop_spaces()
-        if not found or not (yield from reader.take_mark(":")):
+        if not found or not (yield from reader.take_mark(":", "=")):
             raise NotJson
         return name
-    name, found = yield from reader.take_name(known, ":", CLOSE, most=NAME_CHARS)
-    if found != ":":
+    name, found = yield from reader.take_name(known, ":", "=", CLOSE, most=NAME_CHARS)
+    if found not in (":", "="):
         reader.arguments(name)
         raise _Ended if found else NotJson
     return name if name in known else name.strip()
 
 
-def _value(reader: AnswerReader, emit: Emit, depth: int) -> Steps[None]:
-    """Read one value, and pass it on as JSON. NotJson: it is cut off or malformed."""
+def _value(reader: AnswerReader, emit: Emit, depth: int, end: str) -> Steps[None]:
+    """Read one value, and pass it on as JSON. NotJson: it is cut off or malformed. end: the bracket that closes what it is in."""
     yield from reader.drop_spaces()
     if (yield from reader.take_mark(QUOTE)):
+        ends = () if reader.is_constrained else tuple(f"{each}{CLOSE}" for each in _CLOSING.values())
         emit('"')
-        if not (yield from reader.until((QUOTE,), lambda text: emit(_escaped(text)))):
+        if not (yield from reader.find((QUOTE, *ends), lambda text: emit(_escaped(text)))):
             raise NotJson
+        yield from reader.take_mark(QUOTE)
         emit('"')
         return
     char = yield from reader.peek()
@@ -130,12 +167,15 @@ def _value(reader: AnswerReader, emit: Emit, depth: int) -> Steps[None]:
             raise NotJson
         reader.skip(1)
         emit(char)
-        yield from _items(reader, emit, depth - 1, "}" if char == "{" else "]")
+        yield from _items(reader, emit, depth - 1, _CLOSING[char])
     elif char == '"':
         yield from read_string(reader, emit)
+    elif char == "'":
+        reader.skip(1)
+        yield from _quoted(reader, emit, end)
     else:
-        word = ""
-        while more := (yield from reader.take_while(_WORD, WORD_CHARS - len(word))):
+        word, pattern = "", _WORD if end != ")" else _WORD_IN_ROUND
+        while more := (yield from reader.take_while(pattern, WORD_CHARS - len(word))):
             word += more
         if not word or not (yield from reader.peek()):
             emit(word)
@@ -143,41 +183,45 @@ def _value(reader: AnswerReader, emit: Emit, depth: int) -> Steps[None]:
         emit(as_json(word) or json.dumps(word.strip(), ensure_ascii=False))
 
 
+def _quoted(reader: AnswerReader, emit: Emit, end: str) -> Steps[None]:
+    """Read a text in single quotes, which may contain such: it ends where another value or the end of all follows."""
+    quotes: Step = (QUOTE, '"', "'", "")
+    another: Lookahead = (
+        (GAP, (",",)) if end == "]" else (GAP, (",",), GAP, quotes, WORD, quotes, GAP, (":", "="))
+    )
+    emit('"')
+    while sign := (yield from reader.until(("\\", "'"), lambda text: emit(_escaped(text)))):
+        if sign == "\\":
+            yield from read_escape(reader, emit)
+        elif (yield from reader.sees((GAP, (end, CLOSE)), another, (GAP, OVER))):
+            emit('"')
+            return
+        else:
+            emit(sign)
+    raise NotJson
+
+
 def _items(reader: AnswerReader, emit: Emit, depth: int, end: str) -> Steps[None]:
     """Read the values of a list, or the keys and values of an object, up to its end."""
     comma = ""
     while True:
         yield from reader.drop_spaces()
-        if (yield from reader.take_mark(end)):
+        if (yield from _is_end(reader, end)):
             emit(end)
             return
         emit(comma)
         if end == "}":
             name = yield from _key(reader)
             emit(json.dumps(name, ensure_ascii=False) + ": ")
-        yield from _value(reader, emit, depth)
+        yield from _value(reader, emit, depth, end)
         yield from reader.drop_spaces()
-        if not (yield from reader.take_mark(",")) and (yield from reader.peek()) != end:
+        if not (yield from reader.take_mark(",")) and (yield from reader.peek()) not in (end, "", "<"):
             raise NotJson
         comma = ", "
 
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def heads(tools: Tools) -> tuple[Lookahead, ...]:
-    return (((OPEN,), GAP, (CALL,), tuple(tools), ("{",)),)
-
-
-def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    values = _Values(lark)
-    options = [
-        concat(literal(f"{CALL}{name}{{"), values.members(schema, NESTED), literal(f"}}{CLOSE}"))
-        for name, schema in tools.items()
-    ]
-    call = lark.rule(either(options))
-    return CallRules(OPEN, repeated(call, literal(OPEN), is_single=is_single))
 
 
 class _Values:

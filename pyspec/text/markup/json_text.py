@@ -45,7 +45,10 @@ def as_json(text: str) -> str | None:
 
 
 def read_value(reader: AnswerReader, emit: Emit) -> Steps[None]:
-    """Read one value, without spaces before it. Raises NotJson, also if the answer ends inside the value."""
+    """Read one value, without spaces before it. Raises NotJson, also if the answer ends inside the value.
+
+    At one of the reader's `ends`, and at the end of an answer that has such, the open brackets are closed.
+    """
     open_: list[str] = []  # closing brackets of the open lists and objects
     while True:
         yield from reader.drop_spaces()
@@ -65,6 +68,8 @@ def read_value(reader: AnswerReader, emit: Emit) -> Steps[None]:
             yield from read_string(reader, emit)
         else:
             yield from _word(reader, emit)
+            if open_ and not (yield from reader.peek()):
+                raise NotJson  # perhaps more of it was to come
         if not (yield from _behind_value(reader, emit, open_)):
             return
 
@@ -83,7 +88,7 @@ def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
     while (char := (yield from _need(reader))) != quote:
         if char == "\\":
             reader.skip(1)
-            yield from _escape(reader, emit)
+            yield from read_escape(reader, emit)
         elif char < " " or char == '"':
             reader.skip(1)
             emit(json.dumps(char)[1:-1])
@@ -94,12 +99,37 @@ def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
 
 
 def read_arguments(reader: AnswerReader) -> Steps[None]:
-    """Read a call's arguments, an object; if another text follows, the arguments are empty."""
-    if (yield from reader.peek()) != "{":
+    """Read a call's arguments: an object, or a text that contains it, perhaps in a fenced block. Without, the arguments are empty."""
+    yield from reader.drop_spaces()
+    if fence := (yield from reader.take_mark("```")):
+        yield from reader.pass_line("{\n")
+        yield from reader.drop_spaces()
+    char = yield from reader.peek()
+    if char == "{":
+        with suppress(NotJson):  # the text read so far is emitted already
+            yield from read_value(reader, reader.arguments)
+    elif char == '"':
+        taken: list[str] = []
+        with suppress(NotJson):
+            yield from read_string(reader, taken.append)
+        reader.arguments(as_object("".join(taken)))
+    else:
         reader.arguments("{}")
-        return
-    with suppress(NotJson):  # the text read so far is emitted already
-        yield from read_value(reader, reader.arguments)
+    if fence:
+        yield from reader.take_spaces()
+        yield from reader.take_mark("```")
+
+
+def as_object(text: str) -> str:
+    """Arguments as an object: null is an empty one, and a string contains the object, or is its only value."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(value, str):
+        return "{}" if value is None else text
+    inner = as_json(value)
+    return inner if inner is not None and inner.startswith("{") else json.dumps({"value": value})
 
 
 def take(reader: AnswerReader, char: str) -> Steps[None]:
@@ -109,7 +139,8 @@ def take(reader: AnswerReader, char: str) -> Steps[None]:
     reader.skip(1)
 
 
-def _escape(reader: AnswerReader, emit: Emit) -> Steps[None]:
+def read_escape(reader: AnswerReader, emit: Emit) -> Steps[None]:
+    """Read what stands behind a backslash."""
     kind = yield from _need(reader)
     if kind != "u":
         if kind in '"\\/bfnrt':
@@ -158,6 +189,9 @@ def _behind_value(reader: AnswerReader, emit: Emit, open_: list[str]) -> Steps[b
     """Read closing brackets and a comma. Returns whether another value follows."""
     while open_:
         yield from reader.drop_spaces()
+        if reader.ends and (yield from reader.look(*reader.ends)) is not None:
+            emit("".join("}" if each == "}" else "]" for each in reversed(open_)))
+            return False
         char = yield from _need(reader)
         if char == open_[-1]:
             reader.skip(1)

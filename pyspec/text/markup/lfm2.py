@@ -5,10 +5,9 @@ Arguments have their names before them. Values are Python's or JSON's.
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, Lookahead
-from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.ahead import GAP, NAME, Lookahead, Named, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -21,64 +20,69 @@ from pyspec.text.markup.call_grammar import (
     repeated,
     takes_any,
 )
-from pyspec.text.markup.call_list import object_head, read_list
 from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.objects import object_head
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, types_of
 
-OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 NAME_CHARS = 256
 ANY_VALUE = {"type": ["string", "number", "boolean", "array", "object", "null"]}
 WORDS = either([literal(word) for word in ("True", "False", "true", "false")])
 
-_NAME = re.compile(r"[^\s\[\](){}<>\"',=]+")
 
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """The marks of a dialect with such calls."""
 
-def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
-    def calls(reader: AnswerReader, mark: str) -> Steps[str]:
-        text = mark + (yield from reader.take_spaces())
-        text += yield from reader.take_mark("[")
-        text += yield from reader.take_spaces()
-        try:
-            if (yield from reader.peek()) == "{":
-                content = yield from read_list(reader, "[")
-            else:
-                content = yield from _calls(reader, tools)
-        except NotJson:  # pass on the model's text, up to the end mark
-            yield from reader.until((CLOSE,), reader.arguments)
-            return ""
-        if content:
-            return text.removesuffix("[") + content if content.startswith("[") else text + content
-        yield from reader.take_spaces()
-        yield from reader.take_mark(CLOSE)
+    open: Step = ("<|tool_call_start|>",)
+    close: Step = ("<|tool_call_end|>",)
+    starts: Step = ()
+
+    @property
+    def ends(self) -> Step:
+        return self.close
+
+    def call(
+        self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
+    ) -> Steps[str | None]:
+        """Read calls up to the bracket that closes their list."""
+        begin, n_calls = ("[", ""), reader.n_calls
+        while is_open:
+            names = (Named(tools), NAME)
+            found = yield from reader.take(*((begin, GAP, each, ("(",)) for each in names))
+            if not found:
+                break
+            reader.begin_call(found.name)
+            try:
+                yield from _arguments(reader, ArgumentWriter(reader, tools.get(found.name, {})))
+            except NotJson:  # pass on the model's text, up to the end mark
+                yield from reader.find(reader.ends, reader.arguments)
+                return ""
+            begin = (",", "")
+            yield from reader.take_spaces()
+        if reader.n_calls == n_calls:
+            return None
+        yield from reader.take_mark("]")
         return ""
 
-    yield from read_answer(reader, (OPEN,), calls, trims_start=trims_start)
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        start: Lookahead = (self.open, GAP, ("[",), GAP)
+        return (*start, Named(tools), ("(",)), (*start, *object_head(tools))
 
-
-def _calls(reader: AnswerReader, tools: Tools) -> Steps[str]:
-    """Read calls up to the bracket that closes the list. Returns text that is not a call, or "". NotJson: a call is malformed."""
-    if (yield from reader.take_mark("]")):
-        return ""
-    while True:
-        name, found = yield from reader.take_name(tools, "(", most=NAME_CHARS)
-        if not found or (name not in tools and not _NAME.fullmatch(name)):
-            return name + found
-        reader.begin_call(name)
-        yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
-        yield from reader.take_spaces()
-        if not (yield from reader.take_mark(",")):
-            break
-        yield from reader.take_spaces()
-    yield from reader.take_mark("]")
-    return ""
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        options = [
+            concat(literal(f"{name}("), _named(lark, schema), literal(")"))
+            for name, schema in tools.items()
+        ]
+        calls = repeated(lark.rule(either(options)), literal(", "), is_single=is_single)
+        return CallRules(self.open[0], concat(literal("["), calls, literal("]"), literal(self.close[0])))
 
 
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
     """Read NAME=VALUE up to the bracket that closes the call."""
-    known: Lookahead = (tuple(arguments.names), ("=",))
+    known: Lookahead = (Named(arguments.names), ("=",))
     while True:
-        if not (yield from reader.sees(known, cut_fits=False)):  # names may begin with a space
+        if not (yield from reader.sees(known)):  # names may begin with a space
             yield from reader.drop_spaces()
         if (yield from reader.take_mark(")")):
             break
@@ -95,19 +99,6 @@ def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
         elif (yield from reader.peek()) != ")":
             raise NotJson
     arguments.end()
-
-
-def heads(tools: Tools) -> tuple[Lookahead, ...]:
-    start: Lookahead = ((OPEN,), GAP, ("[",), GAP)
-    return (*start, tuple(tools), ("(",)), (*start, *object_head(tools))
-
-
-def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    options = [
-        concat(literal(f"{name}("), _named(lark, schema), literal(")")) for name, schema in tools.items()
-    ]
-    calls = repeated(lark.rule(either(options)), literal(", "), is_single=is_single)
-    return CallRules(OPEN, concat(literal("["), calls, literal("]"), literal(CLOSE)))
 
 
 def _named(lark: Lark, schema: Schema) -> str:

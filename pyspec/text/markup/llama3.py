@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pyspec.text.markup.ahead import GAP, Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, named_object
-from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
+from pyspec.text.markup.objects import read_call
+from pyspec.text.markup.prose import Prose
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools, Trimmed
 from pyspec.text.schemas import closed
 
@@ -17,21 +18,25 @@ TAG = "<|python_tag|>"
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
     content = Trimmed(reader.content, trims_start=trims_start)
-    may_be_bare = True
+    prose, may_be_bare = Prose(content), True
+    reader.ends = (TAG,)
     while True:
         if may_be_bare:
-            content((yield from reader.take_spaces()))
+            prose((yield from reader.take_spaces()))
         tag = yield from reader.take_mark(TAG)
-        if tag or (may_be_bare and (yield from reader.peek()) == "{"):
+        if tag and prose.quotes():
+            prose(tag)
+        elif tag or (may_be_bare and (yield from reader.peek()) == "{"):
             text = yield from _call(reader, tools, tag)
             if text is None:
                 content.drop()
+                prose.begin()
                 yield from reader.take_spaces()
                 yield from reader.take_mark(";")  # a separator between calls
                 continue
-            content(text)
+            prose(text)
         may_be_bare = False
-        if not (yield from reader.find((TAG,), content)):
+        if not (yield from reader.find((TAG,), prose)):
             break
     content.flush()
 
@@ -40,7 +45,7 @@ def _call(reader: AnswerReader, tools: Tools, tag: str) -> Steps[str | None]:
     """Read one call. Returns None if it was emitted, or its text if it is not a call."""
     spaces = yield from reader.take_spaces()
     try:
-        text = yield from read_call(reader, (lambda name: True) if tag else tools.__contains__)
+        text = yield from read_call(reader, None if tag else tools.__contains__)
     except NotJson:
         yield from reader.until((TAG,), reader.arguments)
         return None

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pyspec.text.markup.ahead import GAP, Lookahead, matches
+from pyspec.text.markup.ahead import Found, Lookahead, matches
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 T = TypeVar("T")
@@ -37,7 +37,10 @@ class AnswerReader:
     """The answer's text so far and its parts so far.
 
     marks  in an answer of calls only: a mark cut off by the token limit is not content
-    is_constrained  a grammar wrote the calls: a value ends only where the grammar ended it
+    is_constrained  a grammar wrote the calls: marks are exact, and a value ends only where the grammar ended it
+    is_line  the mark at hand begins a line
+    ids     of the calls so far, as far as the model wrote them
+    ends    marks behind which JSON does not go on, whatever brackets are open
     stray  a redundant mark: the end of reasoning, behind a call that ended it already; or the end of a marked answer
     room  characters that may still be looked at one by one: a bound on the text that the caller holds back
     """
@@ -46,11 +49,13 @@ class AnswerReader:
         self._text, self._at = "", 0
         self.is_over = False
         self.marks: tuple[str, ...] = ()
-        self.is_constrained = False
+        self.is_constrained = self.is_line = False
         self.stray = ""
+        self.ends: tuple[str, ...] = ()
         self.room = NO_LIMIT
         self.parts: list[Part] = []
         self._n_calls = 0
+        self.ids = set[str]()
         self._new_id = new_id or _new_id
 
     # -- text in -------------------------------------------------------------------------------------------------
@@ -81,18 +86,6 @@ class AnswerReader:
             return ""
         self.skip(match.end() - self._at)
         return match.group()
-
-    def take_word(
-        self, names: Iterable[str], behind: tuple[str, ...], other: re.Pattern[str], most: int
-    ) -> Steps[str]:
-        """Take the longest of `names` with one of `behind` after it, spaces between them allowed; else characters that match `other`."""
-        for name in sorted(names, key=len, reverse=True):
-            if (yield from self.sees(((name,), GAP, behind), cut_fits=False)):
-                return (yield from self.take_mark(name))
-        word = ""
-        while more := (yield from self.take_while(other, most - len(word))):
-            word += more
-        return word
 
     def take_spaces(self, most: int = HELD_SPACES) -> Steps[str]:
         """Take spaces and line ends, at most `most`."""
@@ -131,13 +124,23 @@ class AnswerReader:
                 return ""
             yield
 
-    def sees(self, lookahead: Lookahead, *, cut_fits: bool = True) -> Steps[bool]:
-        """True if `lookahead` follows; nothing is consumed. cut_fits: the answer may end inside it."""
-        while True:
-            found = matches(self._text, self._at, lookahead, is_over=self.is_over, cut_fits=cut_fits)
-            if found is not None:
+    def sees(self, *lookaheads: Lookahead, cut_fits: bool = False) -> Steps[Found | None]:
+        """The first of these that follows; nothing is consumed. cut_fits: the answer may end inside it."""
+        for each in lookaheads:
+            while True:
+                found = matches(self._text, self._at, each, is_over=self.is_over, cut_fits=cut_fits)
+                if found is not None:
+                    break
+                yield
+            if found:
                 return found
-            yield
+        return None
+
+    def take(self, *lookaheads: Lookahead, cut_fits: bool = False) -> Steps[Found | None]:
+        """Take the first of these that follows."""
+        if found := (yield from self.sees(*lookaheads, cut_fits=cut_fits)):
+            self._at = found.end
+        return found
 
     def take_mark(self, *marks: str) -> Steps[str]:
         """Take the next mark; "" if another text follows."""
@@ -228,6 +231,7 @@ class AnswerReader:
 
     def begin_call(self, name: str, id_: str = "") -> None:
         """id_: the model's id, if it wrote one."""
+        self.ids.add(id_)
         self.parts.append(CallBegin(self._n_calls, id_ or self._new_id(), name))
         self._n_calls += 1
 
@@ -303,6 +307,12 @@ def _joined(parts: list[Part]) -> list[Part]:
 
 def _new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
+
+
+def beginnings(marks: Iterable[str]) -> tuple[str, ...]:
+    """Those of these marks of which no other one is a beginning."""
+    every = tuple(dict.fromkeys(marks))
+    return tuple(a for a in every if not any(a != b and a.startswith(b) for b in every))
 
 
 @lru_cache(maxsize=256)

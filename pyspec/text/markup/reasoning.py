@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import Lookahead
-from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Trimmed
+from pyspec.text.markup.prose import Prose
+from pyspec.text.markup.reader import AnswerReader, Steps, Trimmed, beginnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,6 @@ class ThinkMarks:
         """True if answers are chains of messages with channels (`harmony`)."""
         return bool(self.marks)
 
-
-QUOTES = frozenset("'\"`")
-FENCE = 3  # backticks
 
 THINK = ThinkMarks("<think>", "</think>")
 GRANITE_THINK = ThinkMarks("<think>", "</think>", ("<response>", "</response>"))
@@ -69,46 +67,16 @@ def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -
         if form.is_shown:
             reader.content(spaces + marks.start)
     out = Trimmed(reader.content, trims_start=False) if form.is_shown else Trimmed(reader.reasoning)
-    thought = _Thought(out)
+    thought = Prose(out)
     starts = [mark for head in form.heads for mark in head[0]]
-    options = tuple(dict.fromkeys([marks.end, *starts]))
+    options = beginnings([marks.end, *starts])
     while (mark := (yield from reader.find(options, thought))) not in ("", marks.end):
-        if not thought.is_quote and (yield from _begins(reader, form.heads)):
+        if not thought.quotes() and (yield from reader.sees(*form.heads)):
             reader.stray = marks.end
             return True
-        reader.skip(len(mark))
-        thought(mark)
+        thought((yield from reader.take_mark(mark)))
     yield from reader.take_mark(marks.end)
     if form.is_shown:
         out.flush()
         reader.content(mark)
     return True
-
-
-def _begins(reader: AnswerReader, heads: tuple[Lookahead, ...]) -> Steps[bool]:
-    for lookahead in heads:
-        if (yield from reader.sees(lookahead, cut_fits=False)):
-            return True
-    return False
-
-
-class _Thought:
-    """Passes on reasoning, and knows whether the position is inside quotes or a fenced block."""
-
-    def __init__(self, emit: Emit) -> None:
-        self._emit = emit
-        self._last, self._n_ticks, self._is_fenced = "", 0, False
-
-    def __call__(self, text: str) -> None:
-        self._emit(text)
-        self._last = text.rstrip(" ")[-1:] or self._last
-        if "`" not in text and not self._n_ticks:
-            return
-        for char in text:
-            self._n_ticks = self._n_ticks + 1 if char == "`" else 0
-            if self._n_ticks == FENCE:
-                self._is_fenced = not self._is_fenced
-
-    @property
-    def is_quote(self) -> bool:
-        return self._is_fenced or self._last in QUOTES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pyspec.text.markup.json_text import as_json
@@ -20,6 +21,7 @@ _KINDS: dict[type, str] = {
     list: "array",
     dict: "object",
 }
+WRAPPERS = frozenset({"arguments", "parameters", "input", "args", "params", "kwargs"})
 _PYTHON = frozenset({"True", "False", "None"})
 ALL = frozenset({"string", "boolean", "integer", "number", "array", "object", "null"})
 
@@ -35,21 +37,35 @@ class ArgumentWriter:
     @property
     def names(self) -> Collection[str]:
         """The arguments that the schema names."""
-        properties = self._schema.get("properties")
-        return properties.keys() if isinstance(properties, Mapping) else ()
+        return names_of(self._schema)
 
     @property
     def expected(self) -> Collection[str] | None:
         """The named arguments that are not written yet; None if the schema names none."""
         return [name for name in self.names if name not in self._written] if self.names else None
 
-    def value(self, name: str, *, is_text: bool | None = None) -> ValueWriter:
-        """The next argument. is_text: True or False if the markup marks it as a string or not; None: the schema decides."""
+    def value(self, name: str, *, is_text: bool | None = None) -> ValueWriter | Wrapped:
+        """The next argument. is_text: True or False if the markup marks it as a string or not; None: the schema decides.
+
+        All arguments in one that the tool does not have are read as themselves.
+        """
+        if name in WRAPPERS and self.names and name not in self.names and not self._n:
+            return Wrapped(self, name, is_text)
+        return self.writer(name, is_text)
+
+    def writer(self, name: str, is_text: bool | None) -> ValueWriter:
+        """Of the value of an argument with this name."""
         self.name(name)
         if is_text is None:
             return ValueWriter(self._reader.arguments, types_of(self._schema, name))
         kinds = frozenset({"string"}) if is_text else ALL
         return ValueWriter(self._reader.arguments, kinds, is_quoted=not is_text)
+
+    def members(self, values: Mapping[str, Any]) -> None:
+        """Several arguments with their values."""
+        for name, value in values.items():
+            self.name(name)
+            self._reader.arguments(json.dumps(value, ensure_ascii=False))
 
     def name(self, name: str) -> None:
         """The name of the next argument, whose value is JSON that the caller writes."""
@@ -60,6 +76,12 @@ class ArgumentWriter:
 
     def end(self) -> None:
         self._reader.arguments("}")
+
+
+def names_of(schema: Schema) -> Collection[str]:
+    """The arguments that a schema names."""
+    properties = schema.get("properties")
+    return properties.keys() if isinstance(properties, Mapping) else ()
 
 
 class ValueWriter:
@@ -93,6 +115,28 @@ class ValueWriter:
             self._emit(text.strip())
         else:
             self._emit('"' if self._is_string else typed(text, self._kinds))
+
+
+class Wrapped:
+    """One value that may be an object with all of a call's arguments."""
+
+    def __init__(self, arguments: ArgumentWriter, name: str, is_text: bool | None) -> None:
+        self._arguments, self._name, self._is_text = arguments, name, is_text
+        self._held: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        self._held.append(text)
+
+    def end(self) -> None:
+        text = "".join(self._held)
+        with suppress(ValueError, RecursionError):
+            values = json.loads(as_json(text) or text, parse_constant=_no_constant)
+            if isinstance(values, dict) and values.keys() <= set(self._arguments.names):
+                self._arguments.members(values)
+                return
+        writer = self._arguments.writer(self._name, self._is_text)
+        writer(text)
+        writer.end()
 
 
 def typed(text: str, kinds: frozenset[str]) -> str:

@@ -1,0 +1,443 @@
+"""Calls with one element for each argument, whose strings are bare text between marks.
+
+Qwen3-Coder, Qwen3.5 and Nemotron 3 write <function=name> with <parameter=name>, MiniMax M2 <invoke name="..">, DeepSeek V3.2 and V4 the
+same with a word before, GLM 4.5 and later the name and pairs of <arg_key> and <arg_value>.
+
+Models quote names, leave out a bracket or a mark, write one twice or another one, mostly in long contexts. As the names of tools and
+arguments are known, marks around these are read in any such form. Marks around other names have to be exact.
+
+A value has no escapes. Its end mark counts only if the next text may follow a value, so that an argument may contain this markup. A
+value also ends before the mark that ends the call, if the next text may follow a call, and before the next argument, if it is one of
+the tool's that is still missing. A whole call inside a value is part of it. If a grammar wrote the value, it ends only where the
+grammar ended it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from pyspec.text.markup.ahead import (
+    AHEAD,
+    ATTRIBUTES,
+    GAP,
+    NAME,
+    OVER,
+    TAIL,
+    Found,
+    Lookahead,
+    Named,
+    Step,
+)
+from pyspec.text.markup.call_grammar import (
+    CallRules,
+    Lark,
+    Schema,
+    concat,
+    either,
+    literal,
+    properties_of,
+    repeated,
+    takes_any,
+    words_of,
+)
+from pyspec.text.markup.json_text import read_arguments
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, beginnings
+from pyspec.text.markup.typed import ArgumentWriter, names_of, types_of
+
+CLOSING = frozenset(".)]}>")  # last characters of a value before another argument on the same line
+NAME_CHARS = 256
+QUOTE: Step = ("", '"', "'", "`")
+_STRING = re.compile(r"""\bstring\s*=\s*["'](true|false)""")
+
+Forms = Callable[[Step], tuple[Lookahead, ...]]
+"""The forms of a mark around one of these names: the exact one first, the last one without a part of it."""
+
+
+def tag(exact: str, *words: str) -> Forms:
+    """A tag: <word=name>, <word name="name">, and the like. exact: its text before the name."""
+    begins = tuple(f"<{word}" for word in words)
+    quote = ('"',) if exact.endswith('"') else ("",)
+
+    def forms(names: Step) -> tuple[Lookahead, ...]:
+        any_begin = (begins, ("=", " name=", " name = ", " ", ": ", ":"), QUOTE, names, QUOTE)
+        return ((exact,), names, quote, ATTRIBUTES), (*any_begin, ATTRIBUTES), any_begin
+
+    return forms
+
+
+def bare(names: Step) -> tuple[Lookahead, ...]:
+    """A name without a mark."""
+    return ((names,),)
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """The marks of a dialect.
+
+    call_marks, key_marks  texts around the name of a tool, and of an argument, as grammars write them
+    value_end   the same behind a value
+    end         the same behind the arguments; "": `close` is there
+    text, json  behind the name of an argument that is a string, or JSON, if that is marked
+    calls, keys  any forms of `call_marks` and `key_marks`
+    starts, key_starts  beginnings of these
+    value_ends, call_ends, close_ends  beginnings of `value_end`, `end` and `close` in any form
+    is_section  several calls may stand between `open` and `close`
+    """
+
+    open: Step
+    close: Step
+    call_marks: tuple[str, str]
+    key_marks: tuple[str, str]
+    value_end: str
+    calls: Forms
+    keys: Forms
+    starts: Step
+    key_starts: Step
+    value_ends: Step
+    call_ends: Step
+    close_ends: Step
+    end: str = ""
+    text: str = ""
+    json: str = ""
+    is_section: bool = False
+
+    @property
+    def ends(self) -> Step:
+        return (*self.call_ends, *self.close_ends, *self.value_ends)
+
+    @property
+    def _behind(self) -> Step:
+        """What may follow an argument."""
+        return (*self.key_starts, *self.call_ends, *self.close_ends)
+
+    @property
+    def _has_tags(self) -> bool:
+        return self.calls is not bare
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def call(
+        self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
+    ) -> Steps[str | None]:
+        if not opened and not self._has_tags:
+            return None
+        found = yield from reader.take(*self._begins(reader, tools, is_open=is_open))
+        if not found:
+            return None
+        reader.begin_call(found.name)
+        yield from reader.drop_spaces()
+        if (yield from reader.peek()) == "{":
+            yield from read_arguments(reader)
+        else:
+            arguments = ArgumentWriter(reader, tools.get(found.name, {}))
+            yield from self._arguments(reader, tools, arguments)
+        return ""
+
+    def _begins(self, reader: AnswerReader, tools: Tools, *, is_open: bool) -> list[Lookahead]:
+        begin, end = self.call_marks
+        if reader.is_constrained:
+            return [((begin,), Named(tools), (end,))]
+        known, unknown = self.calls(Named(tools)), self.calls(NAME)
+        forms = self._known(tools)
+        if self._has_tags:
+            known, unknown = known[:-1], unknown[:-1]
+        if is_open and (self._has_tags or reader.is_line):
+            forms += [(*form, AHEAD, GAP, OVER) for form in known]
+        if is_open:
+            forms += [(*form, AHEAD, GAP, self._behind) for form in unknown]
+        return forms
+
+    def _known(self, tools: Tools) -> list[Lookahead]:
+        """Beginnings of calls of these tools, up to the name's end, and what may follow."""
+        begins = self.calls(Named(tools))
+        forms = [(*form, AHEAD, GAP, (*self._behind, "{")) for form in begins]
+        if self._has_tags:
+            forms += [
+                (*form, GAP, *form, AHEAD, GAP, self._behind) for form in begins
+            ]  # it may be there twice
+        else:
+            for name in sorted(tools, key=len, reverse=True):
+                keys = self.keys(Named(names_of(tools[name])))
+                forms += [(Named([name]), AHEAD, GAP, *key) for key in keys]
+        return forms
+
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        known = self._known(tools)
+        inside = [(self.open, GAP, *form) for form in known]
+        return (*inside, *known) if self.starts else tuple(inside)
+
+    # -- arguments -----------------------------------------------------------------------------------------------
+
+    def _arguments(self, reader: AnswerReader, tools: Tools, arguments: ArgumentWriter) -> Steps[None]:
+        """Read arguments up to the mark that ends them, which is not taken. Other text between them is dropped."""
+        marks = (*self._behind, *self.open)
+        while True:
+            yield from reader.drop_spaces()
+            if found := (yield from self._key(reader, arguments)):
+                kind = _STRING.search(found.attributes)
+                value = arguments.value(found.name, is_text=kind and kind[1] == "true")
+                if not (yield from self._value(reader, tools, value, found.name, arguments.expected)):
+                    return  # cut off
+                value.end()
+                continue
+            dropped: list[str] = []
+            mark = yield from reader.find(marks, dropped.append)
+            if mark not in self.key_starts:
+                text = "".join(dropped).strip()
+                if mark or not text or any(each.startswith(text) for each in self.ends):
+                    arguments.end()
+                return
+            if not dropped:
+                yield from reader.take_mark(mark)
+
+    def _key(self, reader: AnswerReader, arguments: ArgumentWriter) -> Steps[Found | None]:
+        """Take the marks around an argument's name. None if there are none, or not whole ones."""
+        begin, text = self.key_marks
+        end, line, value = text.partition("\n")
+        known = self.keys(Named(arguments.names))
+        if reader.is_constrained:
+            forms = known[:1]
+        elif self._has_tags:
+            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1])
+        else:
+            forms = known
+        found = yield from reader.take(*forms)
+        if not found and (yield from reader.take_mark(begin)):  # an unknown name
+            ends = [mark for mark in (self.text, self.json, end) if mark]
+            name, mark = yield from reader.take_name((), *ends, most=NAME_CHARS)
+            if not mark:
+                return None
+            found = Found(0, name, mark)
+            if value:
+                found = Found(0, name.strip())
+                yield from reader.take_spaces()
+                if not (yield from reader.take_mark(value)):
+                    return None
+        if found and line and not value:
+            yield from reader.take_mark("\n")
+        if found and not reader.is_constrained:  # the mark may be there twice
+            keys = self.keys(Named([found.name]))[:-1] if self._has_tags else (((value,),),)
+            if (yield from reader.take(*((GAP, *key) for key in keys))) and line and not value:
+                yield from reader.take_mark("\n")
+        return found
+
+    def _value(
+        self, reader: AnswerReader, tools: Tools, emit: Emit, name: str, expected: Collection[str] | None
+    ) -> Steps[bool]:
+        """Pass on a value up to its end, which is taken. Returns False if the answer ends first.
+
+        name      its argument's, by which models end it, too
+        expected  arguments that may come next; None: any
+        """
+        if reader.is_constrained:
+            return bool((yield from reader.until((self.value_end,), emit)))
+        value, depth, n_own = _Value(emit), 0, 0
+        own = (f"<{name}", f"</{name}>")
+        marks = self._marks(own)
+        closing: Lookahead = ((self.end,), GAP, self.close) if self.end else (self.close,)
+        while mark := (yield from reader.find(marks, value)):
+            text = mark.lstrip("\n")
+            lead: Lookahead = () if text == mark else (("\n",),)
+            if depth:  # behind the text of a whole call only the answer's end confirms it
+                ends = [(self.value_ends, TAIL, AHEAD, GAP, *closing, GAP, OVER)]
+            else:
+                is_line = bool(lead) or value.last == "\n"
+                is_word = value.last.isalnum() or value.last in CLOSING
+                ends = self._value_forms(tools, expected, is_line=is_line, is_word=is_word)
+                ends += [] if n_own else [((own[1],), AHEAD, GAP, self._behind)]
+            if (yield from reader.take(*((*lead, *end) for end in ends), cut_fits=True)):
+                return True
+            if depth and text in self.close_ends:
+                depth -= 1
+            elif text in self.open and (yield from reader.sees((*lead, *self._any_call))):
+                depth += 1
+            elif text in own:
+                n_own = max(n_own + (1 if text == own[0] else -1), 0)
+            value((yield from reader.take_mark(mark)))
+        return False
+
+    @property
+    def _any_call(self) -> Lookahead:
+        if self._has_tags:
+            return (self.open, GAP, (self.call_marks[0],))
+        return (self.open, NAME, GAP, (*self.key_starts, *self.close))
+
+    def _marks(self, own: Step) -> Step:
+        """Marks where a value may end, or of which one follows. own: of its argument's name."""
+        every = (*self.value_ends, *self.key_starts, *self.call_ends, *self.close_ends, *self.open)
+        if not any(a.startswith(b) or b.startswith(a) for a in own for b in every):
+            every = (*every, *own)
+        inside = (
+            () if self.value_end.startswith("\n") else self.value_ends
+        )  # a line's end before is the value's
+        every += tuple("\n" + mark for mark in every if mark not in inside)
+        return beginnings(every)
+
+    def _value_forms(
+        self, tools: Tools, expected: Collection[str] | None, *, is_line: bool, is_word: bool
+    ) -> list[Lookahead]:
+        """What confirms that a value ends, up to the part that is taken.
+
+        is_line, is_word  whether a line or a word ends before it
+        """
+        calls = self.calls(Named(tools))
+        keys = self.keys(NAME if expected is None else Named(expected))
+        end: Lookahead = (self.value_ends, TAIL)
+        whole: Lookahead = (tuple(mark.rstrip(">") + ">" for mark in self.value_ends),)
+        follow: list[Lookahead] = [(self._behind,), (self.open, GAP, *calls[-1])]
+        follow += [calls[-1]] if self._has_tags else []
+        forms = [(*each, AHEAD, GAP, *behind) for each in (end, (*end, GAP, *end)) for behind in follow]
+        if not self._has_tags and expected:
+            forms += [
+                (*each, AHEAD, GAP, *key) for each in (whole, (*whole, GAP, *whole)) for key in keys
+            ]
+        if is_line or (expected is not None and is_word):
+            known = keys[:1] if expected is None else (*keys[:-1], (*keys[-1], ("\n",)))
+            forms += [(AHEAD, *key) for key in (known if self._has_tags else known[:-1] or known)]
+        call: Lookahead = (self.call_ends, TAIL, GAP)
+        close: Lookahead = (self.close_ends, TAIL, GAP)
+        behind = (*self.close_ends, *self.open, self.call_marks[0] or self.open[0])
+        ends: list[Lookahead] = (
+            [(*call, behind), (*call, *call, behind)] if is_line else [(*call, *close, self.open)]
+        )
+        ends += [(*close, self.open), (*close, *close, self.open)]
+        return forms + [(AHEAD, *end) for end in ends]
+
+    # -- grammar -------------------------------------------------------------------------------------------------
+
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        begin, behind = self.call_marks
+        close = concat("SPACE?", literal(self.close[0]))
+        options = []
+        for name, schema in tools.items():
+            head, end = literal(f"{begin}{name}{behind}"), literal(self.end) if self.end else ""
+            options.append(concat(head, self._lark(lark, schema), end))
+        call = concat("SPACE?", either(options))
+        if self.is_section:
+            calls = repeated(lark.rule(call), "", is_single=is_single)
+            return CallRules(self.open[0], concat(calls, close))
+        between = concat("SPACE?", literal(self.open[0]))
+        calls = repeated(lark.rule(concat(call, close)), between, is_single=is_single)
+        return CallRules(self.open[0], calls)
+
+    def _lark(self, lark: Lark, schema: Schema) -> str:
+        """The arguments in the schema's order, and no others; any arguments if the schema neither names nor forbids some."""
+        begin, behind = self.key_marks
+        if takes_any(schema):
+            key_end = literal(self.text or behind)
+            any_name = r'/[^<>"\s]{1,64}/' if begin.endswith('"') else r"/[^<>\s]{1,64}/"
+            return f"({concat(literal(begin), any_name, key_end, lark.text_before(self.value_end))})*"
+        out = []
+        for name, own, is_needed in properties_of(schema):
+            end = literal(self.value_end)
+            if words := words_of(own, self._can_be_bare):
+                kind, value = self.text, concat(either([literal(word) for word in words]), end)
+            elif "string" in types_of(schema, name):
+                kind, value = self.text, lark.text_before(self.value_end)
+            else:
+                kind, value = self.json, concat(lark.json(own), end)
+            rule = lark.rule(concat(literal(f"{begin}{name}"), literal(kind or behind), value))
+            out.append(rule if is_needed else f"{rule}?")
+        return concat(*out)
+
+    def _can_be_bare(self, text: str) -> bool:
+        return (text + self.value_end).find(self.value_end) == len(text)
+
+
+class _Value:
+    """Passes on a value. last: its last character."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit, self.last = emit, "\n"
+
+    def __call__(self, text: str) -> None:
+        self._emit(text)
+        self.last = text[-1:] or self.last
+
+
+# -- the dialects ------------------------------------------------------------------------------------------------
+
+
+QWEN = Elements(
+    open=("<tool_call>",),
+    close=("</tool_call>",),
+    call_marks=("<function=", ">\n"),
+    key_marks=("<parameter=", ">\n"),
+    value_end="\n</parameter>\n",
+    end="</function>",
+    calls=tag("<function=", "function", "invoke"),
+    keys=tag("<parameter=", "parameter"),
+    starts=("<function", "<invoke"),
+    key_starts=("<parameter",),
+    value_ends=("</param", "<parameter>"),
+    call_ends=("</function", "</invoke"),
+    close_ends=("</tool_call",),
+)
+
+MINIMAX = replace(
+    QWEN,
+    open=("<minimax:tool_call>",),
+    close=("</minimax:tool_call>",),
+    call_marks=('<invoke name="', '">\n'),
+    key_marks=('<parameter name="', '">'),
+    value_end="</parameter>\n",
+    end="</invoke>",
+    calls=tag('<invoke name="', "invoke", "function"),
+    keys=tag('<parameter name="', "parameter"),
+    call_ends=("</invoke", "</function"),
+    close_ends=("</minimax:tool_call",),
+    is_section=True,
+)
+
+_BARS = ("｜DSML｜", "|DSML|", "")  # as it is, with other bars, left out
+_DSML = _BARS[0]
+DSML = Elements(
+    open=(f"<{_DSML}tool_calls>", f"<{_DSML}function_calls>"),
+    close=(f"</{_DSML}tool_calls>", f"</{_DSML}function_calls>"),
+    call_marks=(f'<{_DSML}invoke name="', '">\n'),
+    key_marks=(f'<{_DSML}parameter name="', '">'),
+    text='" string="true">',
+    json='" string="false">',
+    value_end=f"</{_DSML}parameter>\n",
+    end=f"</{_DSML}invoke>",
+    calls=tag(f'<{_DSML}invoke name="', *(f"{bars}invoke" for bars in _BARS)),
+    keys=tag(f'<{_DSML}parameter name="', *(f"{bars}parameter" for bars in _BARS)),
+    starts=tuple(f"<{bars}invoke" for bars in _BARS),
+    key_starts=tuple(f"<{bars}parameter" for bars in _BARS),
+    value_ends=tuple(
+        f"{begin}{bars}{rest}"
+        for bars in _BARS
+        for begin, rest in (("</", "param"), ("<", "parameter>"))
+    ),
+    call_ends=tuple(f"</{bars}invoke" for bars in _BARS),
+    close_ends=tuple(f"</{bars}{word}" for bars in _BARS for word in ("tool_calls", "function_calls")),
+    is_section=True,
+)
+
+KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+
+
+def pairs(names: Step) -> tuple[Lookahead, ...]:
+    """A name and the mark of its value: as they should be, with other marks, and without the first one."""
+    exact = ((KEY,), names, (END_KEY,), GAP, (VALUE,))
+    marks = (names, GAP, (END_KEY, END_VALUE, VALUE, KEY), GAP, (END_KEY, ""), GAP, (VALUE, KEY, ""))
+    no_key = (names, GAP, (END_KEY, VALUE), GAP, (END_KEY, ""), GAP, (VALUE, ""))
+    return exact, ((KEY, "<tool_call>", VALUE), GAP, (KEY, ""), GAP, *marks), no_key
+
+
+GLM = Elements(
+    open=("<tool_call>",),
+    close=("</tool_call>",),
+    call_marks=("", "\n"),
+    key_marks=(KEY, f"{END_KEY}\n{VALUE}"),
+    value_end=f"{END_VALUE}\n",
+    calls=bare,
+    keys=pairs,
+    starts=(),
+    key_starts=(KEY,),
+    value_ends=("</arg_value", "</arg_key"),
+    call_ends=(),
+    close_ends=("</tool_call",),
+)

@@ -1,0 +1,175 @@
+"""Calls as a name and its arguments in JSON, between marks.
+
+DeepSeek V3 and R1 write a kind, the name and a fenced block of JSON, V3.1 the name and the JSON. Kimi K2 writes an id that contains the
+name, and its template shows earlier calls by their ids alone, so the model's own ids are kept. Functionary v3.1 writes <function=name>,
+Mistral's newer models [TOOL_CALLS], the name, perhaps an id, and [ARGS].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyspec.text.markup.ahead import AHEAD, GAP, NAME, NUMBER, OVER, Found, Lookahead, Named, Step
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, repeated
+from pyspec.text.markup.json_text import read_arguments
+from pyspec.text.markup.objects import ID_IN_LARK
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+
+_NUMBERED = re.compile(r"(.+?)(?::(\d+))?")
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+Written = Callable[[str], list[tuple[str, str]]]
+"""Lark for the texts before and behind the arguments of a tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCalls:
+    """The marks of a dialect.
+
+    mark     before each call; "": one of `open` or `starts` stands there
+    before   what may stand between that and the name
+    between  marks between the name and the arguments
+    written  the texts that grammars write
+    id       mark of an id behind the name
+    prefix   of the name in ids that contain it; "": ids are made here
+    """
+
+    open: Step
+    close: Step
+    end: Step
+    between: Step
+    written: Written
+    mark: str = ""
+    before: Lookahead = ()
+    starts: Step = ()
+    id: str = ""
+    prefix: str = ""
+
+    @property
+    def ends(self) -> Step:
+        return (*self.end, *self.close)
+
+    def _forms(self, names: Step, marks: Step) -> tuple[Lookahead, ...]:
+        number = (NUMBER,) if self.prefix else ()
+        begin = (marks, GAP, *self.before, names, *number, GAP)
+        marked: Lookahead = (*begin, self.between, *((AHEAD, GAP, ("{",)) if self.starts else ()))
+        if self.id:
+            return ((*begin, AHEAD, (self.id,)), marked, (*begin, AHEAD, ("{",)))
+        return marked, (*begin, AHEAD, ("{", '"', "```") if self.mark else ("{",))
+
+    def call(
+        self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
+    ) -> Steps[str | None]:
+        marks = (self.mark,) if self.mark else (*self.open, *self.starts)
+        marks = ("",) if opened in marks else marks
+        found = yield from reader.take(*self._forms(Named(tools), marks))
+        if not found and is_open:
+            forms = self._forms(NAME, marks)
+            found = yield from reader.take(*(forms[:2] if self.id else reversed(forms)))
+        if not found:
+            return None
+        id_ = ""
+        if self.id and (yield from reader.take_mark(self.id)):
+            own = yield from reader.take((NAME,))
+            id_ = own.name if own and _SHORT_ID.fullmatch(own.name) else ""
+            yield from reader.take_mark(*self.between)
+        elif self.prefix:
+            found, id_ = self._id(reader, found, tools)
+        reader.begin_call(found.name, id_)
+        yield from read_arguments(reader)
+        stray: Lookahead = (("}", "]"), AHEAD, GAP)
+        yield from reader.take_spaces()
+        while (yield from reader.take((*stray, (*self.ends, *self.open, "}", "]")), (*stray, OVER))):
+            yield from reader.take_spaces()
+        return ""
+
+    def _id(self, reader: AnswerReader, found: Found, tools: Tools) -> tuple[Found, str]:
+        """The model's id, in the form that templates know, and once in an answer."""
+        name, number = found.name, found.attributes.strip(":._-")
+        if name not in tools and (match := _NUMBERED.fullmatch(name)):
+            name, number = match[1], match[2] or ""
+        n = int(number) if number else reader.n_calls
+        while (id_ := f"{self.prefix}{name}:{n}") in reader.ids:
+            n += 1
+        return Found(found.end, name), id_
+
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        forms = self._forms(Named(tools), (self.mark, "") if self.mark else ("",))
+        return tuple(((*self.open, *self.starts), GAP, *form) for form in forms)
+
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        options = [
+            concat(before, lark.json(schema), behind)
+            for name, schema in tools.items()
+            for before, behind in self.written(name)
+        ]
+        call = lark.rule(concat(literal(self.mark) if self.mark else "", either(options)))
+        if self.mark:
+            calls = repeated(call, "SPACE?", is_single=is_single)
+            return CallRules(self.open[0], concat(calls, literal(self.close[0])))
+        begin = (*self.open, *self.starts)[0]
+        between = concat("SPACE?", literal(begin))
+        return CallRules(begin, repeated(call, between, is_single=is_single))
+
+
+DEEPSEEK_SEP, DEEPSEEK_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK_OPEN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+
+
+def _deepseek(name: str) -> list[tuple[str, str]]:
+    """Both forms of the arguments: each model knows its own."""
+    fenced = literal(f"function{DEEPSEEK_SEP}{name}\n```json\n"), literal(f"\n```{DEEPSEEK_END}")
+    return [(literal(f"{name}{DEEPSEEK_SEP}"), literal(DEEPSEEK_END)), fenced]
+
+
+DEEPSEEK = NamedCalls(
+    open=(DEEPSEEK_OPEN, DEEPSEEK_CALL),
+    close=("<｜tool▁calls▁end｜>",),
+    end=(DEEPSEEK_END,),
+    mark=DEEPSEEK_CALL,
+    before=((f"function{DEEPSEEK_SEP}", ""), GAP),
+    between=(DEEPSEEK_SEP, ),
+    written=_deepseek,
+)  # fmt: skip
+
+KIMI_CALL, KIMI_SEP, KIMI_END = (
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)
+KIMI = NamedCalls(
+    open=("<|tool_calls_section_begin|>", KIMI_CALL),
+    close=("<|tool_calls_section_end|>",),
+    end=(KIMI_END,),
+    mark=KIMI_CALL,
+    before=(("functions", "function", ""), (".", "_", ":", "")),
+    between=(KIMI_SEP,),
+    prefix="functions.",
+    written=lambda name: [
+        (concat(literal(f"functions.{name}:"), "/[0-9]{1,4}/", literal(KIMI_SEP)), literal(KIMI_END))
+    ],
+)
+
+FUNCTIONARY = NamedCalls(
+    open=(),
+    starts=("<function=",),
+    close=(),
+    end=("</function",),
+    before=(("", '"'),),
+    between=(">", '">'),
+    written=lambda name: [(literal(f"{name}>"), literal("</function>"))],
+)
+
+CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
+MISTRAL = NamedCalls(
+    open=("[TOOL_CALLS]",),
+    close=(),
+    end=(),
+    between=(ARGS,),
+    id=CALL_ID,
+    written=lambda name: [
+        (concat(literal(name), f"({concat(literal(CALL_ID), ID_IN_LARK)})?", literal(ARGS)), "")
+    ],
+)

@@ -1,0 +1,230 @@
+"""Calls as JSON objects, {"name": ..., "arguments": {...}}, one or a list of them between marks.
+
+Hermes and Qwen write one in <tool_call>; Nemotron a list in <TOOLCALL>, Granite one behind <|tool_call|> (Phi-4 with an end mark),
+Firefunction behind functools, Mistral's older models behind [TOOL_CALLS], each call with an id of nine letters and digits.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pyspec.text.markup.ahead import GAP, Lookahead, Named, Step
+from pyspec.text.markup.call_grammar import (
+    CallRules,
+    Lark,
+    concat,
+    literal,
+    named_object,
+    repeated,
+)
+from pyspec.text.markup.json_text import NotJson, as_object, read_string, read_value, take
+from pyspec.text.markup.reader import HELD_CHARS, NO_LIMIT, AnswerReader, Steps, Tools
+
+ARGUMENTS = ("arguments", "parameters")
+BETWEEN = frozenset(" \t\r\n,;]}")  # of objects: separators, and brackets that close nothing
+ID_CHARS = 9
+ID_IN_LARK = f"/[A-Za-z0-9]{{{ID_CHARS}}}/"
+
+_ALPHABET = string.ascii_letters + string.digits
+_QUOTE = ('"', "'")
+
+
+def new_id() -> str:
+    """An id in the form that Mistral's templates want."""
+    return "".join(secrets.choice(_ALPHABET) for _ in range(ID_CHARS))
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """The marks around the objects.
+
+    begin, end  texts inside the marks around a list, as grammars write it; "": one object has marks of its own
+    is_closed  `close` stands behind them, as grammars write it
+    is_known   only offered tools are called: another dialect's answer
+    has_ids    each object ends with an id
+    """
+
+    open: Step = ()
+    close: Step = ()
+    begin: str = ""
+    end: str = ""
+    is_closed: bool = True
+    is_known: bool = False
+    has_ids: bool = False
+    starts: Step = ()
+
+    @property
+    def ends(self) -> Step:
+        return tuple(mark.rstrip(">") if mark.startswith("</") else mark for mark in self.close)
+
+    def call(
+        self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
+    ) -> Steps[str | None]:
+        if not opened or (yield from reader.peek()) not in ("{", "["):
+            return None
+        text = yield from reader.take_mark("[")
+        return (yield from read_objects(reader, text, tools.__contains__ if self.is_known else None))
+
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        start: Lookahead = (self.open, GAP, ("[", "") if self.begin else ("",), GAP)
+        if self.end:
+            return ((*start, *object_head(tools)),)
+        keys = tuple(f"{quote}{key}{quote}" for key in ARGUMENTS for quote in _QUOTE)
+        name = (*start, *object_head(tools)[:-1])
+        return (
+            (*name, (",",), GAP, keys),
+            (*name, ("}",), GAP, self.close),
+            (*start, ("{",), GAP, keys, GAP, (":",)),
+        )
+
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        own_id = concat(literal(', "id": "'), ID_IN_LARK, literal('"'))
+        end = concat(f"({own_id})?", literal("}")) if self.has_ids else literal("}")
+        body = named_object(lark, tools, "arguments", "", end=end)
+        close = concat("SPACE?", literal(self.close[0])) if self.close and self.is_closed else ""
+        if not self.end:
+            call = lark.rule(concat("SPACE?", body, close))
+            between = concat("SPACE?", literal(self.open[0]))
+            return CallRules(self.open[0], repeated(call, between, is_single=is_single))
+        begin = concat("SPACE?", literal(self.begin)) if self.begin else ""
+        calls = repeated(lark.rule(body), '"," SPACE?', is_single=is_single)
+        return CallRules(self.open[0], concat(begin, calls, literal(self.end), close))
+
+
+def object_head(tools: Tools) -> Lookahead:
+    """The start of a call that is an object with its name first."""
+    key: Lookahead = (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP)
+    return (*key, _QUOTE, Named(tools), _QUOTE, GAP, (",", "}"))
+
+
+def read_objects(
+    reader: AnswerReader, text: str, is_tool: Callable[[str], bool] | None = None
+) -> Steps[str]:
+    """Read objects, and what stands between and behind them. Returns text that is not a call, or "" if all of it was emitted.
+
+    text     the text read so far: the list's bracket, or ""
+    is_tool  whether a name is a tool's; None: any is
+    A call that is malformed behind its name gets the model's text up to an end mark as its arguments.
+    """
+    text += yield from reader.take_spaces()
+    while (yield from reader.peek()) == "{":
+        try:
+            content = yield from read_call(reader, is_tool)
+        except NotJson:
+            yield from reader.find(reader.ends, reader.arguments)
+            return ""
+        if content is not None:
+            return text + content
+        text = ""
+        while (char := (yield from reader.peek())) and char in BETWEEN:
+            reader.skip(1)
+    if text.startswith("[") and (yield from reader.take_mark("]")):
+        return ""  # no calls
+    return text
+
+
+class _Call:
+    """A call while its object is read. Nothing is emitted before its name is known.
+
+    held   the object's text so far, in case it is not a call
+    """
+
+    def __init__(self, reader: AnswerReader, is_tool: Callable[[str], bool] | None) -> None:
+        self.reader, self.is_tool = reader, is_tool
+        self.held: list[str] = []
+        self.has_begun = self.is_whole = False
+        self.arguments: str | None = None  # arguments that precede the name
+
+    def hold(self, text: str) -> None:
+        if not self.has_begun:
+            self.held.append(text)
+
+    def begin(self, name: object) -> None:
+        if self.has_begun:
+            return
+        if not isinstance(name, str) or not name or (self.is_tool and not self.is_tool(name)):
+            raise NotJson
+        self.has_begun, self.reader.room = True, NO_LIMIT
+        self.held.clear()
+        self.reader.begin_call(name)
+        if self.arguments is not None:
+            self.reader.arguments(self.arguments)
+
+
+def read_call(reader: AnswerReader, is_tool: Callable[[str], bool] | None) -> Steps[str | None]:
+    """Read the next object as a call. Returns None if it was emitted, or its text if it is not a call.
+
+    Raises NotJson if it is malformed between its name and its arguments, or in these.
+    """
+    call, reader.room = _Call(reader, is_tool), HELD_CHARS
+    try:
+        yield from _object(call)
+    except NotJson:
+        if call.has_begun and not call.is_whole:
+            raise
+    finally:
+        reader.room = NO_LIMIT
+    return None if call.has_begun else "".join(call.held)
+
+
+def _object(call: _Call) -> Steps[None]:
+    reader = call.reader
+    yield from take(reader, "{")
+    call.hold("{")
+    while True:
+        call.hold((yield from reader.take_spaces()))
+        key = yield from _string(call)
+        call.hold((yield from reader.take_spaces()))
+        yield from take(reader, ":")
+        call.hold(":")
+        call.hold((yield from reader.take_spaces()))
+        if key in ARGUMENTS and not call.is_whole:
+            yield from _arguments(call)
+            call.is_whole = True
+        elif key == "name":
+            call.begin((yield from _string(call)))
+        else:
+            yield from read_value(reader, call.hold)
+        call.hold((yield from reader.take_spaces()))
+        is_over = bool(reader.ends) and (yield from reader.look(*reader.ends))
+        if is_over or (yield from reader.peek()) == "}":
+            reader.skip(0 if is_over else 1)
+            call.hold("" if is_over else "}")
+            break
+        yield from take(reader, ",")
+        call.hold(",")
+    if call.has_begun and not call.is_whole:
+        reader.arguments("{}")
+
+
+def _string(call: _Call) -> Steps[str]:
+    text: list[str] = []
+
+    def emit(piece: str) -> None:
+        text.append(piece)
+        call.hold(piece)
+
+    yield from read_string(call.reader, emit)
+    return str(json.loads("".join(text)))
+
+
+def _arguments(call: _Call) -> Steps[None]:
+    """The arguments: an object, null instead of an empty one, or a string that contains the object."""
+    reader = call.reader
+    if (yield from reader.peek()) == "{" and call.has_begun:
+        yield from read_value(reader, reader.arguments)
+        return
+    taken: list[str] = []
+
+    def emit(piece: str) -> None:
+        taken.append(piece)
+        call.hold(piece)
+
+    yield from read_value(reader, emit)
+    call.arguments = as_object("".join(taken))
+    if call.has_begun:
+        reader.arguments(call.arguments)

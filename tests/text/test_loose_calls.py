@@ -1,0 +1,494 @@
+"""Calls whose marks models write loosely are read as they were meant; what is quoted in prose stays prose.
+
+The texts are made from well-formed calls by changing one mark or several, so the right reading is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from sampling import few
+
+from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content
+
+Call = tuple[str, dict[str, Any]]
+Forms = Mapping[str, tuple[str, ...]]
+"""How the parts of a call are written: the right form first, then those of models."""
+
+
+def _tool(**kinds: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": kind} for name, kind in kinds.items()}}
+
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "look": _tool(place="string", days="integer", deep="boolean"),
+    "look_up": _tool(text="string"),
+    "save": _tool(path="string", text="string"),
+    "mcp__files__read-all": _tool(path="string", range="array", options="object"),
+    "run_it": _tool(command="string"),
+    "now": _tool(),
+}
+TEXTS = (
+    "Bern", "Bern by the river", "ls -l | grep 'x' > out", "two\nlines", "a < b && c > d", "x = {1: [2, 3]}, y", 'say "hi", it\'s', "<p>so</p>\n<br>",
+    "def f(a, b):\n    return a[0]", "50 %, or: more", "C:/a/b.txt", "日本語 🦊", "<text>in</text> a tag",
+)  # fmt: skip
+PLAIN = ("Bern", "Bern by the river", "a.txt", "日本語 🦊", "50 %", "ls -l")
+OTHERS: Mapping[str, tuple[Any, ...]] = {
+    "integer": (3, -12),
+    "boolean": (True, False),
+    "array": ([1, 2], ["a", None]),
+    "object": ({}, {"a": 1, "b": ["c"]}),
+}
+
+
+def some_call(rng: random.Random, texts: tuple[str, ...] = TEXTS) -> Call:
+    name = rng.choice(list(TOOLS))
+    kinds = {key: each["type"] for key, each in TOOLS[name]["properties"].items()}
+    keys = [key for key in kinds if rng.random() < 0.8]
+    return name, {k: rng.choice(texts if kinds[k] == "string" else OTHERS[kinds[k]]) for k in keys}
+
+
+def bare(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def read(markup: AnswerMarkup, text: str, size: int) -> tuple[list[tuple[str, Any]], str]:
+    """The calls and the content of an answer that comes in pieces of this size."""
+    parser = markup.parser()
+    names, texts, content = list[str](), list[str](), ""
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    for part in [*itertools.chain(*map(parser.push, pieces)), *parser.finish()]:
+        if isinstance(part, CallBegin):
+            names.append(part.name)
+            texts.append("")
+        elif isinstance(part, CallArguments):
+            texts[part.index] += part.text
+        elif isinstance(part, Content):
+            content += part.text
+    read = []
+    for name, arguments in zip(names, texts, strict=True):
+        try:
+            read.append((name, json.loads(arguments)))
+        except ValueError:
+            read.append((name, arguments))
+    return read, content
+
+
+def check(name: str, text: str, calls: list[Call], content: str = "") -> None:
+    markup = AnswerMarkup(calls=dialects.dialect(name), tools=TOOLS)
+    for size in (1, 5, len(text)):
+        assert read(markup, text, size) == (calls, content), (size, text)
+
+
+def tags(word: str, key: str, prefix: str = "", open_: str = "", close: str = "") -> Forms:
+    """Of a dialect with tags: the exact ones are <word=name> or <word name="name">."""
+    begin, end = f"<{prefix}", f"</{prefix}"
+    heads = [f'{begin}{word} name="NAME">', f"{begin}{word}=NAME>"]
+    keys = [f'{begin}{key} name="NAME">', f"{begin}{key}=NAME>"]
+    own = [heads, keys] if word == "invoke" else [heads[::-1], keys[::-1]]
+    loose = [
+        [
+            f'{begin}{each}="NAME">', f"{begin}{each}='NAME'>", f"{begin}{each} name='NAME'>", f"{begin}{each}=NAME >", f"{begin}{each} NAME>",
+            f"{begin}{each}=NAME", f'{begin}{each}="NAME>', f"{begin}{each}=NAME>\n{begin}{each}=NAME>", f'{begin}{each} name="NAME" kind="x">',
+        ]
+        for each in (word, key)
+    ]  # fmt: skip
+    line = "\n" if word == "function" else ""
+    return {
+        "open": (open_, f"{open_}\n{open_}", ""),
+        "head": (*own[0], *loose[0]),
+        "key": (*own[1], *loose[1]),
+        "value_end": (
+            f"{line}{end}{key}>\n", f"{end}{key}>\n{end}{key}>", f"{line}{end}{key}\n", "\n</KEY>\n", f"{line}{end}{key}=KEY>", f"{end}{key} >",
+            f"{line}{end}param>", f"{line}{begin}{key}>\n", "\n",
+        ),
+        "end": (f"{end}{word}>", "", f"{end}{word}>\n{end}{word}>", f"{end}{word}", f"{end}{word} >"),
+        "close": (close, f"{close}\n{close}", close[:-1], ""),
+        "line": (line,),
+    }  # fmt: skip
+
+
+FORMS: dict[str, Forms] = {
+    "qwen3_coder": tags("function", "parameter", "", "<tool_call>", "</tool_call>"),
+    "minimax_m2": tags("invoke", "parameter", "", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "deepseek_v32": tags("invoke", "parameter", "｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    "glm45": {
+        "open": ("<tool_call>", "<tool_call>\n<tool_call>"),
+        "head": ("NAME\n",  "NAME"),
+        "key": (
+            "<arg_key>NAME</arg_key>\n<arg_value>", "<arg_key>NAME</arg_key><arg_value>", "<arg_key>NAME</arg_key>", "<arg_key>NAME</arg_key></arg_key><arg_value>",
+            "<arg_key><arg_key>NAME</arg_key><arg_value>", "<arg_key>NAME<arg_value>", "<tool_call>NAME</arg_key><arg_value>", "NAME</arg_key><arg_value>",
+            "<arg_key>NAME</arg_key><arg_value><arg_value>", "<arg_key>NAME</arg_value><arg_value>", "<arg_key>NAME</arg_key>\n<arg_key>", "<arg_value>NAME</arg_key><arg_value>",
+        ),
+        "value_end": (
+            "</arg_value>\n", "</arg_value>", "</arg_value></arg_value>", "</arg_value\n", "</arg_key>", "\n",
+        ),
+        "end": ("",),
+        "line": ("",),
+        "close": ("</tool_call>", "</tool_call>\n</tool_call>", "</tool_call", ""),
+    },
+}  # fmt: skip
+
+
+def elements(form: Mapping[str, str], call: Call) -> str:
+    """A call in these forms, without the marks around it."""
+    rows = [
+        form["key"].replace("NAME", key)
+        + (form["line"] if form["key"].endswith(">") else "\n")
+        + bare(value)
+        + form["value_end"].replace("KEY", key)
+        for key, value in call[1].items()
+    ]
+    return form["head"].replace("NAME", call[0]) + "".join(rows) + form["end"]
+
+
+def chosen(forms: Forms, rng: random.Random, n: int) -> dict[str, str]:
+    """The right forms, and n other ones among them."""
+    form = {part: each[0] for part, each in forms.items()}
+    for part in rng.sample(list(forms), n):
+        form[part] = rng.choice(forms[part])
+    return form
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("n", few([150, 2000], 150))
+def test_elements_with_marks_that_are_missing_twice_quoted_or_wrong(name: str, n: int) -> None:
+    rng = random.Random(51)
+    for i in range(n):
+        form = chosen(FORMS[name], rng, i % 3)
+        call = some_call(rng, PLAIN if form["value_end"] == "\n" else TEXTS)
+        if form["value_end"] == "\n" and not form["end"] + form["close"]:
+            form["close"] = FORMS[name]["close"][0]  # an answer that ends inside a value
+        inside = elements(form, call)
+        end = "" if inside.endswith("\n") else "\n"
+        check(name, f"{form['open']}\n{inside}{end}{form['close']}", [call])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_several_calls_of_elements_and_text_around_them(name: str) -> None:
+    """In one block, in one each, and where the first has no end at all."""
+    rng, forms = random.Random(52), FORMS[name]
+    form = {part: each[0] for part, each in forms.items()}
+    open_, close = form["open"], form["close"]
+    for _ in range(few_of(60)):
+        calls = [some_call(rng), some_call(rng)]
+        one, two = (elements(form, call) for call in calls)
+        check(
+            name,
+            f"Well.\n\n{open_}\n{one}\n{close}\n{open_}\n{two}\n{close}\n\nDone.",
+            calls,
+            "Well.Done.",
+        )
+        if form["end"]:
+            check(name, f"{open_}\n{one}\n{two}\n{close}", calls)
+            no_end = one.removesuffix(form["end"])
+            if calls[0][1]:
+                check(name, f"{open_}\n{no_end}\n{open_}\n{two}\n{close}", calls)
+        elif calls[0][1]:
+            check(name, f"{open_}\n{one}\n{open_}\n{two}\n{close}", calls)
+
+
+def few_of(n: int) -> int:
+    return n
+
+
+def as_object(call: Call) -> str:
+    return json.dumps({"name": call[0], "arguments": call[1]}, ensure_ascii=False)
+
+
+OBJECTS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "nemotron_v2": ("<TOOLCALL>", "</TOOLCALL>"),
+    "granite": ("<|tool_call|>", "<|/tool_call|>"),
+    "mistral": ("[TOOL_CALLS]", ""),
+}
+BARE = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "gemma4", "lfm2")
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_with_brackets_and_marks_that_are_left_over_or_missing(name: str) -> None:
+    rng, (open_, close) = random.Random(53), OBJECTS[name]
+    for _ in range(few_of(60)):
+        calls = [some_call(rng), some_call(rng)]
+        one, two = map(as_object, calls)
+        for between in ("", "\n", ", ", "}\n", "]\n"):
+            check(name, f"{open_}\n{one}{between}{two}\n{close}", calls)
+        check(name, f"{open_}[{one}, {two}]{close}", calls)
+        for end in ("", "}", "}}", "]", "\n}\n"):
+            check(name, f"{open_}{one}{end}\n{close}", calls[:1])
+            check(name, f"{open_}{one}{end}", calls[:1])
+        check(name, f"{open_}\n{open_}\n{one}\n{close}", calls[:1])
+        if close:
+            for n in (1, 2) if calls[0][1] else (1,):
+                check(name, f"{open_}{one[:-n]}\n{close}", calls[:1])
+            check(name, f"{open_}{one}\n{close}\n{close}\nDone.", calls[:1], "Done.")
+            check(name, f"{open_}{one}\n{open_}{two}\n{close}", calls)
+        if close.startswith("</"):
+            check(name, f"{open_}{one}\n{close[:-1]}", calls[:1])
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_objects_where_other_syntax_was_expected(name: str) -> None:
+    rng = random.Random(54)
+    open_, close = {
+        "gemma4": ("<|tool_call>", "<tool_call|>"), "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+    }.get(name) or (FORMS[name]["open"][0], FORMS[name]["close"][0])  # fmt: skip
+    for _ in range(few_of(40)):
+        calls = [some_call(rng), some_call(rng)]
+        one, two = map(as_object, calls)
+        check(name, f"{open_}\n{one}\n{close}", calls[:1])
+        check(name, f"Well.\n{open_}[{one}, {two}]{close}", calls, "Well.")
+        if name in FORMS:
+            head = FORMS[name]["head"][0].replace("NAME", calls[0][0])
+            body = json.dumps(calls[0][1], ensure_ascii=False)
+            check(name, f"{open_}{head}{body}{FORMS[name]['end'][0]}\n{close}", calls[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("hermes", "qwen3_coder"), ("hermes", "glm45"), ("qwen3_coder", "glm45"), ("glm45", "qwen3_coder")],
+)
+def test_elements_where_other_syntax_was_expected(name: str, other: str) -> None:
+    rng = random.Random(55)
+    form = {part: each[0] for part, each in FORMS[other].items()}
+    for _ in range(few_of(60)):
+        call = some_call(rng)
+        check(name, f"{form['open']}\n{elements(form, call)}\n{form['close']}", [call])
+
+
+def marked(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{marked(v, quote)}" for k, v in value.items()) + "}"
+    return (
+        "[" + ",".join(marked(v, quote) for v in value) + "]"
+        if isinstance(value, list)
+        else json.dumps(value)
+    )
+
+
+def test_gemma4_with_other_openers_brackets_and_quotes() -> None:
+    rng = random.Random(56)
+    for _ in range(few_of(400)):
+        call = some_call(rng, (*PLAIN, "Fine words, they: {said}", "x = (1, 2), y: [3]"))
+        opener = rng.choice(
+            (
+                "call:",
+                ":",
+                "call ",
+                "call: ",
+                "",
+                "call:google:mcp:",
+                "call:default_api.",
+                "google:",
+                "call:a/b/",
+            )
+        )
+        begin, between, end = rng.choice(
+            ("{:}", "{=}", "(=)", "(:)", ("{", " : ", " }"), ("(", "= ", ")"))
+        )
+        quote = rng.choice(('<|"|>', "'", '"')) if "(1" not in str(call) or begin == "{" else '<|"|>'
+        key_quote = rng.choice(("", "", quote))
+        pairs = rng.choice((",", ", ")).join(
+            f"{key_quote}{k}{key_quote}{between}{marked(v, quote)}" for k, v in call[1].items()
+        )
+        close = rng.choice(("<tool_call|>", "<tool_call|>", "", "<tool_call|><tool_call|>"))
+        check("gemma4", f"<|tool_call>{opener}{call[0]}{begin}{pairs}{end}{close}", [call])
+    check(
+        "gemma4",
+        "<|tool_call>call:run_it{command:'it's: a, b'}<tool_call|>",
+        [("run_it", {"command": "it's: a, b"})],
+    )
+    check(
+        "gemma4", '<|tool_call>call:look{place:<|"|>Bern<|"|><tool_call|>', [("look", {"place": "Bern"})]
+    )
+    check("gemma4", '<|tool_call>call:look{place:<|"|>Bern}<tool_call|>', [("look", {"place": "Bern"})])
+    check(
+        "gemma4",
+        "<|tool_call>call:now{}call:look{days:3}<tool_call|>",
+        [("now", {}), ("look", {"days": 3})],
+    )
+
+
+KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+DEEPSEEK = tuple(
+    f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
+
+
+@pytest.mark.parametrize(("name", "marks"), [("kimi_k2", KIMI), ("deepseek_v3", DEEPSEEK)])
+def test_named_calls_without_marks_and_under_other_names(name: str, marks: tuple[str, ...]) -> None:
+    rng, (open_, begin, sep, end, close) = random.Random(57), marks
+    for _ in range(few_of(200)):
+        calls = [some_call(rng), some_call(rng)]
+        texts = []
+        for i, (tool, values) in enumerate(calls):
+            head = tool
+            if name == "kimi_k2":
+                head = rng.choice(
+                    (
+                        f"functions.{tool}:{i}",
+                        f"functions_{tool}_{i}",
+                        f"functions:{tool}:{i}",
+                        tool,
+                        f"{tool}:{i}",
+                        f"functions.{tool}",
+                        f" functions.{tool}:{i} ",
+                    )
+                )
+            body = json.dumps(values, ensure_ascii=False)
+            body = rng.choice(
+                (
+                    body,
+                    body,
+                    json.dumps(body, ensure_ascii=False),
+                    f"```json\n{body}\n```",
+                    f"\n{body}\n",
+                    body + "}",
+                )
+            )
+            texts.append(
+                begin
+                + head
+                + rng.choice((sep, sep, "" if body[0] in '{"' else sep))
+                + body
+                + rng.choice((end, end, "", end + end))
+            )
+        text = (
+            rng.choice((open_, open_, ""))
+            + rng.choice(("", "\n")).join(texts)
+            + rng.choice((close, close, ""))
+        )
+        check(name, text, calls)
+
+
+def test_the_ids_of_kimi_are_kept_and_those_of_odd_form_become_its_own() -> None:
+    markup = AnswerMarkup(calls=dialects.dialect("kimi_k2"), tools=TOOLS)
+    open_, begin, sep, end, close = KIMI
+    heads = ("functions.look:3", "functions_now_4", "look", "functions.look:3", "functions.nobody:9")
+    text = open_ + "".join(f"{begin}{head}{sep}{{}}{end}" for head in heads) + close
+    parser = markup.parser()
+    ids = [part.id for part in [*parser.push(text), *parser.finish()] if isinstance(part, CallBegin)]
+    assert ids == [
+        "functions.look:3",
+        "functions.now:4",
+        "functions.look:2",
+        "functions.look:4",
+        "functions.nobody:9",
+    ]
+
+
+@pytest.mark.parametrize("values", [{"place": "Bern"}, {"place": "Bern", "days": 3}, {}])
+@pytest.mark.parametrize("word", ["arguments", "input", "parameters"])
+def test_arguments_in_one_that_the_tool_does_not_have(word: str, values: dict[str, Any]) -> None:
+    for name, kinds in itertools.product(
+        ("deepseek_v32", "minimax_m2", "qwen3_coder", "glm45"), ("true", "false")
+    ):
+        form = {part: each[0] for part, each in FORMS[name].items()}
+        if name == "deepseek_v32":
+            form["key"] = form["key"].replace(">", f' string="{kinds}">')
+        text = f"{form['open']}\n{elements(form, ('look', {word: values}))}\n{form['close']}"
+        check(name, text, [("look", values)])
+        other = f"{form['open']}\n{elements(form, ('look', {word: {'else': 1}}))}\n{form['close']}"
+        assert read(AnswerMarkup(calls=dialects.dialect(name), tools=TOOLS), other, 7)[0][0][
+            1
+        ].keys() == {word}
+
+
+def written(name: str, call: Call) -> str:
+    """A well-formed call with its marks."""
+    if name in FORMS:
+        form = {part: each[0] for part, each in FORMS[name].items()}
+        return f"{form['open']}\n{elements(form, call)}\n{form['close']}"
+    if name in OBJECTS:
+        return f"{OBJECTS[name][0]}[{as_object(call)}]{OBJECTS[name][1]}"
+    body = json.dumps(call[1], ensure_ascii=False)
+    pairs = ",".join(f"{k}:{marked(v, chr(34))}" for k, v in call[1].items())
+    python = ", ".join(f"{k}={json.dumps(v)}" for k, v in call[1].items())
+    return {
+        "gemma4": f"<|tool_call>call:{call[0]}{{{pairs}}}<tool_call|>",
+        "lfm2": f"<|tool_call_start|>[{call[0]}({python})]<|tool_call_end|>",
+        "kimi_k2": f"{KIMI[0]}{KIMI[1]}functions.{call[0]}:0{KIMI[2]}{body}{KIMI[3]}{KIMI[4]}",
+        "deepseek_v3": f"{DEEPSEEK[0]}{DEEPSEEK[1]}{call[0]}{DEEPSEEK[2]}{body}{DEEPSEEK[3]}{DEEPSEEK[4]}",
+        "mistral_args": f"[TOOL_CALLS]{call[0]}[ARGS]{body}",
+        "functionary_v31": f"<function={call[0]}>{body}</function>",
+        "firefunction_v2": f"functools[{as_object(call)}]",
+        "llama3_json": f'<|python_tag|>{json.dumps({"name": call[0], "parameters": call[1]})}',
+    }[name]  # fmt: skip
+
+
+SPOKEN = sorted(
+    {
+        *FORMS,
+        *OBJECTS,
+        "gemma4",
+        "lfm2",
+        "kimi_k2",
+        "deepseek_v3",
+        "mistral_args",
+        "functionary_v31",
+        "firefunction_v2",
+        "llama3_json",
+    }
+)
+QUOTED: tuple[str, ...] = (
+    "Write `CALL` then.", "Like this:\n\n```xml\nCALL\n```\n\nThat is all.", "So: ```\nCALL\n```", "~~~\nCALL\n~~~\nis it.", "````md\n```\nCALL\n```\nCALL\n````",
+    'He said "CALL" once.', "It is 'CALL', or (\"CALL\").", "“CALL” and „CALL“ and «CALL».", "> CALL\n\nwas cited.", "- `CALL`\n- ``CALL``\n", "1. Put `so: CALL` there.",
+)  # fmt: skip
+BEFORE: tuple[str, ...] = (
+    "Well.\n\n", "`ls` is `it`. ", "```\nls\n```\n", "The dogs' ", 'Say "so". ', 'I look for "x"', "It's a ` sign.\n", "> cited\n\n", "a > b\n", "~~old~~ ", "``a ` b`` ", "",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_what_is_quoted_or_stands_in_code_is_no_call(name: str) -> None:
+    rng = random.Random(58)
+    for prose in QUOTED:
+        call = rng.choice(
+            (("now", {}), ("look", {"place": "Bern"}), ("save", {"path": "a", "text": "b"}))
+        )
+        text = prose.replace("CALL", written(name, call).replace("\n\n", "\n"))
+        if "> " in prose:
+            text = text.replace("\n", "\n> ").replace("\n> \n> was", "\n\nwas")
+        check(name, text, [], text)
+        if prose[-1] != "\n" and "```" not in prose:
+            check(name, f"{text}\n\n{written(name, call)}", [call], text)
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_call_behind_text_with_quotes_and_code_is_one(name: str) -> None:
+    for before in BEFORE:
+        call = ("look", {"place": "Bern"})
+        check(name, before + written(name, call), [call], before.rstrip())
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_mentions_of_marks_in_prose_are_no_calls(name: str) -> None:
+    call = written(name, ("now", {}))
+    marks = {mark for mark in dialects.dialect(name).marks if mark in call} | {
+        "<function=now>",
+        "<tool_call>",
+        '<function="look">',
+    }
+    for mark in sorted(marks):
+        for text in (
+            f"Write `{mark}` first.",
+            f"Then comes {mark} and so on.",
+            f"{mark}\nis a mark.",
+            f"A mark: {mark}",
+        ):
+            check(name, text, [], text)
