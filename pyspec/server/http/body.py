@@ -102,7 +102,7 @@ async def read_body(
 def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
     """A JSON object of finite numbers, valid text and bounded depth, or RequestError."""
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")  # some clients send a byte order mark
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 at byte {error.start}") from None
