@@ -148,8 +148,8 @@ class PromptTooLong(RequestError):
         """n_ctx: tokens that a request holds; is_pool: because --kv-pool has no room for more."""
         flag = "--kv-pool" if is_pool else "-c"
         super().__init__(
-            f"the request exceeds the available context size: its prompt has {n_prompt} tokens, and the maximum context length"
-            f" of a request is {n_ctx} tokens ({flag} raises it up to the length that the model was trained for)"
+            f"the request exceeds the available context size: the maximum context length is {n_ctx} tokens, its prompt has"
+            f" {n_prompt} tokens, and a request holds {n_ctx} ({flag} raises it up to the length that the model was trained for)"
         )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx

@@ -16,8 +16,8 @@ from sampling import few
 from pyspec.constrain.grammar import compile_text
 from pyspec.constrain.trie import TokenTable
 from pyspec.request import Grammar
-from pyspec.text.markup import gemma4, harmony, llama3
 from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup import gemma4, harmony, llama3
 from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN, Elements
@@ -242,7 +242,12 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
 def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name: str) -> None:
-    forms: dict[str, Elements] = {"qwen3_coder": QWEN, "glm45": GLM, "deepseek_v32": DSML, "minimax_m2": MINIMAX}
+    forms: dict[str, Elements] = {
+        "qwen3_coder": QWEN,
+        "glm45": GLM,
+        "deepseek_v32": DSML,
+        "minimax_m2": MINIMAX,
+    }
     end = forms[name].value_end if name in forms else gemma4.QUOTE
     words = ["a", f"b{end}c", "d"]
     tools = {"f": {"type": "object", "properties": {"w": {"enum": words}}, "required": ["w"]}}

@@ -15,6 +15,7 @@ import pytest
 from sampling import few
 
 from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content
 
@@ -96,7 +97,7 @@ def tags(word: str, key: str, prefix: str = "", open_: str = "", close: str = ""
     loose = [
         [
             f'{begin}{each}="NAME">', f"{begin}{each}='NAME'>", f"{begin}{each} name='NAME'>", f"{begin}{each}=NAME >", f"{begin}{each} NAME>",
-            f"{begin}{each}=NAME", f'{begin}{each}="NAME>', f"{begin}{each}=NAME>\n{begin}{each}=NAME>", f'{begin}{each} name="NAME" kind="x">',
+            f"{begin}{each}=NAME", f"{prefix}{each}=NAME>", f'{begin}{each}="NAME>', f"{begin}{each}=NAME>\n{begin}{each}=NAME>", f'{begin}{each} name="NAME" kind="x">',
         ]
         for each in (word, key)
     ]  # fmt: skip
@@ -166,6 +167,8 @@ def test_elements_with_marks_that_are_missing_twice_quoted_or_wrong(name: str, n
         call = some_call(rng, PLAIN if form["value_end"] == "\n" else TEXTS)
         if form["value_end"] == "\n" and not form["end"] + form["close"]:
             form["close"] = FORMS[name]["close"][0]  # an answer that ends inside a value
+        if not form["head"].startswith("<"):
+            form["open"] = FORMS[name]["open"][0]  # nothing else would tell that it is a call
         inside = elements(form, call)
         end = "" if inside.endswith("\n") else "\n"
         check(name, f"{form['open']}\n{inside}{end}{form['close']}", [call])
@@ -177,10 +180,15 @@ def test_several_calls_of_elements_and_text_around_them(name: str) -> None:
     rng, forms = random.Random(52), FORMS[name]
     form = {part: each[0] for part, each in forms.items()}
     open_, close = form["open"], form["close"]
-    for _ in range(few_of(60)):
+    for _ in range(60):
         calls = [some_call(rng), some_call(rng)]
         one, two = (elements(form, call) for call in calls)
-        check(name, f"Well.\n\n{open_}\n{one}\n{close}\n{open_}\n{two}\n{close}\n\nDone.", calls, "Well.Done.")
+        check(
+            name,
+            f"Well.\n\n{open_}\n{one}\n{close}\n{open_}\n{two}\n{close}\n\nDone.",
+            calls,
+            "Well.Done.",
+        )
         if form["end"]:
             check(name, f"{open_}\n{one}\n{two}\n{close}", calls)
             no_end = one.removesuffix(form["end"])
@@ -190,22 +198,23 @@ def test_several_calls_of_elements_and_text_around_them(name: str) -> None:
             check(name, f"{open_}\n{one}\n{open_}\n{two}\n{close}", calls)
 
 
-def few_of(n: int) -> int:
-    return n
-
-
 def as_object(call: Call) -> str:
     return json.dumps({"name": call[0], "arguments": call[1]}, ensure_ascii=False)
 
 
-OBJECTS = {"hermes": ("<tool_call>", "</tool_call>"), "nemotron_v2": ("<TOOLCALL>", "</TOOLCALL>"), "granite": ("<|tool_call|>", "<|/tool_call|>"), "mistral": ("[TOOL_CALLS]", "")}
+OBJECTS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "nemotron_v2": ("<TOOLCALL>", "</TOOLCALL>"),
+    "granite": ("<|tool_call|>", "<|/tool_call|>"),
+    "mistral": ("[TOOL_CALLS]", ""),
+}
 BARE = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "gemma4", "lfm2")
 
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_with_brackets_and_marks_that_are_left_over_or_missing(name: str) -> None:
     rng, (open_, close) = random.Random(53), OBJECTS[name]
-    for _ in range(few_of(60)):
+    for _ in range(60):
         calls = [some_call(rng), some_call(rng)]
         one, two = map(as_object, calls)
         for between in ("", "\n", ", ", "}\n", "]\n"):
@@ -230,7 +239,7 @@ def test_objects_where_other_syntax_was_expected(name: str) -> None:
     open_, close = {
         "gemma4": ("<|tool_call>", "<tool_call|>"), "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     }.get(name) or (FORMS[name]["open"][0], FORMS[name]["close"][0])  # fmt: skip
-    for _ in range(few_of(40)):
+    for _ in range(40):
         calls = [some_call(rng), some_call(rng)]
         one, two = map(as_object, calls)
         check(name, f"{open_}\n{one}\n{close}", calls[:1])
@@ -241,13 +250,25 @@ def test_objects_where_other_syntax_was_expected(name: str) -> None:
             check(name, f"{open_}{head}{body}{FORMS[name]['end'][0]}\n{close}", calls[:1])
 
 
-@pytest.mark.parametrize(("name", "other"), [("hermes", "qwen3_coder"), ("hermes", "glm45"), ("qwen3_coder", "glm45"), ("glm45", "qwen3_coder")])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("hermes", "qwen3_coder"), ("hermes", "glm45"), ("qwen3_coder", "glm45"), ("glm45", "qwen3_coder")],
+)
 def test_elements_where_other_syntax_was_expected(name: str, other: str) -> None:
     rng = random.Random(55)
     form = {part: each[0] for part, each in FORMS[other].items()}
-    for _ in range(few_of(60)):
+    for _ in range(60):
         call = some_call(rng)
         check(name, f"{form['open']}\n{elements(form, call)}\n{form['close']}", [call])
+
+
+@pytest.mark.parametrize("space", ["functions.", "default_api:", "mcp/"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3_coder", "lfm2", "mistral_args", "deepseek_v3", "kimi_k2", "nemotron_v2"]
+)
+def test_a_name_behind_a_namespace_is_the_tools(name: str, space: str) -> None:
+    for call in (("look", {"days": 3}), ("look_up", {"text": "a"})):
+        check(name, written(name, (space + call[0], call[1])), [call])
 
 
 def marked(value: Any, quote: str) -> str:
@@ -255,44 +276,111 @@ def marked(value: Any, quote: str) -> str:
         return f"{quote}{value}{quote}"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{marked(v, quote)}" for k, v in value.items()) + "}"
-    return "[" + ",".join(marked(v, quote) for v in value) + "]" if isinstance(value, list) else json.dumps(value)
+    return (
+        "[" + ",".join(marked(v, quote) for v in value) + "]"
+        if isinstance(value, list)
+        else json.dumps(value)
+    )
 
 
 def test_gemma4_with_other_openers_brackets_and_quotes() -> None:
     rng = random.Random(56)
-    for _ in range(few_of(400)):
+    for _ in range(400):
         call = some_call(rng, (*PLAIN, "Fine words, they: {said}", "x = (1, 2), y: [3]"))
-        opener = rng.choice(("call:", ":", "call ", "call: ", "", "call:google:mcp:", "call:default_api.", "google:", "call:a/b/"))
-        begin, between, end = rng.choice(("{:}", "{=}", "(=)", "(:)", ("{", " : ", " }"), ("(", "= ", ")")))
+        opener = rng.choice(
+            (
+                "call:",
+                ":",
+                "call ",
+                "call: ",
+                "",
+                "call:google:mcp:",
+                "call:default_api.",
+                "google:",
+                "call:a/b/",
+            )
+        )
+        begin, between, end = rng.choice(
+            ("{:}", "{=}", "(=)", "(:)", ("{", " : ", " }"), ("(", "= ", ")"))
+        )
         quote = rng.choice(('<|"|>', "'", '"')) if "(1" not in str(call) or begin == "{" else '<|"|>'
         key_quote = rng.choice(("", "", quote))
-        pairs = rng.choice((",", ", ")).join(f"{key_quote}{k}{key_quote}{between}{marked(v, quote)}" for k, v in call[1].items())
+        pairs = rng.choice((",", ", ")).join(
+            f"{key_quote}{k}{key_quote}{between}{marked(v, quote)}" for k, v in call[1].items()
+        )
         close = rng.choice(("<tool_call|>", "<tool_call|>", "", "<tool_call|><tool_call|>"))
         check("gemma4", f"<|tool_call>{opener}{call[0]}{begin}{pairs}{end}{close}", [call])
-    check("gemma4", "<|tool_call>call:run_it{command:'it\'s: a, b'}<tool_call|>", [("run_it", {"command": "it's: a, b"})])
-    check("gemma4", '<|tool_call>call:look{place:<|"|>Bern<|"|><tool_call|>', [("look", {"place": "Bern"})])
+    check(
+        "gemma4",
+        "<|tool_call>call:run_it{command:'it's: a, b'}<tool_call|>",
+        [("run_it", {"command": "it's: a, b"})],
+    )
+    check(
+        "gemma4", '<|tool_call>call:look{place:<|"|>Bern<|"|><tool_call|>', [("look", {"place": "Bern"})]
+    )
     check("gemma4", '<|tool_call>call:look{place:<|"|>Bern}<tool_call|>', [("look", {"place": "Bern"})])
-    check("gemma4", "<|tool_call>call:now{}call:look{days:3}<tool_call|>", [("now", {}), ("look", {"days": 3})])
+    check(
+        "gemma4",
+        "<|tool_call>call:now{}call:look{days:3}<tool_call|>",
+        [("now", {}), ("look", {"days": 3})],
+    )
 
 
-KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>")
-DEEPSEEK = tuple(f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
+KIMI = (
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
+)
+DEEPSEEK = tuple(
+    f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+)
 
 
 @pytest.mark.parametrize(("name", "marks"), [("kimi_k2", KIMI), ("deepseek_v3", DEEPSEEK)])
 def test_named_calls_without_marks_and_under_other_names(name: str, marks: tuple[str, ...]) -> None:
     rng, (open_, begin, sep, end, close) = random.Random(57), marks
-    for _ in range(few_of(200)):
+    for _ in range(200):
         calls = [some_call(rng), some_call(rng)]
         texts = []
         for i, (tool, values) in enumerate(calls):
             head = tool
             if name == "kimi_k2":
-                head = rng.choice((f"functions.{tool}:{i}", f"functions_{tool}_{i}", f"functions:{tool}:{i}", tool, f"{tool}:{i}", f"functions.{tool}", f" functions.{tool}:{i} "))
+                head = rng.choice(
+                    (
+                        f"functions.{tool}:{i}",
+                        f"functions_{tool}_{i}",
+                        f"functions:{tool}:{i}",
+                        tool,
+                        f"{tool}:{i}",
+                        f"functions.{tool}",
+                        f" functions.{tool}:{i} ",
+                    )
+                )
             body = json.dumps(values, ensure_ascii=False)
-            body = rng.choice((body, body, json.dumps(body, ensure_ascii=False), f"```json\n{body}\n```", f"\n{body}\n", body + "}"))
-            texts.append(begin + head + rng.choice((sep, sep, "" if body[0] in '{"' else sep)) + body + rng.choice((end, end, "", end + end)))
-        text = rng.choice((open_, open_, "")) + rng.choice(("", "\n")).join(texts) + rng.choice((close, close, ""))
+            body = rng.choice(
+                (
+                    body,
+                    body,
+                    json.dumps(body, ensure_ascii=False),
+                    f"```json\n{body}\n```",
+                    f"\n{body}\n",
+                    body + "}",
+                )
+            )
+            texts.append(
+                begin
+                + head
+                + rng.choice((sep, sep, "" if body[0] in '{"' else sep))
+                + body
+                + rng.choice((end, end, "", end + end))
+            )
+        text = (
+            rng.choice((open_, open_, ""))
+            + rng.choice(("", "\n")).join(texts)
+            + rng.choice((close, close, ""))
+        )
         check(name, text, calls)
 
 
@@ -303,20 +391,30 @@ def test_the_ids_of_kimi_are_kept_and_those_of_odd_form_become_its_own() -> None
     text = open_ + "".join(f"{begin}{head}{sep}{{}}{end}" for head in heads) + close
     parser = markup.parser()
     ids = [part.id for part in [*parser.push(text), *parser.finish()] if isinstance(part, CallBegin)]
-    assert ids == ["functions.look:3", "functions.now:4", "functions.look:2", "functions.look:4", "functions.nobody:9"]
+    assert ids == [
+        "functions.look:3",
+        "functions.now:4",
+        "functions.look:2",
+        "functions.look:4",
+        "functions.nobody:9",
+    ]
 
 
 @pytest.mark.parametrize("values", [{"place": "Bern"}, {"place": "Bern", "days": 3}, {}])
 @pytest.mark.parametrize("word", ["arguments", "input", "parameters"])
 def test_arguments_in_one_that_the_tool_does_not_have(word: str, values: dict[str, Any]) -> None:
-    for name, kinds in itertools.product(("deepseek_v32", "minimax_m2", "qwen3_coder", "glm45"), ("true", "false")):
+    for name, kinds in itertools.product(
+        ("deepseek_v32", "minimax_m2", "qwen3_coder", "glm45"), ("true", "false")
+    ):
         form = {part: each[0] for part, each in FORMS[name].items()}
         if name == "deepseek_v32":
             form["key"] = form["key"].replace(">", f' string="{kinds}">')
         text = f"{form['open']}\n{elements(form, ('look', {word: values}))}\n{form['close']}"
         check(name, text, [("look", values)])
         other = f"{form['open']}\n{elements(form, ('look', {word: {'else': 1}}))}\n{form['close']}"
-        assert read(AnswerMarkup(calls=dialects.dialect(name), tools=TOOLS), other, 7)[0][0][1].keys() == {word}
+        assert read(AnswerMarkup(calls=dialects.dialect(name), tools=TOOLS), other, 7)[0][0][
+            1
+        ].keys() == {word}
 
 
 def written(name: str, call: Call) -> str:
@@ -341,7 +439,20 @@ def written(name: str, call: Call) -> str:
     }[name]  # fmt: skip
 
 
-SPOKEN = sorted({*FORMS, *OBJECTS, "gemma4", "lfm2", "kimi_k2", "deepseek_v3", "mistral_args", "functionary_v31", "firefunction_v2", "llama3_json"})
+SPOKEN = sorted(
+    {
+        *FORMS,
+        *OBJECTS,
+        "gemma4",
+        "lfm2",
+        "kimi_k2",
+        "deepseek_v3",
+        "mistral_args",
+        "functionary_v31",
+        "firefunction_v2",
+        "llama3_json",
+    }
+)
 QUOTED: tuple[str, ...] = (
     "Write `CALL` then.", "Like this:\n\n```xml\nCALL\n```\n\nThat is all.", "So: ```\nCALL\n```", "~~~\nCALL\n~~~\nis it.", "````md\n```\nCALL\n```\nCALL\n````",
     'He said "CALL" once.', "It is 'CALL', or (\"CALL\").", "“CALL” and „CALL“ and «CALL».", "> CALL\n\nwas cited.", "- `CALL`\n- ``CALL``\n", "1. Put `so: CALL` there.",
@@ -355,7 +466,9 @@ BEFORE: tuple[str, ...] = (
 def test_what_is_quoted_or_stands_in_code_is_no_call(name: str) -> None:
     rng = random.Random(58)
     for prose in QUOTED:
-        call = rng.choice((("now", {}), ("look", {"place": "Bern"}), ("save", {"path": "a", "text": "b"})))
+        call = rng.choice(
+            (("now", {}), ("look", {"place": "Bern"}), ("save", {"path": "a", "text": "b"}))
+        )
         text = prose.replace("CALL", written(name, call).replace("\n\n", "\n"))
         if "> " in prose:
             text = text.replace("\n", "\n> ").replace("\n> \n> was", "\n\nwas")
@@ -374,7 +487,33 @@ def test_a_call_behind_text_with_quotes_and_code_is_one(name: str) -> None:
 @pytest.mark.parametrize("name", SPOKEN)
 def test_mentions_of_marks_in_prose_are_no_calls(name: str) -> None:
     call = written(name, ("now", {}))
-    marks = {mark for mark in dialects.dialect(name).marks if mark in call} | {"<function=now>", "<tool_call>", "<function=\"look\">"}
+    marks = {mark for mark in dialects.dialect(name).marks if mark in call} | {
+        "<function=now>",
+        "<tool_call>",
+        '<function="look">',
+    }
     for mark in sorted(marks):
-        for text in (f"Write `{mark}` first.", f"Then comes {mark} and so on.", f"{mark}\nis a mark.", f"A mark: {mark}"):
+        for text in (
+            f"Write `{mark}` first.",
+            f"Then comes {mark} and so on.",
+            f"{mark}\nis a mark.",
+            f"A mark: {mark}",
+        ):
             check(name, text, [], text)
+
+
+def test_an_argument_that_is_nullable_in_openapis_words_may_be_null() -> None:
+    tools = {
+        "f": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "nullable": True}, "t": {"type": "string"}},
+        }
+    }
+    for name, form in FORMS.items():
+        right = {part: each[0] for part, each in form.items()}
+        text = f"{right['open']}\n{elements(right, ('f', {'n': None, 't': 'null'}))}\n{right['close']}"
+        markup = AnswerMarkup(calls=dialects.dialect(name), tools=tools)
+        assert read(markup, text, 3) == ([("f", {"n": None, "t": "null"})], "")
+        rules = Lark()
+        source = rules.calls(dialects.dialect(name).rules(rules, tools, is_single=True))
+        assert '"null"' in source and "nullable" not in source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pyspec.errors import RequestError
 from pyspec.request import ThinkBudget

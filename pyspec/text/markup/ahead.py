@@ -13,10 +13,10 @@ Lookahead = tuple[Step, ...]
 """Consecutive steps."""
 
 
-class Named(tuple[str, ...]):
+class Names(tuple[str, ...]):
     """Alternative texts, of which the one that matches is wanted: longer ones first."""
 
-    def __new__(cls, names: object = ()) -> Named:
+    def __new__(cls, names: object = ()) -> Names:
         return super().__new__(cls, sorted(names, key=len, reverse=True))  # type: ignore[call-overload]
 
 
@@ -74,7 +74,7 @@ def matches(
                 new = found if found.is_ahead else replace(found, end=end)
                 if found.is_ahead:
                     pass
-                elif isinstance(step, Named) or step == NAME:
+                elif isinstance(step, Names) or step == NAME:
                     new = replace(new, name=taken)
                 elif step in (ATTRIBUTES, NUMBER):
                     new = replace(new, attributes=taken)
@@ -107,7 +107,9 @@ def _ends(text: str, at: int, step: Step, is_over: bool) -> list[int | None]:
     if end == len(text) and not is_over and not is_whole:
         return [None]
     match = pattern.match(text, at, end)
-    if match is None or (step == TAIL and not _ends_mark(match.group().strip(), is_line=end < len(text))):
+    if match is None or (
+        step == TAIL and not _ends_mark(match.group().strip(), is_line=end < len(text))
+    ):
         return []
     return [match.end()]
 
