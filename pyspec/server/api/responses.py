@@ -15,7 +15,7 @@ from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.left_out import is_foreign_item, words
 from pyspec.server.api.schema import AsSent, Body, Count, tools_field, validate
 from pyspec.server.settings import Limits
-from pyspec.text.left_out import own_tools
+from pyspec.text.left_out import NO_IMAGE, own_tools
 
 HANDLED = words("input instructions tools tool_choice max_output_tokens reasoning text top_logprobs")
 IGNORED = words(
@@ -171,9 +171,18 @@ def _call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> N
 
 
 def _call_output(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    text = "\n".join(_texts(item.get("output"), f"{where}.output"))
+    output = item.get("output")
+    if isinstance(output, list):
+        output = [_without_image(part) for part in output]
+    text = "\n".join(_texts(output, f"{where}.output"))
     call = _string(item, "call_id", where)
     messages.append({"role": "tool", "tool_call_id": call, "content": text})
+
+
+def _without_image(part: Any) -> Any:
+    """A part of a tool's result; an image becomes a line."""
+    is_image = isinstance(part, dict) and part.get("type") == "input_image"
+    return {"type": "input_text", "text": NO_IMAGE} if is_image else part
 
 
 ITEMS: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], str], None]] = {

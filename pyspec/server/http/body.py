@@ -108,7 +108,7 @@ def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
     if len(raw) > SMALL:
         _check_size(raw)
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")  # some clients send a byte order mark
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 at byte {error.start}") from None
