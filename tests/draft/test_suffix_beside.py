@@ -15,7 +15,6 @@ from rewrite import rewrite
 
 from pyspec import synth
 from pyspec.engine.arguments import pair_of
-from pyspec.engine.named import Named
 from pyspec.engine.loop.job import Job
 from pyspec.engine.named import Named
 from pyspec.errors import ConfigError
