@@ -19,7 +19,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.rank import Rank
 from pyspec.device.follow import Follower
-from pyspec.draft.dflash_ranks import DividedDFlash
+from pyspec.draft.dflash import DFlash
 from pyspec.engine.load.load import build
 from pyspec.engine.messages import LoadShare
 from pyspec.engine.plan.describe import arena_pages, describe
@@ -27,6 +27,11 @@ from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.engine.process import rank_main
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena
+
+
+def is_first() -> bool:
+    """This is the first rank's thread."""
+    return threading.current_thread() is threading.main_thread()
 
 
 class NoLink:
@@ -115,7 +120,7 @@ class RankRig(Rig):
         if padded:
             self.loop.worker.arena = Arena(d.settings.np, n_page, d.device, d.width)
             self.loop.lookahead.on = True
-            if isinstance(drafter := self.loop.drafter, DividedDFlash):
+            if isinstance(drafter := self.loop.drafter, DFlash) and drafter.needs.divided:
                 drafter.use_graphs(lambda: Arena(d.settings.np, n_page, d.device, d.draft_width))
 
     def __enter__(self) -> RankRig:

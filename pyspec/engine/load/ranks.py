@@ -204,7 +204,6 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
         n_bytes=plan.of_others.total,
         n_attention=attention_bytes(d),
         n_arena_page=arena_pages(d) if d.is_cuda and not s.plain_loop else 0,
-        divides_draft=d.draft.n_rank > 1,
         log_level=logging.getLogger("pyspec").getEffectiveLevel(),
     )
     return ranks.load(share, rank_devices(d.device, s.tp))
