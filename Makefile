@@ -12,6 +12,7 @@ TORCH ?=
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
+	@echo "pyspec is installed in $(VENV). To use it:  . $(VENV)/bin/activate && pyspec server demo"
 
 test: $(VENV)/.installed-test lint check
 
@@ -21,6 +22,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	@echo "mypy reads the whole tree, which takes a minute or two without a word"
 	$(BIN)/mypy
 
 check: $(VENV)/.installed-test
@@ -94,13 +96,13 @@ hostile: $(VENV)/.installed-test
 real: $(VENV)/.installed
 	$(BIN)/python tools/real_model.py $(addprefix --model ,$(MODEL)) $(addprefix --kernels ,$(filter-out auto,$(KERNELS))) $(addprefix --chunks ,$(CHUNKS))
 
-# The reliability scorecard, written to docs/scorecard.md
+# The reliability scorecard, written to scorecard.md
 scorecard: $(VENV)/.installed-test
 	$(BIN)/python tools/scorecard.py
 
-# The kernels of CPUs under AddressSanitizer and UBSan; AMX's instructions are emulated
+# The kernels of CPUs under AddressSanitizer and UBSan
 sanitize-cpu: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -p no:cacheprovider tests/cpu -k "sanitized or tiles" -m slow
+	$(BIN)/python -m pytest -p no:cacheprovider tests/cpu -k sanitized -m slow
 
 # A wheel with cubins and CPU kernels, so that a first start compiles nothing: make wheel ARCHS=sm_90 MODELS=qwen3.6-27b:q8_0
 # Without ARCHS and MODELS it uses the lists of tools/cubins.py: all GPUs with kernels, which takes a while.

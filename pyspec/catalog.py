@@ -7,7 +7,9 @@ found there without a network (HF_HUB_OFFLINE=1 forbids downloads).
 from __future__ import annotations
 
 import os
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
@@ -89,6 +91,7 @@ class Entry:
     arch: str
     params: float = 0.0  # billions
     active: float = 0.0  # billions per token
+    bits: float = 0.0  # per weight of its own file, where BITS does not know them
     beside: float = 0.0  # GiB of one slot of 8,192 tokens and of forwards, in addition to the weights
     ctx_train: int = 0
     mtp: bool = False
@@ -122,11 +125,12 @@ class Entry:
     def needs(self) -> tuple[Need, ...]:
         """The model's needs by quantisation, its own first."""
         if not self.quant:
-            n_bytes = 0 if self.target is None else self.target.bytes
+            n_bytes = self.target.bytes if self.target else int(self.params * 1e9 * self.bits / 8)
             return (Need(name=self.name, quant="", bytes=n_bytes, memory=self._memory(n_bytes)),)
         found = []
         for quant in dict.fromkeys((self.quant, *LISTED)):
-            n_bytes = int(self.params * 1e9 * BITS.get(quant, 0.0) / 8)
+            bits = BITS.get(quant, self.bits if quant == self.quant else 0.0)
+            n_bytes = int(self.params * 1e9 * bits / 8)
             name = self.name if quant == self.quant else f"{self.name}:{quant}"
             found.append(Need(name=name, quant=quant, bytes=n_bytes, memory=self._memory(n_bytes)))
         return tuple(found)
@@ -262,6 +266,32 @@ def _unknown(name: str, path: Path) -> str:
         return f"no file {name}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
     if len(path.parts) == 2:
         return f"no file {name}; for a Hugging Face repository use -hf {name}"
-    near = get_close_matches(name.lower(), list(catalogue()), 1, 0.5)
-    hint = f"did you mean '{near[0]}'?" if near else "`pyspec models` lists the catalogue"
-    return f"'{name}' is neither a file nor a model of the catalogue; {hint}"
+    hint = (
+        f"did you mean '{meant}'?"
+        if (meant := _near(name.lower()))
+        else "`-hf USER/REPO` takes any GGUF repository"
+    )
+    return f"'{name}' is neither a file nor in the catalogue (`pyspec models`); {hint}"
+
+
+_SIZE = re.compile(r"(?<![\d.a-z])(?:\d+x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")
+NEAR = 1.5  # times as many parameters, at most
+
+
+def _near(name: str) -> str:
+    """The entry that may have been meant: of the same family, and of nearly the size if the name has one; "" if there is none."""
+    size = _SIZE.search(name)
+    billions = float(size[1]) * {"m": 1e-3, "b": 1.0, "t": 1e3}[size[2]] if size else 0.0
+    able = [
+        entry.name
+        for entry in catalogue().values()
+        if _same_family(name, entry.name)
+        and (not billions or 1 / NEAR <= entry.params / billions <= NEAR)
+    ]
+    return next(iter(get_close_matches(name.replace(":", "-"), able, 1, 0.5)), "")
+
+
+def _same_family(typed: str, name: str) -> bool:
+    """Whether two names begin with the same word, but for one wrong, lost, added or swapped letter behind the first."""
+    a, b = (Counter(re.split(r"[^a-z-]", word)[0].replace("-", "")) for word in (typed, name))
+    return typed[:1] == name[:1] and (a - b).total() <= 1 and (b - a).total() <= 1

@@ -22,6 +22,7 @@ PyspecError                        exit 1   500 server_error
     SwitchedOff                             501 not_supported_error        an endpoint that is switched off: llama-server's answer
     QueueFull                               429 rate_limit_error
     Unavailable                             503 unavailable_error          loading, draining or dead
+    TimedOut                                504 timeout_error              a call took longer than its `timeout`
     SlotError                               500 server_error               one slot's round failed; the others continue
         NoTokenLeft                         400 invalid_request_error      the request bans every token, or all tokens of its grammar
         GrammarTooLarge                     400 invalid_request_error      its grammar exceeds its limits during generation
@@ -144,12 +145,22 @@ class PromptTooLong(RequestError):
 
     kind = "exceed_context_size_error"
 
-    def __init__(self, n_prompt: int, n_ctx: int, *, is_pool: bool = False) -> None:
-        """n_ctx: tokens that a request holds; is_pool: because --kv-pool has no room for more."""
+    def __init__(
+        self, n_prompt: int, n_ctx: int, *, is_pool: bool = False, is_trained: bool = False
+    ) -> None:
+        """n_ctx: tokens that a request holds; is_pool: because --kv-pool has no room for more; is_trained: because the model was trained for no more."""
         flag = "--kv-pool" if is_pool else "-c"
+        more = f"{flag} raises it up to the length that the model was trained for"
+        if is_trained and not is_pool:
+            more = "the model was trained for no more; --rope-scaling yarn with --rope-scale and -c goes further"
         super().__init__(
+<<<<<<< HEAD
             f"the request exceeds the available context size: the maximum context length is {n_ctx} tokens, its prompt has"
             f" {n_prompt} tokens, and a request holds {n_ctx} ({flag} raises it up to the length that the model was trained for)"
+=======
+            f"the request exceeds the available context size: its prompt has {n_prompt} tokens, and a request holds {n_ctx}"
+            f" ({more})"
+>>>>>>> main
         )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx
@@ -197,6 +208,12 @@ class Unavailable(PyspecError):
     """The model is loading, the server is draining, or the engine has stopped."""
 
     status, kind = 503, "unavailable_error"
+
+
+class TimedOut(PyspecError, TimeoutError):
+    """A call took longer than its `timeout`. Its request ends at the next round."""
+
+    status, kind = 504, "timeout_error"
 
 
 class SlotError(PyspecError):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 DOWNLOAD = "download"  # the stage of a download starts with this; its file's name follows
 Listener = Callable[[str, float], None]
 """Receives the stage and its done fraction, 0 to 1; called on any thread, must not block."""
 
+part: ContextVar[str] = ContextVar("part", default="weights")
+"""The part of the load that runs in this context: what it reads is reported under its name."""
 _listeners: list[Listener] = []
 _drawn: list[Listener] = []  # listeners that draw a bar
 

@@ -21,6 +21,10 @@ SHOWN, QUOTED = 40, 80  # characters of a value, and of text from a file, that a
 class Kind(Protocol):
     """The legal values of a field."""
 
+    @property
+    def wanted(self) -> str:
+        """The legal values in words: "a whole number from 1 to 256"."""
+
     def flaw(self, value: object) -> str:
         """The fault of a value, as the end of a sentence that starts with its name; "" for a legal value."""
 
@@ -60,12 +64,14 @@ class Whole:
     high: int
     hint: str = ""  # about a special value: "0: automatic"
 
+    @property
+    def wanted(self) -> str:
+        return f"a whole number from {self.low} to {self.high}" + (self.hint and f" ({self.hint})")
+
     def flaw(self, value: object) -> str:
         if isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high:
             return ""
-        return _is_not(
-            value, f"a whole number from {self.low} to {self.high}" + (self.hint and f" ({self.hint})")
-        )
+        return _is_not(value, self.wanted)
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,16 @@ class Real:
     above: bool = False
     also: tuple[float, ...] = ()
 
+    @property
+    def wanted(self) -> str:
+        low = f"above {self.low:g}, at most" if self.above else f"from {self.low:g} to"
+        also = "".join(f", or {x:g}" for x in self.also)
+        return f"a number {low} {self.high:g}{also}" + (self.hint and f" ({self.hint})")
+
     def flaw(self, value: object) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool) and self._holds(value):
             return ""
-        low = f"above {self.low:g}, at most" if self.above else f"from {self.low:g} to"
-        also = "".join(f", or {x:g}" for x in self.also)
-        return _is_not(value, f"a number {low} {self.high:g}{also}" + (self.hint and f" ({self.hint})"))
+        return _is_not(value, self.wanted)
 
     def _holds(self, value: float) -> bool:
         return value in self.also or (
@@ -101,10 +111,14 @@ class OneOf:
 
     values: tuple[object, ...]
 
+    @property
+    def wanted(self) -> str:
+        return "one of " + ", ".join(str(v) or "''" for v in self.values)
+
     def flaw(self, value: object) -> str:
         if any(type(value) is type(known) and value == known for known in self.values):
             return ""
-        return _is_not(value, "one of " + ", ".join(map(str, self.values)))
+        return _is_not(value, self.wanted)
 
 
 @dataclass(frozen=True)
@@ -128,11 +142,13 @@ class Of:
 
     type: type | tuple[type, ...]
 
-    def flaw(self, value: object) -> str:
-        if isinstance(value, self.type):
-            return ""
+    @property
+    def wanted(self) -> str:
         types = self.type if isinstance(self.type, tuple) else (self.type,)
-        return _is_not(value, "a " + " or ".join(t.__name__ for t in types))
+        return "a " + " or ".join(t.__name__ for t in types)
+
+    def flaw(self, value: object) -> str:
+        return "" if isinstance(value, self.type) else _is_not(value, self.wanted)
 
 
 @dataclass(frozen=True)
@@ -140,10 +156,11 @@ class Many:
     """A tuple or list of values of one kind."""
 
     kind: Kind
+    wanted = "a tuple"
 
     def flaw(self, value: object) -> str:
         if not isinstance(value, tuple | list):
-            return _is_not(value, "a tuple")
+            return _is_not(value, self.wanted)
         return next(
             (f"[{i}] {flaw}" for i, item in enumerate(value) if (flaw := self.kind.flaw(item))), ""
         )
@@ -153,9 +170,11 @@ class Many:
 class Ids:
     """Token ids: whole numbers. The engine checks their range; this check is fast because prompts are long."""
 
+    wanted = "a tuple of token ids"
+
     def flaw(self, value: object) -> str:
         if not isinstance(value, tuple | list):
-            return _is_not(value, "a tuple of token ids")
+            return _is_not(value, self.wanted)
         if {*map(type, value)} <= {int}:
             return ""
         return next(
@@ -171,14 +190,22 @@ class Pair:
 
     first: Kind
     second: Kind
+    wanted = "a pair"
 
     def flaw(self, value: object) -> str:
         if not isinstance(value, tuple | list) or len(value) != 2:
-            return _is_not(value, "a pair")
+            return _is_not(value, self.wanted)
         return self.first.flaw(value[0]) or self.second.flaw(value[1])
 
 
 SWITCH = OneOf((True, False))
+
+
+@dataclass(frozen=True)
+class Doc:
+    """The meaning of a field, for help and for the reference: `n_slot: Annotated[int, Doc("requests that run at once")]`."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -190,12 +217,41 @@ class Rule:
     kind: Kind
     optional: bool  # may be None
 
+    @property
+    def wanted(self) -> str:
+        """The legal values in words."""
+        return self.kind.wanted + " or None" * self.optional
+
     def flaw(self, value: object) -> str:
         """The fault as a whole sentence, or ""."""
         if value is None and self.optional:
             return ""
         flaw = self.kind.flaw(value)
         return flaw and f"{self.title}{'' if flaw[0] == '[' else ' '}{flaw}{' or None' * self.optional}"
+
+
+def docs_of(owner: type) -> dict[str, str]:
+    """The meanings of a class's fields, those with a Doc."""
+    found = (
+        (name, _notes(hint)[1]) for name, hint in get_type_hints(owner, include_extras=True).items()
+    )
+    return {name: note.text for name, notes in found for note in notes if isinstance(note, Doc)}
+
+
+def _notes(hint: Any) -> tuple[list[Any], list[Any], bool]:
+    """The types of a hint, the notes around them, and whether None is one more."""
+    notes: list[Any] = []
+    types, may_be_none = [hint], False
+    while len(types) == 1:
+        (hint,) = types
+        if get_origin(hint) is Annotated:
+            types, notes = [hint.__origin__], [*notes, *hint.__metadata__]
+        elif get_origin(hint) in (Union, UnionType):
+            types = [choice for choice in get_args(hint) if choice is not NoneType]
+            may_be_none = len(types) < len(get_args(hint))
+        else:
+            break
+    return types, notes, may_be_none
 
 
 _RULES: dict[type, tuple[Rule, ...]] = {}  # reading type hints is slow
@@ -211,19 +267,17 @@ def rules_of(owner: type) -> tuple[Rule, ...]:
 
 
 def _rule(name: str, hint: Any) -> Rule | None:
-    choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    types = [choice for choice in choices if choice is not NoneType]
+    types, notes, may_be_none = _notes(hint)
     if len(types) != 1:
         return None
     (type_,) = types
-    notes = type_.__metadata__ if get_origin(type_) is Annotated else ()
     title = next((note for note in notes if isinstance(note, str)), name)
-    kind: Kind | None = next((note for note in notes if not isinstance(note, str)), None)
+    kind: Kind | None = next((note for note in notes if not isinstance(note, str | Doc)), None)
     if kind is None and type_ is bool:
         kind = SWITCH
     elif kind is None and isinstance(type_, type):
         kind = Of(type_)
-    return None if kind is None else Rule(name, title, kind, len(types) < len(choices))
+    return None if kind is None else Rule(name, title, kind, may_be_none)
 
 
 def flaws(thing: Any) -> Iterable[str]:

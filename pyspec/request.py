@@ -3,12 +3,14 @@ through these types, so the engine can run in a separate process without a chang
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Annotated, Literal
 
 from pyspec.errors import PyspecError, RequestError
-from pyspec.ranges import INT32, Ids, Many, OneOf, Pair, Real, Text, Whole, check
+from pyspec.ranges import INT32, Doc, Ids, Many, OneOf, Pair, Real, Text, Whole, check
 
 Finish = Literal["eos", "stop", "length", "cancelled", "error"]
 """How a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
@@ -19,6 +21,7 @@ Share = Annotated[float, Real(0, 1)]
 Penalty = Annotated[float, Real(-100, 100)]
 Count = Annotated[int, Whole(0, INT32)]
 Window = Annotated[int, Whole(-1, INT32)]
+ID = re.compile("[0-9]{1,10}")
 BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
 """A token id, and the bias of its logit; -inf bans it."""
 
@@ -36,48 +39,46 @@ class SamplingParams:
     DEFAULT_SAMPLERS. Mirostat replaces all of them except temperature.
     """
 
-    temperature: Annotated[float, Real(-100, 100, "0 and below: greedy")] = 0.8  # below 0 becomes 0
-    top_k: Window = 40  # 0 keeps all
-    top_p: Share = 0.95  # 1 keeps all
-    min_p: Share = 0.05  # 0 keeps all
-    typical_p: Share = 1.0  # 1 keeps all
-    min_keep: Count = 0  # truncating samplers keep at least this many tokens
-    repeat_penalty: Annotated[float, Real(1e-6, 100, "1: off")] = 1.0
-    repeat_last_n: Window = 64  # tokens that the penalties count; 0 off, -1 the whole context
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    dry_multiplier: Annotated[float, Real(0, 100)] = 0.0  # 0 off
-    dry_base: Annotated[float, Real(1, 100)] = 1.75
-    dry_allowed_length: Count = 2
-    dry_penalty_last_n: Window = -1  # 0 off, -1 the whole context
-    dry_sequence_breakers: Annotated[tuple[str, ...], Many(Text())] = ("\n", ":", '"', "*")
-    logit_bias: Annotated[tuple[tuple[int, float], ...], Many(BIAS)] = ()
-    seed: Annotated[int, Whole(-1, 2**64 - 1)] = -1  # -1 draws a new one
-    logprobs: Count | None = None  # None: none; n: of the chosen token and the n best
-    ignore_eos: bool = False
-    min_tokens: Count = 0  # no end-of-generation token or stop string before this many tokens
-    # In order, by name; each at most once
-    samplers: Annotated[tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p")))] = ()
-    # Keeps tokens within this many standard deviations of the best logit
-    top_n_sigma: Annotated[float, Real(-1, 100, "0 and below: off")] = -1.0
-    xtc_probability: Share = (
-        0.0  # probability of dropping all but the last of the tokens above the threshold; 0 off
-    )
-    xtc_threshold: Share = 0.1  # above 0.5: off
-    dynatemp_range: Annotated[float, Real(0, 100)] = (
-        0.0  # range by which the temperature follows the row's entropy; 0 off
-    )
-    dynatemp_exponent: Annotated[float, Real(0, 100)] = 1.0
-    mirostat: Annotated[int, Whole(0, 2)] = 0  # version 1 or 2; 0 off
-    mirostat_tau: Annotated[float, Real(0, 100)] = 5.0  # target surprise, in bits
-    mirostat_eta: Annotated[float, Real(0, 1)] = 0.1  # learning rate
-    adaptive_target: Annotated[float, Real(-1, 1, "below 0: off")] = -1.0  # target probability
-    adaptive_decay: Annotated[float, Real(0, 0.99)] = 0.9
-    post_sampling: bool = False  # `logprobs` are taken after the samplers, not from the model
+    # fmt: off
+    temperature: Annotated[float, Real(-100, 100, "0 and below: greedy"), Doc("randomness: 0 or less always takes the likeliest token, 0.8 is usual, above 1 gets wild")] = 0.8
+    top_k: Annotated[Window, Doc("choose among this number of likeliest tokens; 0: all")] = 40
+    top_p: Annotated[Share, Doc("choose among the likeliest tokens that together have this probability; 1: all")] = 0.95
+    min_p: Annotated[Share, Doc("drop tokens that are less likely than this share of the likeliest one; 0: none")] = 0.05
+    typical_p: Annotated[Share, Doc("locally typical sampling: keep this probability of tokens whose surprise is near the mean; 1: off")] = 1.0
+    min_keep: Annotated[Count, Doc("samplers that drop tokens keep at least this number")] = 0
+    repeat_penalty: Annotated[float, Real(1e-6, 100, "1: off"), Doc("divide the logits of recent tokens by this; 1: off")] = 1.0
+    repeat_last_n: Annotated[Window, Doc("tokens that the penalties look back on; 0: none, -1: all")] = 64
+    presence_penalty: Annotated[Penalty, Doc("subtract this from the logits of recent tokens")] = 0.0
+    frequency_penalty: Annotated[Penalty, Doc("subtract this for each recent occurrence of a token")] = 0.0
+    dry_multiplier: Annotated[float, Real(0, 100), Doc("strength of DRY, which makes it unlikely to repeat a sequence; 0: off")] = 0.0
+    dry_base: Annotated[float, Real(1, 100), Doc("DRY: growth of the penalty with the length of the repetition")] = 1.75
+    dry_allowed_length: Annotated[Count, Doc("DRY: tokens that may be repeated without a penalty")] = 2
+    dry_penalty_last_n: Annotated[Window, Doc("DRY: tokens that it looks back on; 0: none, -1: all")] = -1
+    dry_sequence_breakers: Annotated[tuple[str, ...], Many(Text()), Doc("DRY: texts that end a repetition")] = ("\n", ":", '"', "*")
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Many(BIAS), Doc("a number added to the logit of each of these tokens: {id: number}, or pairs; -inf bans the token")] = ()
+    seed: Annotated[int, Whole(-1, 2**64 - 1), Doc("of the random draws: the same seed gives the same text; -1 draws a seed, which the result has")] = -1
+    logprobs: Annotated[Count | None, Doc("report the log probability of each token and of this number of alternatives, from 0 on; None: none")] = None
+    ignore_eos: Annotated[bool, Doc("continue where the model would end")] = False
+    min_tokens: Annotated[Count, Doc("no end before this number of tokens")] = 0
+    samplers: Annotated[tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p"))), Doc("their order, by name, each at most once; (): llama.cpp's")] = ()
+    top_n_sigma: Annotated[float, Real(-1, 100, "0 and below: off"), Doc("keep tokens within this number of standard deviations of the largest logit; 0 and below: off")] = -1.0
+    xtc_probability: Annotated[Share, Doc("XTC: chance to drop all likely tokens but the last; 0: off")] = 0.0
+    xtc_threshold: Annotated[Share, Doc("XTC: least probability of a likely token; above 0.5: off")] = 0.1
+    dynatemp_range: Annotated[float, Real(0, 100), Doc("range in which the temperature follows the entropy; 0: off")] = 0.0
+    dynatemp_exponent: Annotated[float, Real(0, 100), Doc("exponent of that dependence")] = 1.0
+    mirostat: Annotated[int, Whole(0, 2), Doc("version 1 or 2 of Mirostat, in place of the other samplers; 0: off")] = 0
+    mirostat_tau: Annotated[float, Real(0, 100), Doc("Mirostat: surprise to hold, in bits")] = 5.0
+    mirostat_eta: Annotated[float, Real(0, 1), Doc("Mirostat: how fast it adapts")] = 0.1
+    adaptive_target: Annotated[float, Real(-1, 1, "below 0: off"), Doc("adaptive-p: probability of chosen tokens to hold; below 0: off")] = -1.0
+    adaptive_decay: Annotated[float, Real(0, 0.99), Doc("adaptive-p: how slowly it forgets")] = 0.9
+    post_sampling: Annotated[bool, Doc("`logprobs` are those after the samplers instead of the model's own")] = False
+    # fmt: on
 
     def __post_init__(self) -> None:
         if isinstance(self.temperature, int | float) and -100 <= self.temperature < 0:
             object.__setattr__(self, "temperature", 0.0)
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(map(_bias, self.logit_bias.items())))
 
     @property
     def greedy(self) -> bool:
@@ -96,6 +97,12 @@ class SamplingParams:
             or self.adaptive_target >= 0
             or self.post_sampling
         )
+
+
+def _bias(pair: tuple[object, object]) -> tuple[object, object]:
+    """A token and its bias, of a mapping whose keys may be the texts of JSON."""
+    token, bias = pair
+    return int(token) if isinstance(token, str) and ID.fullmatch(token) else token, bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,31 +170,28 @@ class Request:
              generated them, and reports only later ones. With a seed, or greedy, the text is the first engine's.
     """
 
+    # fmt: off
     prompt: Annotated[tuple[int, ...], Ids()]
     params: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: Window = -1  # -1: until the context is full
-    stop: Annotated[tuple[str, ...], Many(Text())] = ()
-    cache_prompt: bool = True  # False: neither use nor fill the prefix cache
-    n_before_turn: Count = (
-        0  # prompt tokens before the last user turn, if known: a place for a checkpoint
-    )
+    max_tokens: Annotated[Window, Doc("most tokens to generate; -1: until the context is full")] = -1
+    stop: Annotated[tuple[str, ...], Many(Text()), Doc("text, or a list of texts, that ends the answer; it is not part of the text")] = ()
+    cache_prompt: Annotated[bool, Doc("reuse the prefix cache, and add to it")] = True
+    n_before_turn: Count = 0  # prompt tokens before the last user turn, if known: a place for a checkpoint
     n_system: Count = 0  # prompt tokens of the system prompt and tools: another place for a checkpoint
     n_stable: Count = 0  # leading prompt tokens that later prompts may share; 0: all
-    n_draft_max: Count | None = None  # None: the engine's; 0: no speculation for this request
-    slot: Window = -1  # -1: any
+    n_draft_max: Annotated[Count | None, Doc("most tokens to draft a round; None: the engine decides, 0: no speculation")] = None
+    slot: Annotated[Window, Doc("the slot to run in; -1: any")] = -1
     timings_per_token: bool = False  # every Delta has the timings so far
-    max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
+    max_predict_ms: Annotated[float, Real(0, INT32), Doc("milliseconds of generating, behind the first token, after which the answer ends with \"length\"; 0: no limit")] = 0.0
     client: Annotated[str, Text()] = ""  # identity of the client: clients take turns in the queue
+    cache_salt: Annotated[str, Text()] = ""  # requests with different salts share no cached texts
     group: Annotated[str, Text()] = ""  # identity of a batch: a client's batches take turns; "": none
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None
-    shown: Annotated[
-        tuple[int, ...], Ids()
-    ] = ()  # control tokens shown in the text: tokens that mark a call
+    shown: Annotated[tuple[int, ...], Ids()] = ()  # control tokens shown in the text: tokens that mark a call
     think_budget: ThinkBudget | None = None
-    prompt_logprobs: Count | None = (
-        None  # n: report those of the prompt tokens, and of the n best in their places
-    )
+    prompt_logprobs: Count | None = None  # n: report those of the prompt tokens, and of the n best in their places
+    # fmt: on
 
 
 def check_request(request: Request) -> None:
@@ -213,36 +217,39 @@ def check_grammar(grammar: Grammar) -> None:
 class TokenLogprob:
     """Natural-log probability of one token under the target, before sampling cuts, and of the best alternatives."""
 
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    token: Annotated[int, Doc("its id")]
+    logprob: Annotated[float, Doc("0 is certain; -inf: banned")]
+    top: Annotated[
+        tuple[tuple[int, float], ...], Doc("the best tokens, each with its own, the best first")
+    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
     """llama-server's `timings`. Rates exclude the first token, which the prompt's forward produces."""
 
-    cache_n: int = 0  # prompt tokens taken from the prefix cache
-    disk_n: int = 0  # of these, read from its tier on disk
-    prompt_n: int = 0  # prompt tokens processed
-    prompt_ms: float = 0.0
-    predicted_n: int = 0
-    predicted_ms: float = 0.0
-    draft_n: int = 0  # drafted tokens that were verified
-    draft_n_accepted: int = 0
-    n_rounds: int = 0  # target forwards of this request after the prompt
-    drafted_per_pos: tuple[int, ...] = ()  # number of times that draft position i was verified
-    accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
-    n_draft_used: tuple[int, ...] = ()  # histogram: rounds that ran with n_draft = index
-    suffix_n: int = 0  # of draft_n, tokens of suffix drafts
-    suffix_n_accepted: int = 0
-    synthetic: bool = False  # acceptance was simulated (--spec-synth-len)
-    cache_break_at: int = (
-        -1
-    )  # first prompt token at which the nearest cached text differs or ends; -1: none
+    # fmt: off
+    cache_n: Annotated[int, Doc("prompt tokens taken from the prefix cache")] = 0
+    disk_n: Annotated[int, Doc("of these, read from its tier on disk")] = 0
+    prompt_n: Annotated[int, Doc("prompt tokens processed")] = 0
+    prompt_ms: Annotated[float, Doc("milliseconds from the start in a slot to the first token")] = 0.0
+    predicted_n: Annotated[int, Doc("tokens generated, an end-of-generation token included")] = 0
+    predicted_ms: Annotated[float, Doc("milliseconds from the first token to the last")] = 0.0
+    draft_n: Annotated[int, Doc("drafted tokens that were verified")] = 0
+    draft_n_accepted: Annotated[int, Doc("of these, accepted")] = 0
+    n_rounds: Annotated[int, Doc("target forwards of this request after the prompt")] = 0
+    drafted_per_pos: Annotated[tuple[int, ...], Doc("number of times that draft position i was verified")] = ()
+    accepted_per_pos: Annotated[tuple[int, ...], Doc("number of times that it was accepted")] = ()
+    n_draft_used: Annotated[tuple[int, ...], Doc("rounds by the length of their draft, from 0 on")] = ()
+    suffix_n: Annotated[int, Doc("of draft_n, tokens of suffix drafts")] = 0
+    suffix_n_accepted: Annotated[int, Doc("of these, accepted")] = 0
+    synthetic: Annotated[bool, Doc("acceptance was simulated (synth_len)")] = False
+    cache_break_at: Annotated[int, Doc("first prompt token at which the client's nearest cached text differs or ends; -1: none")] = -1
+    # fmt: on
 
     @property
     def prompt_per_second(self) -> float:
+        """Prompt tokens processed per second."""
         return 1e3 * self.prompt_n / self.prompt_ms if self.prompt_ms > 0 else 0.0
 
     @property
@@ -302,28 +309,33 @@ class Delta:
     entry per token if requested.
     """
 
-    request: str
-    tokens: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-    n_draft: int = 0
-    n_accepted: int = 0
-    timings: Timings | None = None
+    # fmt: off
+    request: Annotated[str, Doc("its id, for `cancel`")]
+    tokens: Annotated[tuple[int, ...], Doc("ids that are final, in order")]
+    text: Annotated[str, Doc("new text")]
+    logprobs: Annotated[tuple[TokenLogprob, ...], Doc("one entry for each of `tokens`, if requested")] = ()
+    n_draft: Annotated[int, Doc("drafted tokens that this round verified")] = 0
+    n_accepted: Annotated[int, Doc("of these, accepted")] = 0
+    timings: Annotated[Timings | None, Doc("those so far, if the request has `timings_per_token`")] = None
+    # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """The request ended well, or was cancelled. No event follows."""
 
-    request: str
-    finish: Finish
-    n_prompt: int
-    n_predicted: int
-    timings: Timings
-    stop_string: str = ""  # the stop string that ended it
-    truncated: bool = False  # the context was full
-    slot: int = -1
-    n_in_stop: int = 0  # last tokens that are part of the stop string
+    # fmt: off
+    request: Annotated[str, Doc("its id")]
+    finish: Annotated[Finish, Doc("eos: the model ended it; stop: a stop string; length: a limit of tokens, time or context; cancelled")]
+    n_prompt: Annotated[int, Doc("tokens of the prompt")]
+    n_predicted: Annotated[int, Doc("tokens generated")]
+    timings: Annotated[Timings, Doc("times and counts")]
+    stop_string: Annotated[str, Doc("the stop string that ended it")] = ""
+    truncated: Annotated[bool, Doc("the context was full")] = False
+    slot: Annotated[int, Doc("where it ran; -1: nowhere, it ended before")] = -1
+    n_in_stop: Annotated[int, Doc("last tokens that are part of the stop string")] = 0
+    seed: Annotated[int, Doc("of its random draws, given or drawn; -1: unknown")] = -1
+    # fmt: on
 
     @property
     def text(self) -> str:
@@ -368,80 +380,85 @@ Event = Started | Progress | PromptLogprobs | Delta | Done | Failed
 class SlotInfo:
     """One row of `/slots`."""
 
-    slot: int
-    n_ctx: int
-    is_processing: bool
-    request: str = ""
-    state: Literal["idle", "prefill", "decode"] = "idle"
-    n_prompt: int = 0
-    n_prompt_processed: int = 0
-    n_cached: int = 0
-    n_decoded: int = 0
-    n_remain: int = -1
-    n_past: int = 0
-    n_draft: int = 0  # the controller's choice for the last round
-    draft_reason: str = ""  # the reason for it
-    draft_window: int = 0  # tokens of the text that drafts see; 0: all
-    draft_window_reason: str = ""  # the reason for it, with the last alarm of falling acceptance
-    acceptance: float = 0.0  # moving average of accepted / drafted
-    draft_n: int = 0
-    draft_n_accepted: int = 0
-    drafted_per_pos: tuple[int, ...] = ()  # of this request: times that draft position i was verified
-    accepted_per_pos: tuple[int, ...] = ()  # number of times that it was accepted
-    params: SamplingParams | None = None
-    speculative: bool = False
+    # fmt: off
+    slot: Annotated[int, Doc("its number, from 0 on")]
+    n_ctx: Annotated[int, Doc("tokens that it holds")]
+    is_processing: Annotated[bool, Doc("a request runs in it")]
+    request: Annotated[str, Doc("id of that request, or of the last one")] = ""
+    state: Annotated[Literal["idle", "prefill", "decode"], Doc("prefill: it reads its prompt; decode: it generates")] = "idle"
+    n_prompt: Annotated[int, Doc("tokens of the prompt")] = 0
+    n_prompt_processed: Annotated[int, Doc("of these, read or taken from the cache so far")] = 0
+    n_cached: Annotated[int, Doc("of these, taken from the cache")] = 0
+    n_decoded: Annotated[int, Doc("tokens generated so far")] = 0
+    n_remain: Annotated[int, Doc("tokens that it may still generate; -1: until the context is full")] = -1
+    n_past: Annotated[int, Doc("tokens whose keys and values it holds")] = 0
+    n_draft: Annotated[int, Doc("tokens of the last round's draft, the controller's choice")] = 0
+    draft_reason: Annotated[str, Doc("the reason for that choice")] = ""
+    draft_window: Annotated[int, Doc("tokens of the text that drafts see; 0: all")] = 0
+    draft_window_reason: Annotated[str, Doc("the reason for it, with the last alarm of falling acceptance")] = ""
+    acceptance: Annotated[float, Doc("moving average of accepted / drafted tokens")] = 0.0
+    draft_n: Annotated[int, Doc("drafted tokens of this request that were verified")] = 0
+    draft_n_accepted: Annotated[int, Doc("of these, accepted")] = 0
+    drafted_per_pos: Annotated[tuple[int, ...], Doc("of this request: times that draft position i was verified")] = ()
+    accepted_per_pos: Annotated[tuple[int, ...], Doc("number of times that it was accepted")] = ()
+    params: Annotated[SamplingParams | None, Doc("the request's")] = None
+    speculative: Annotated[bool, Doc("the request may have drafts")] = False
+    cache_salt: Annotated[str, Doc("the request's share of the prefix cache; \"\": the common one")] = ""
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
     """Counters since start and gauges now, read by `/metrics` and `pyspec bench`."""
 
-    prompt_tokens: int = 0
-    prompt_tokens_cached: int = 0
-    prompt_tokens_disk: int = 0  # of these, read from the prefix cache's tier on disk
-    prompt_seconds: float = 0.0
-    predicted_tokens: int = 0
-    predicted_seconds: float = 0.0
-    requests_processing: int = 0
-    requests_queued: int = 0
-    requests_done: int = 0
-    requests_cancelled: int = 0
-    requests_failed: int = 0
-    rounds: int = 0  # target forwards
-    busy_slot_rounds: int = 0  # sum over rounds of busy slots
-    n_tokens_max: int = 0  # largest context seen
-    drafts: int = 0  # drafts verified
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_per_pos: tuple[int, ...] = ()
-    accepted_per_pos: tuple[int, ...] = ()
-    suffix_drafts: int = 0  # of the drafts, those by suffixes
-    suffix_draft_tokens: int = 0
-    suffix_accepted_tokens: int = 0
-    suffix_bytes: int = 0  # host memory of their texts and finished answers, estimated
-    pages_used: int = 0
-    pages_total: int = 0
-    pages_cached: int = 0  # kept for later requests, in use or not
-    states: int = 0  # recurrent checkpoints kept
-    states_device_bytes: int = 0
-    states_host_bytes: int = 0
-    disk_bytes: int = 0  # of the prefix cache's tier on disk, by all engines that share it
-    disk_read_bytes: int = 0
-    disk_written_bytes: int = 0
-    draft_ms: float = 0.0  # wall time by part, summed
-    verify_ms: float = 0.0
-    sample_ms: float = 0.0
-    host_ms: float = 0.0
-    guard_trips: int = 0
-    seconds_since_step: float = 0.0  # age of the last finished round while busy; 0 when idle
-    restarts: int = 0  # times that an isolated engine was replaced
-    tokens_replayed: int = 0  # prompt and generated tokens that were processed again after a replacement
-    kv_event_batches: int = 0  # published changes of the prefix cache
-    kv_event_batches_dropped: int = 0  # of them, those that found the queue full
+    # fmt: off
+    prompt_tokens: Annotated[int, Doc("prompt tokens processed")] = 0
+    prompt_tokens_cached: Annotated[int, Doc("prompt tokens taken from the cache")] = 0
+    prompt_tokens_disk: Annotated[int, Doc("prompt tokens taken from the cache that were read from disk")] = 0
+    prompt_seconds: Annotated[float, Doc("seconds spent on prompts")] = 0.0
+    predicted_tokens: Annotated[int, Doc("tokens generated")] = 0
+    predicted_seconds: Annotated[float, Doc("seconds spent generating")] = 0.0
+    requests_processing: Annotated[int, Doc("requests in slots")] = 0
+    requests_queued: Annotated[int, Doc("requests that wait")] = 0
+    requests_done: Annotated[int, Doc("requests that ended well")] = 0
+    requests_cancelled: Annotated[int, Doc("requests cancelled")] = 0
+    requests_failed: Annotated[int, Doc("requests that failed")] = 0
+    rounds: Annotated[int, Doc("target forwards")] = 0
+    busy_slot_rounds: Annotated[int, Doc("sum over rounds of busy slots")] = 0
+    n_tokens_max: Annotated[int, Doc("largest context seen")] = 0
+    drafts: Annotated[int, Doc("drafts verified")] = 0
+    draft_tokens: Annotated[int, Doc("drafted tokens verified")] = 0
+    accepted_tokens: Annotated[int, Doc("drafted tokens accepted")] = 0
+    drafted_per_pos: Annotated[tuple[int, ...], Doc("drafted tokens verified, by position in the draft")] = ()
+    accepted_per_pos: Annotated[tuple[int, ...], Doc("drafted tokens accepted, by position in the draft")] = ()
+    suffix_drafts: Annotated[int, Doc("suffix drafts verified")] = 0
+    suffix_draft_tokens: Annotated[int, Doc("tokens of suffix drafts verified")] = 0
+    suffix_accepted_tokens: Annotated[int, Doc("tokens of suffix drafts accepted")] = 0
+    suffix_bytes: Annotated[int, Doc("bytes of texts and answers for suffix drafts")] = 0
+    pages_used: Annotated[int, Doc("cache pages in use")] = 0
+    pages_total: Annotated[int, Doc("cache pages there are")] = 0
+    pages_cached: Annotated[int, Doc("cache pages filed for later requests")] = 0
+    states: Annotated[int, Doc("recurrent checkpoints kept")] = 0
+    states_device_bytes: Annotated[int, Doc("bytes of checkpoints on the device")] = 0
+    states_host_bytes: Annotated[int, Doc("bytes of checkpoints in host memory")] = 0
+    disk_bytes: Annotated[int, Doc("bytes of the prefix cache on disk, of all engines that share it")] = 0
+    disk_read_bytes: Annotated[int, Doc("bytes of the prefix cache read from disk")] = 0
+    disk_written_bytes: Annotated[int, Doc("bytes of the prefix cache written to disk")] = 0
+    draft_ms: Annotated[float, Doc("milliseconds spent drafting")] = 0.0
+    verify_ms: Annotated[float, Doc("milliseconds spent verifying")] = 0.0
+    sample_ms: Annotated[float, Doc("milliseconds spent sampling")] = 0.0
+    host_ms: Annotated[float, Doc("milliseconds spent between launches")] = 0.0
+    guard_trips: Annotated[int, Doc("indices a kernel refused")] = 0
+    seconds_since_step: Annotated[float, Doc("age of the last round while busy")] = 0.0
+    restarts: Annotated[int, Doc("times the engine's process was replaced")] = 0
+    tokens_replayed: Annotated[int, Doc("tokens that went through the model again after that")] = 0
+    kv_event_batches: Annotated[int, Doc("batches of KV events")] = 0
+    kv_event_batches_dropped: Annotated[int, Doc("batches of KV events that found the queue full")] = 0
+    # fmt: on
 
     @property
     def prompt_tokens_seen(self) -> int:
-        """Processed or cached."""
+        """Prompt tokens processed or cached."""
         return self.prompt_tokens + self.prompt_tokens_cached
 
 
@@ -449,49 +466,54 @@ class Metrics:
 class ReplicaInfo:
     """One of several engines of a model (`--replicas`)."""
 
-    replica: int  # 0 is the first
-    state: str  # as Engine.state
-    device: str
-    metrics: Metrics | None = None  # if they were asked for
-    requests: int = 0  # that it was given
-    prompt_tokens_known: int = 0  # of them, read before, as far as their sender knows
-    requests_moved: int = 0  # that continued elsewhere when its engine ended
+    # fmt: off
+    replica: Annotated[int, Doc("its number, from 0 on")]
+    state: Annotated[str, Doc("as Engine.state")]
+    device: Annotated[str, Doc("where it runs")]
+    metrics: Annotated[Metrics | None, Doc("its counters, if they were asked for")] = None
+    requests: Annotated[int, Doc("requests that the replica was given")] = 0
+    prompt_tokens_known: Annotated[int, Doc("prompt tokens of those that it had read before, as their sender knows")] = 0
+    requests_moved: Annotated[int, Doc("requests that continued elsewhere when its engine ended")] = 0
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
     """The loaded model, for `/props`, `/v1/models` and the banner. Fixed after load."""
 
-    model_name: str
-    model_path: str
-    arch: str
-    n_vocab: int
-    n_ctx: int  # context size per request
-    n_ctx_train: int
-    n_slot: int
-    n_embd: int
-    n_params: int
-    n_bytes: int
-    file_type: str  # llama-server's name of it: "Q8_0", "Q4_K - Medium"; "" if the file has none
-    device: str
-    drafter: str  # "none", "dflash", "mtp", "ngram", "suffix"
-    draft_path: str = ""
-    n_draft_max: int = 0
-    draft_note: str = ""  # one line: the planner's decision and its reason
-    synthetic_len: float = 0.0
-    chat_template: str = ""
-    bos_token: str = ""
-    eos_token: str = ""
-    eog_ids: tuple[int, ...] = ()
-    n_queue: int = 0  # requests that may wait for a slot; 0: unknown
-    n_overhang: int = 0  # KV rows a request needs beyond its tokens
-    page_size: int = 0  # tokens of a page of the cache
-    n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can use
-    memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose
-    cpu_activations: str = ""  # "q16" or "q8"; "" on GPUs
-    draft_sampling: str = "argmax"  # drafts of sampled requests: argmax, coupled or probabilistic
-    sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of requests: the file's
-    rope: str = ""  # how flags stretch rope, and longrope's divisors in use; "" as the file says
+    # fmt: off
+    model_name: Annotated[str, Doc("the file's name, without blanks")]
+    model_path: Annotated[str, Doc("the file")]
+    arch: Annotated[str, Doc("its architecture, as GGUF names it")]
+    n_vocab: Annotated[int, Doc("rows of the embedding: ids are below")]
+    n_ctx: Annotated[int, Doc("tokens of a slot, prompt and answer")]
+    n_ctx_train: Annotated[int, Doc("tokens that the model was trained for, or that flags of rope stretch it to")]
+    n_slot: Annotated[int, Doc("requests that run at once")]
+    n_embd: Annotated[int, Doc("width of the residual stream")]
+    n_params: Annotated[int, Doc("weights in all tensors")]
+    n_bytes: Annotated[int, Doc("bytes of all tensors")]
+    file_type: Annotated[str, Doc("llama-server's name of it: \"Q8_0\", \"Q4_K - Medium\"; \"\" if the file has none")]
+    device: Annotated[str, Doc("where it runs")]
+    drafter: Annotated[str, Doc("\"none\", \"dflash\", \"mtp\", \"ngram\", \"suffix\" ...")]
+    draft_path: Annotated[str, Doc("the drafter's file, if it has one")] = ""
+    n_draft_max: Annotated[int, Doc("tokens of the longest draft")] = 0
+    draft_note: Annotated[str, Doc("one line: what drafts, and what to expect of it")] = ""
+    synthetic_len: Annotated[float, Doc("above 0: acceptance is simulated, with this mean of tokens a round")] = 0.0
+    chat_template: Annotated[str, Doc("its text")] = ""
+    bos_token: Annotated[str, Doc("text of the begin-of-text token")] = ""
+    eos_token: Annotated[str, Doc("text of the end-of-generation token that the file names")] = ""
+    eog_ids: Annotated[tuple[int, ...], Doc("all ids that end a generation")] = ()
+    n_queue: Annotated[int, Doc("requests that may wait for a slot; 0: unknown")] = 0
+    n_overhang: Annotated[int, Doc("rows of keys and values that a request needs beyond its tokens, for drafts")] = 0
+    page_size: Annotated[int, Doc("tokens of a page of the cache")] = 0
+    n_row: Annotated[int, Doc("rows of keys and values of all slots together; 0: as many as the slots can use")] = 0
+    memory: Annotated[tuple[tuple[str, int], ...], Doc("the memory plan: bytes by purpose")] = ()
+    cpu_activations: Annotated[str, Doc("\"q16\" or \"q8\"; \"\" on GPUs")] = ""
+    has_suffixes: Annotated[bool, Doc("suffix drafts, alone or beside the drafter")] = False
+    draft_sampling: Annotated[str, Doc("drafts of sampled requests: argmax, coupled or probabilistic")] = "argmax"
+    sampling: Annotated[SamplingParams, Doc("defaults of requests: those that the file recommends")] = field(default_factory=SamplingParams)
+    rope: Annotated[str, Doc("how flags stretch rope, and longrope's divisors in use; \"\" as the file says")] = ""
+    # fmt: on
 
     @property
     def room(self) -> int:

@@ -6,26 +6,29 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pyspec.errors import PyspecError, RequestError
-from pyspec.ranges import INT32, OneOf, Text, Whole, check
+from pyspec.ranges import INT32, Doc, OneOf, Text, Whole, check
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAction:
-    """An action on a slot's contents, run once the slot is idle. `path`: the file, for all but "erase"."""
+    """An action on a slot's contents, run once the slot is idle. `path`: the file, for all but "erase". client, cache_salt: as of a request;
+    texts of other salts are not touched."""
 
     kind: Annotated[Literal["save", "restore", "erase"], OneOf(("save", "restore", "erase"))]
     slot: Annotated[int, Whole(0, INT32)]
     path: Annotated[str, Text(r"[^\0]*", "the name of a file")] = ""
+    client: Annotated[str, Text()] = ""
+    cache_salt: Annotated[str, Text()] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """The result of a SlotAction: number of tokens saved, restored or erased, and the time."""
+    """The result of a SlotAction."""
 
-    slot: int
-    n_tokens: int
-    n_bytes: int = 0  # of the file
-    ms: float = 0.0
+    slot: Annotated[int, Doc("its number")]
+    n_tokens: Annotated[int, Doc("tokens saved, restored or erased")]
+    n_bytes: Annotated[int, Doc("bytes of the file")] = 0
+    ms: Annotated[float, Doc("milliseconds that it took")] = 0.0
 
 
 SlotAnswer = SlotReport | PyspecError

@@ -18,7 +18,7 @@ WAIT_MS = 20_000
 
 
 def hash_of(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """As docs/serving.md describes it."""
+    """As docs/routers.md describes it."""
     return hashlib.sha256(parent + b"".join(t.to_bytes(4, "little") for t in tokens)).digest()
 
 

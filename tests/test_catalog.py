@@ -19,6 +19,8 @@ from pyspec.registry import ARCHITECTURES, DRAFTERS
 from pyspec.synth import dims
 from pyspec.synth.dims import NONE_NEEDED
 
+OTHERS = ("llama3.2:3b", "deepseek-r1:8b", "gemma3:4b", "mistral:7b", "phi4:14b", "mixtral:8x7b")
+"""Models that are not in the catalogue, though names like theirs are."""
 MINIMAL = 'schema = 1\n[model.x]\ntitle = "X"\narch = "llama"\n'
 
 
@@ -78,6 +80,13 @@ def test_the_paired_drafters_kind_is_the_entrys():
     assert paired_kind("demo") == paired_kind("DEMO") == "dflash" and paired_kind("no-such") == ""
 
 
+def test_every_entry_has_a_size_and_a_memory_in_every_listed_quantisation():
+    needs = [need for entry in catalogue().values() for need in entry.needs()]
+    assert [need.name for need in needs if not (need.bytes and need.memory)] == []
+    sizes = {need.name: need.bytes for need in needs}
+    assert round(sizes["gpt-oss-20b"] / 1e9, 1) == 12.1 and round(sizes["gpt-oss-120b"] / 1e9, 1) == 63.4
+
+
 def test_an_entry_without_a_download_or_of_an_architecture_that_is_not_known_is_refused_with_the_reason():
     for entry in catalogue().values():
         assert entry.runs == (entry.arch in RUNS)
@@ -112,7 +121,12 @@ def test_a_folder_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("dmeo", "did you mean 'demo'"),
         ("qwen3.6-27", "did you mean 'qwen3.6-27b'"),
+        ("qwne3.5-4b", "did you mean 'qwen3.5-4b'"),
+        ("qwen3:4b", "did you mean 'qwen3-4b'"),
+        ("gemma3:27b", "did you mean 'gemma-3-27b'"),
+        ("gptoss:20b", "did you mean 'gpt-oss-20b'"),
         ("zzzzzz", "pyspec models"),
+        *((name, "in the catalogue .*; `-hf USER/REPO` takes any GGUF repository") for name in OTHERS),
         ("user/repo", "-hf user/repo"),
         ("./gone.gguf", "no file ./gone.gguf"),
     ],

@@ -165,5 +165,5 @@ def test_metrics_that_llmds_picker_reads_are_there() -> None:
     assert all(families[name].type == "gauge" for name in PICKED)
     (pages,) = families["vllm:cache_config_info"].samples
     assert set(pages.labels) == {"block_size", "num_gpu_blocks"} and pages.value == 1.0
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "routers.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in page for name in PICKED)

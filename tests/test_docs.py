@@ -45,7 +45,7 @@ def _anchors(page: Path) -> set[str]:
     return {_anchor(head) for head in re.findall(r"^#+ (.+)$", _text(page), re.MULTILINE)}
 
 
-def test_the_tables_and_the_plot_are_made_of_the_figures():
+def test_the_tables_are_made_of_the_figures():
     for path, text in benchmarks.made().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python tools/benchmarks.py"
 

@@ -15,7 +15,7 @@ from rewrite import rewrite
 
 from pyspec import hub, synth
 from pyspec.cli import main
-from pyspec.cli.beside import choose_sidecar
+from pyspec.engine.named import choose_sidecar
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.gguf import open_gguf
 
@@ -257,7 +257,7 @@ def test_fit_fetches_no_more_than_heads(there: FakeHub, tmp_path: Path, monkeypa
 
     about, here = fit("-hf", REPO), fit(target, "-md", draft)
     assert about["plan"] == here["plan"] and about["contexts"] == here["contexts"]
-    assert about["flags"] == ["-hf", REPO, "-np", "8", "-c", "1024"] and about["drafter"] == "dflash"
+    assert about["flags"] == ["-hf", REPO, "-np", "4", "-c", "1024"] and about["drafter"] == "dflash"
     assert {a[2] for a in there.asked if a[0] == "GET"} == {f"bytes=0-{head - 1}"}
     hub.from_hub(REPO)
     there.asked = []

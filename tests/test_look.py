@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -20,7 +21,7 @@ from pyspec import hub, synth
 from pyspec.catalog import catalogue, find
 from pyspec.cli import main
 from pyspec.engine.plan.look import smaller_model
-from pyspec.errors import ConfigError, DownloadError
+from pyspec.errors import ConfigError, DoesNotFit, DownloadError
 from pyspec.hub import network
 from pyspec.progress import listening
 
@@ -435,11 +436,12 @@ def test_a_server_looks_in_a_process_of_its_own(
 def test_a_look_that_dies_is_no_refusal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
+    from pyspec.engine.named import Named
     from pyspec.engine.plan import look_apart
 
     monkeypatch.setattr(look_apart, "COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
     assert (
-        look_apart.looked(abs, look_apart.Named(repo=REPO), apart=True) == look_apart.HeadsRead()
+        look_apart.looked(abs, Named(repo=REPO), apart=True) == look_apart.HeadsRead()
         and "ended with status 9" in caplog.text
     )  # type: ignore[arg-type]
 
@@ -460,10 +462,37 @@ def test_a_program_is_refused_before_the_download_too(
         name="mine", title="", arch="qwen35", target=catalog.Source(repo=REPO, quant="Q8_0")
     )
     monkeypatch.setattr(catalog, "catalogue", lambda: {"mine": entry})
-    for name in ("mine", "MINE:q8_0"):
+    for named in ({"target": "mine"}, {"target": "MINE:q8_0"}, {"hf": REPO}, {"hf": f"{REPO}:q8_0"}):
         with pytest.raises(UnknownArchitecture, match="'gemma9'"):
-            Engine.load(name)
+            Engine.load(**named)
+    with pytest.raises(ConfigError, match=r"has no Q2_K file; it has m-Q8_0\.gguf"):
+        Engine.load(hf=f"{REPO}:Q2_K")
     assert "" not in gets(there)
+
+
+def test_a_program_loads_a_file_of_a_repository_with_the_drafter_beside_it(
+    there: FakeHub, tmp_path: Path, room: Callable[[int], None]
+):
+    from pyspec.engine.api import Engine
+
+    wide(there, tmp_path, F32="f32", Q8_0="q8_0", Q4_0="q4_0")
+    room(45)
+    small: dict[str, Any] = {"np": 1, "ctx": 256, "ubatch": 16, "warm_up": False, "device": "cpu"}
+    with Engine.load(hf=f"{REPO}:Q4_0", **small) as engine:
+        assert (
+            engine.info.model_path.endswith("m-Q4_0.gguf") and engine.generate("Hi", max_tokens=2).tokens
+        )
+    with pytest.raises(
+        DoesNotFit,
+        match=rf"This fits, from the same repository: hf='{REPO}:Q8_0'.*Nothing was downloaded; `pyspec pull --hf-repo {REPO}:F32`",
+    ):
+        Engine.load(hf=f"{REPO}:F32", **small)
+    assert not [path for path in (tmp_path / "hub").rglob("*F32*") if path.is_file()]
+    target = synth.write("qwen35", tmp_path / "t.gguf", tiny=True, mtp=False)
+    block = synth.write("qwen35", tmp_path / "b.gguf", tiny=True, sidecar=True)
+    there.files = {"m-Q8_0.gguf": target.read_bytes(), "mtp-m-Q8_0.gguf": block.read_bytes()}
+    with Engine.load(hf=REPO, **small) as engine:
+        assert engine.info.drafter == "mtp" and engine.info.draft_path.endswith("mtp-m-Q8_0.gguf")
 
 
 @pytest.mark.slow

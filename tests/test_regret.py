@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,3 +57,29 @@ def test_who_reads_every_token_loses_little_and_learns_what_a_text_is_like() -> 
         for pick in (oracle(card), Seer(card, "mixed"))
     )
     assert 0.97 * best < own < 1.01 * best
+
+
+def test_a_second_start_loses_less_where_the_warm_up_was_wrong() -> None:
+    """Hardly any draft is right, and drafts take three times what a warm-up of short texts says: a first start drafts until it knows."""
+    card = CARDS["27b-mtp"]
+    slow = replace(card, draft={rows: 3 * ms for rows, ms in card.draft.items()})
+
+    def start(seed: int, n: int, before: Served | None) -> Served:
+        s = Served(card, "low", steady(8), 64, seed)
+        s.card = slow
+        c = s.controller
+        if before is not None:
+            b = before.controller
+            c.texts.recall({name: np.array(values) for name, values in b.texts.known().items()})
+            c.verify_ms.recall(b.verify_ms.known())
+            c.draft_ms.recall(b.draft_ms.known())
+        s.run(n)
+        return s
+
+    of_plain, n_draft = [], []
+    for before in (None, start(1, 500, None)):
+        found = [start(seed, 60, before) for seed in (2, 3)]
+        base = [Served(slow, "low", steady(8), 64, seed, plain).run(60) for seed in (2, 3)]
+        of_plain.append(np.mean([s.tokens / s.ms / p for s, p in zip(found, base, strict=True)]))
+        n_draft.append(sum(sum(map(sum, s.picks)) for s in found))
+    assert 1 - of_plain[1] < 0.7 * (1 - of_plain[0]) and n_draft[1] < 0.9 * n_draft[0]

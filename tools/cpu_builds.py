@@ -1,7 +1,7 @@
 """Compare builds of the CPU's kernels for several instruction sets, which have the same bits, by time.
 
-    python tools/cpu_builds.py products --builds amx avx512 --types Q8_0 Q4_K Q6_K --rows 1 4 8 512 --threads 1 8
-    ... --define PYSPEC_TILES_FROM=1                             a constant of the sources, in the first build
+    python tools/cpu_builds.py products --builds avx512 avxvnni --types Q8_0 Q4_K Q6_K --rows 1 4 8 512 --threads 1 8
+    ... --define NAME=1                                            a constant of the sources, in the first build
     python tools/cpu_builds.py run avx512 bench MODEL.gguf ...   a command of pyspec with this build and none that is better
 
 `products` times matrices that together pass the caches (`--mib`), the builds in turns, and prints the best of them: microseconds of one
@@ -34,11 +34,10 @@ PRODUCT = struct.Struct("<15qd")  # linear.h's ProductArgs
 def force(isa: str) -> None:
     """This process takes that build. Call it before its kernels are loaded."""
     better = list(build.sets())[: list(build.sets()).index(isa)]
-    known = dict(build.refusals())
-    build.refusals = lambda: known | dict.fromkeys(better, f"{isa} is forced")  # type: ignore[assignment]
-    build.isas.cache_clear()
-    if build.isas()[0] != isa:
-        raise SystemExit(f"this process cannot run {isa}: {known.get(isa, 'the CPU does not have it')}")
+    left = tuple(name for name in build.isas() if name not in better)
+    if isa not in left:
+        raise SystemExit(f"this process cannot run {isa}: the CPU does not have it")
+    build.isas = lambda: left  # type: ignore[assignment]
 
 
 def call_of(

@@ -7,16 +7,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from pyspec import errors
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, ToolCall
-from pyspec.engine.option_texts import help_text, options
+from pyspec.engine.option_texts import help_text, options, type_text
 from pyspec.engine.options import LoadOptions
 from pyspec.engine.result import Result
-from pyspec.ranges import rules_of
+from pyspec.ranges import docs_of, rules_of
 from pyspec.request import Delta, Done, EngineInfo, Metrics, ReplicaInfo, SlotInfo, Timings, TokenLogprob
 from pyspec.slot_action import SlotReport
 
@@ -114,17 +114,40 @@ def _options() -> Iterator[str]:
 
 
 def _settings() -> str:
-    """All that `load` takes beside target and draft."""
-    flags = {rule.name: rule.title for rule in rules_of(EngineSettings)}
+    """All that `load` takes beside the model and the draft."""
     known = {f.name: f for f in fields(EngineSettings)}
+    rules, texts = {rule.name: rule for rule in rules_of(EngineSettings)}, docs_of(EngineSettings)
     rows = [
-        f"| `{name}` | `{_cell(str(known[name].type))}` | `{_default(known[name])}` | `{flags.get(name, '')}` |"
+        f"| `{name}` | {_cell(_words(rules[name].wanted))} | `{_default(known[name])}` | {_flag(rules[name].title)} | {_cell(texts[name])} |"
         for name in ("np", "ctx", *LoadOptions.__annotations__)
     ]
-    head = "Each is also a flag of `pyspec server`, whose help describes it.\n"
+    head = "`load` takes each by its name, or by the long name of its flag (`spec_fixed=True`).\n"
     return "\n".join(
-        [head, "| setting | type | default | flag |", "| --- | --- | --- | --- |", *rows, ""]
+        [
+            head,
+            "| setting | value | default | flag | meaning |",
+            "| --- | --- | --- | --- | --- |",
+            *rows,
+            "",
+        ]
     )
+
+
+def _words(wanted: str) -> str:
+    """Legal values as the page has them: "a whole number from 1 to 256" is "whole number, 1 to 256"."""
+    plain = {
+        "one of True, False": "True or False",
+        "a Path or str or None": "path or None",
+        "one of '', ": 'one of "", ',
+    }
+    for long, short in plain.items():
+        wanted = wanted.replace(long, short)
+    wanted = re.sub(r"^a (whole number|number) from ", r"\1, ", wanted)
+    return re.sub(r"\b\d{5,}\b|\d+e\+\d+", lambda found: f"{float(found[0]):,.0f}", wanted)
+
+
+def _flag(title: str) -> str:
+    return f"`{title}`" if title.startswith("-") else ""
 
 
 def _default(field: Field[Any]) -> str:
@@ -132,27 +155,18 @@ def _default(field: Field[Any]) -> str:
 
 
 def _type(kind: type) -> str:
-    rows = [f"| `{f.name}` | `{_cell(_plain(str(f.type)))}` | `{_default(f)}` |" for f in fields(kind)]
+    types, texts = get_type_hints(kind), docs_of(kind)
+    rows = [
+        f"| `{f.name}` | `{_cell(type_text(types[f.name]))}` | {_cell(texts[f.name])} |"
+        for f in fields(kind)
+    ]
     rows += [
-        f"| `{name}` | {_cell(inspect.getdoc(p) or '')} | |"
+        f"| `{name}` | `{_cell(type_text(get_type_hints(p.fget)['return']))}` | {_cell(inspect.getdoc(p) or '')} |"
         for name, p in inspect.getmembers(kind, lambda v: isinstance(v, property))
     ]
     text = _prose(inspect.getdoc(kind) or "")
-    return "\n".join(
-        [
-            f"### `{kind.__name__}`\n",
-            text,
-            "\n| field | type | default |",
-            "| --- | --- | --- |",
-            *rows,
-            "",
-        ]
-    )
-
-
-def _plain(text: str) -> str:
-    """A type without its legal range."""
-    return re.sub(r"Annotated\[((?:[^,\[\]]|\[[^\]]*\])+), .*\]", r"\1", text)
+    head = ["\n| field | type | meaning |", "| --- | --- | --- |"]
+    return "\n".join([f"### `{kind.__name__}`\n", text, *head, *rows, ""])
 
 
 def _errors() -> Iterator[str]:

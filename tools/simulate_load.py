@@ -18,7 +18,7 @@ from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.policy.left_texts import LeftTexts
 from pyspec.engine.policy.queue import Queue
 from pyspec.errors import QueueFull
-from pyspec.slots.prefix import NOT_KNOWN, Node, State
+from pyspec.slots.prefix import NOBODY, NOT_KNOWN, Node, Owner, State
 from pyspec.slots.table import Slot, SlotTable
 
 PAGE = 32
@@ -46,6 +46,7 @@ class Turn:
     answer: tuple[int, ...]
     came: int = 0
     client: str = ""
+    owner: Owner = NOBODY
     group: str = ""
     wanted_slot: int = -1
     n_left: int = LIMIT

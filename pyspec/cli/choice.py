@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from pyspec.config import EngineSettings
     from pyspec.engine.api import Engine
-    from pyspec.engine.plan.look_apart import HeadsRead, Named
+    from pyspec.engine.named import Named
+    from pyspec.engine.plan.look_apart import HeadsRead
     from pyspec.hub.heads import Seen
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class ModelChoice:
     @property
     def name(self) -> Named:
         """The name for a look."""
-        from pyspec.engine.plan.look_apart import Named
+        from pyspec.engine.named import Named
 
         return Named(self.model, self.repo, self.file)
 
@@ -189,17 +190,18 @@ class EngineChoice:
 
     def plan(self, np: int = 0) -> tuple[Path, EngineSettings]:
         """The target's file and the settings of `load`. Raises PyspecError."""
-        found = self._looked_up(np)
+        target, draft, values = self._looked_up(np)
         from pyspec.engine.arguments import pair_of
+        from pyspec.engine.named import Named
 
-        return pair_of(*found)
+        return pair_of(Named(target), draft, values)
 
     def _looked_up(self, np: int) -> tuple[str, str, dict[str, object]]:
         from pyspec.catalog import resolve
 
         target, draft = self.choice.target(), self.choice.drafter()
         if self.choice.repo and draft == "auto":
-            from pyspec.cli.beside import find_sidecar
+            from pyspec.engine.named import find_sidecar
             from pyspec.registry import split_spec_type
 
             spec_type, _ = split_spec_type(str(self.settings["spec_type"]))

@@ -27,7 +27,7 @@ def show(ctx: click.Context, as_json: bool, args: tuple[str, ...]) -> None:
     The origin is default, command line, or the name of an environment variable.
     """
     rows = settings_of(ctx, list(args))
-    for line in ctx.meta.get("pyspec.warnings", []):
+    for line in (*ctx.meta.get("pyspec.warnings", []), *ctx.meta.get("pyspec.notes", [])):
         click.echo(line, err=True)
     if as_json:
         click.echo(json.dumps(rows, indent=1, default=str))

@@ -18,6 +18,8 @@ NUMBA = "numba is not installed"
 ELSEWHERE = frozenset(
     {"runs on NVIDIA GPUs only", "runs on GPUs only", "runs on CPUs only", "for GPUs"}
 )  # reasons that say nothing about this machine
+GPU_OPS = frozenset({"linear", "linear_tall", "linear_many", "rows"})
+"""Ops that models ask for on GPUs: the products of a CPU are `linear_cpu`."""
 FAILED = ("failed its check", "outputs differ", "its check")
 """Beginnings of refusals that show a wrong kernel, not a limit."""
 
@@ -74,7 +76,7 @@ def doctor(
     if as_json:
         click.echo(json.dumps(about, indent=1))
     else:
-        _show(about)
+        _show(about, bool(ctx.meta.get("pyspec.verbose")))
     ctx.exit(0 if about["healthy"] else 1)
 
 
@@ -107,7 +109,11 @@ def diagnose(
         asks = survey.asked()
     else:
         kernel_context.use(KernelContext(tiers_of(kernels)))
-        asks = survey.standard(device)
+        asks = [
+            (op, spec)
+            for op, spec in survey.standard(device)
+            if device.type != "cpu" or op.name not in GPU_OPS or cpu_kernels.missing()
+        ]
     found = survey.findings(asks)
     ops = [asdict(f) for f in found]
     if cost:
@@ -221,7 +227,8 @@ def _lower(found: dict[str, Any] | None) -> str:
     return "-" if found is None else f"{found['impl']}: {found['times']:.3g} times its time"
 
 
-def _show(about: dict[str, Any]) -> None:
+def _show(about: dict[str, Any], with_shapes: bool) -> None:
+    """Print the report; shapes of an op with one outcome are one row unless `with_shapes`."""
     from pyspec.cli.tables import row, show, table
 
     m, triton = about["machine"], about["triton"]
@@ -245,11 +252,18 @@ def _show(about: dict[str, Any]) -> None:
     show(facts)
     has_cost = any("lower" in f for f in about["ops"])
     t = table("op", "shape", "runs as", *(["a tier lower"] if has_cost else []), "refused")
+    rows: dict[tuple[str, ...], list[str]] = {}
     for f in about["ops"]:
         here = (r for r in f["refused"] if r["reason"] not in ELSEWHERE)
         refused = "\n".join(f"{r['impl']}: {r['reason']}" for r in here) or "-"
         lower = [_lower(f["lower"])] if has_cost else []
-        row(t, f["op"], f["shape"], f["choice"], *lower, refused)
+        own = [f["shape"]] if with_shapes else []
+        rows.setdefault((f["op"], f["choice"], *lower, refused, *own), []).append(f["shape"])
+    for (op, *rest), shapes in rows.items():
+        shown = rest[: 2 + has_cost]
+        row(t, op, shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes", *shown)
     show(t)
-    click.echo("Implementations for other kinds of devices are left out; --json has them.")
+    click.echo(
+        "Implementations for other kinds of devices are left out; -v lists all shapes, --json everything."
+    )
     click.echo(about["verdict"])

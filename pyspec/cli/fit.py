@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyspec.cli.flags import FlagCommand
+from pyspec.cli.flags import FlagCommand, grouped
 from pyspec.cli.options import EngineChoice, engine_options, log_ignored
 
 if TYPE_CHECKING:
     from pyspec.engine.plan.fit import Fit, FitReport
 
+_plan = grouped("Plan")
 AUTO_SLOTS = 4
 LEAST_BYTES = 1 << 20  # a smaller number without a unit is one of GiB
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -36,13 +37,13 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int
 
 @click.command(cls=FlagCommand)
 @engine_options
-@click.option(
+@_plan(
     "--vram",
     callback=_bytes,
     metavar="SIZE",
     help="Plan for this much GPU memory: 24 or 24G is 24 GiB.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_plan("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
     """Show a model's memory, and the slots and contexts that fit.
@@ -67,7 +68,7 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder), has_head):
         path, settings = engine.plan(n_slot)
         report = plan_fit(path, settings, vram)
-        fits = report.best(max(engine.np, 0)) is not None
+        fits = report.best(n_slot) is not None
         advice = "" if fits else instead(report, engine.choice.name)
     about = summary(report, engine) | {"instead": advice}
     click.echo(json.dumps(about, indent=1)) if as_json else _show(report, about)
@@ -77,7 +78,7 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
 
 def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
     """The whole report of fit as for JSON, in bytes."""
-    d, best = report.description, report.best(max(engine.np, 0), engine.ctx)
+    d, best = report.description, report.best(report.description.settings.np, engine.ctx)
     return {
         "model": engine.choice.model or engine.choice.repo,
         "device": f"a GPU with {report.free} bytes free" if d.assumed else str(d.device),
@@ -97,7 +98,7 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
             "checkpoint": report.checkpoint,
         },
         "contexts": [{"np": f.np, "n_ctx": f.n_ctx, "total": f.plan.total} for f in report.fits],
-        "note": _fewer(report, best) if engine.np > 0 and best is not None else "",
+        "note": _fewer(report, best) if best is not None else "",
         "flags": []
         if best is None
         else _flags(engine, best.np, min(best.n_ctx, engine.ctx or best.n_ctx)),
@@ -150,7 +151,7 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     if d.settings.tp > 1:
         where = f"{'each of ' if d.is_cuda else ''}{d.settings.tp} ranks; {where}"
     click.echo(f"{about['model']} on {where}; {size(report.usable)} may be used")
-    click.echo(about["draft_note"] or "no drafter")
+    click.echo(about["draft_note"])
     t = table("what", "bytes", "per slot", right=("bytes", "per slot"))
     kv, state, draft_kv = report.kv_per_slot, report.state_per_slot, report.draft_per_slot
     each = {"kv": kv, "state": state, "draft_kv": draft_kv}

@@ -20,6 +20,8 @@ import click
 
 TABLE = Path(__file__).with_name("llama_flags.toml")
 OTHERS = "Other"  # group of options without one
+LATE = ("Default sampling", "Slots, context and cache", "Drafts", "Device", "Longer contexts", OTHERS)
+"""Groups that many commands share: help lists them behind a command's own."""
 ATTACHED = re.compile(r"-[a-zA-Z]-?[0-9][0-9.]*")  # -t4
 OFF = ("", "0", "false", "off", "no")
 EMPTY = (None, "", (), False)  # defaults that help does not show
@@ -40,6 +42,7 @@ class LlamaFlag:
     env: str = ""
     harmless: tuple[str, ...] = ()
     takes: str = ""  # values of an ignored flag, as in the table
+    loud: bool = False  # an ignored flag whose line is a warning
 
     def error(self, name: str) -> str:
         """The message for a user who gave the flag under this name."""
@@ -58,16 +61,30 @@ class LlamaFlag:
 
 
 @cache
-def llama_flags() -> dict[str, LlamaFlag]:
-    """Every spelling of llama-server with its flag."""
+def _table() -> dict[str, Any]:
     import tomllib
 
-    with TABLE.open("rb") as file:
-        found = tomllib.load(file)
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
+
+
+@cache
+def elsewhere() -> dict[str, str]:
+    """Flags of other programs, and what to use instead."""
+    return {name: said for names, said in _table()["elsewhere"].items() for name in names.split()}
+
+
+@cache
+def llama_flags() -> dict[str, LlamaFlag]:
+    """Every spelling of llama-server with its flag."""
+    found = _table()
     flags = [_flag(text, "honoured") for text in found["honoured"]["flags"]]
     for fate in ("ignored", "refused"):
         for group in found[fate]:
-            more = {"why": group["why"], "harmless": tuple(group.get("harmless", ()))}
+            more = {
+                "why": group["why"],
+                "harmless": tuple(group.get("harmless", ())),
+                "loud": "loud" in group,
+            }
             for n_value, kind in enumerate(("switches", "values", "pairs")):
                 listed = group.get(kind, ())
                 flags += [_flag(text, fate, n_value=n_value, **more) for text in listed]
@@ -165,11 +182,11 @@ class FlagCommand(click.Command):
         llama += [FORMER[name] for name in llama if name in FORMER]
         off: tuple[str, ...] = ()
         if isinstance(option, GroupedOption) and option.secondary_opts:
-            off = option.off_by = tuple(negative_of(name) for name in (*own[:1], *llama))
+            off = option.off_by = tuple(map(negative_of, (*own, *llama)))
         yield from own
-        yield from off[:1]
+        yield from off[: len(own)]
         if self.reads_llama_env:
-            yield from off[1:]
+            yield from off[len(own) :]
             yield from llama
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -195,7 +212,7 @@ class FlagCommand(click.Command):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 groups.setdefault(getattr(param, "group", OTHERS), []).append(record)
-        for title in sorted(groups, key=lambda name: name == OTHERS):
+        for title in sorted(groups, key=lambda name: LATE.index(name) if name in LATE else -1):
             with formatter.section(title):
                 formatter.write_dl(groups[title])
 
@@ -288,8 +305,8 @@ def _own_env(option: click.Option) -> list[str]:
         said: Sequence[str] = []
     else:
         said = [option.envvar] if isinstance(option.envvar, str) else option.envvar
-    longest = [name for name in option.opts if name.startswith("--")][:1] or option.opts[:1]
-    return [*(f"PYSPEC_{name.strip('-').replace('-', '_').upper()}" for name in longest), *said]
+    long = [name for name in option.opts if name.startswith("--")] or option.opts[:1]
+    return [*(f"PYSPEC_{name.strip('-').replace('-', '_').upper()}" for name in long), *said]
 
 
 class _Reader:
@@ -354,13 +371,17 @@ class _Reader:
         raise self._unknown(name)
 
     def _unknown(self, name: str) -> click.NoSuchOption:
-        near = self._near(name.replace("_", "-"))
+        dashed = name.replace("_", "-")
+        near = self._near(dashed)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        if dashed in elsewhere():
+            hint = f" {elsewhere()[dashed][0].upper()}{elsewhere()[dashed][1:]}."
         return click.NoSuchOption(name, f"No such option: {name}.{hint}", ctx=self._ctx)
 
     def _near(self, name: str) -> list[str]:
         """Options that may have been meant: similar spellings first, then those that start alike."""
         bare = {shown.strip("-"): shown for shown in reversed(self._shown)}
+        bare = {n.strip("-"): n for n, flag in llama_flags().items() if flag.fate == "ignored"} | bare
         word = name.strip("-")
         near = [other for other in bare if len(word) > 2 and other.startswith(word)]
         near += [other for other in get_close_matches(word, bare, 3, 0.7) if other not in near]
@@ -383,7 +404,7 @@ class _Reader:
         if flag.fate == "ignored":
             if fault := flag.fault(name, values):
                 raise click.UsageError(fault, self._ctx)
-            notes = self._ctx.meta.setdefault("pyspec.notes", [])
+            notes = self._ctx.meta.setdefault("pyspec.warnings" if flag.loud else "pyspec.notes", [])
             notes.append(f"{name} has no effect: {flag.why}")
         elif not values or any(value not in flag.harmless for value in values):
             raise click.UsageError(flag.error(name), self._ctx)

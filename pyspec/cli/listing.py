@@ -29,14 +29,15 @@ class Here:
 
 
 @click.command("list")
+@click.argument("folder", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
-def list_models(as_json: bool) -> None:
+def list_models(folder: Path | None, as_json: bool) -> None:
     """List the models on this machine.
 
-    Packaged models and those in the Hugging Face cache, each with its drafter.
+    Packaged models and those in the Hugging Face cache, each with its drafter; with FOLDER, the GGUF files below it.
     """
-    found = [*_packaged(), *_cached()]
+    found = [*_packaged(), *_cached()] if folder is None else list(_below(folder))
     if as_json:
         click.echo(json.dumps([asdict(one) for one in found], indent=1))
         return
@@ -64,6 +65,20 @@ def _packaged() -> Iterator[Here]:
                 draft,
                 str(entry.target.fetch()),
             )
+
+
+def _below(folder: Path) -> Iterator[Here]:
+    from pyspec.hub.names import kind_of
+
+    for path in sorted(folder.rglob("*.gguf")):
+        yield Here(
+            str(path),
+            path.name,
+            path.stat().st_size,
+            kind_of(path.name) or "target",
+            "",
+            str(path.absolute()),
+        )
 
 
 def _cached() -> Iterator[Here]:
@@ -116,7 +131,7 @@ def _pair(
 ) -> str:
     """The drafter on this machine that goes with a target: the catalogue's, else the sidecar that a load would take."""
     from pyspec.catalog import find
-    from pyspec.cli.beside import BEHIND_MTP
+    from pyspec.engine.named import BEHIND_MTP
     from pyspec.hub import sidecars
     from pyspec.registry import drafters
 
@@ -131,7 +146,7 @@ def _pair(
 
 
 def _has_own_block(path: Path) -> bool:
-    from pyspec.cli.beside import has_mtp
+    from pyspec.engine.named import has_mtp
     from pyspec.errors import ModelError
 
     try:

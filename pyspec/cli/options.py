@@ -190,10 +190,10 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
            help="Use downloaded files only."),
 ]  # fmt: skip
 
-_rope = grouped("Longer contexts (defaults: as the model's file says)")
+_rope = grouped("Longer contexts")
 ROPE_OPTIONS: list[Callable[[Any], Any]] = [
     _rope("--rope-scaling", type=click.Choice(ROPE_SCALINGS[1:]), default=None,
-          help="How positions beyond the trained context are reached."),
+          help="How positions beyond the trained context are reached. Default, here and below: as the model's file says."),
     _rope("--rope-scale", default=0.0, type=Number(0), help="Factor by which the context becomes longer."),
     _rope("--rope-freq-base", default=0.0, type=Number(0), help="Base of the frequencies."),
     _rope("--rope-freq-scale", default=0.0, type=Number(0), help="1 / --rope-scale."),
@@ -214,9 +214,9 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         "-hfd", "-hfrd", "--spec-draft-hf", "--hf-repo-draft", "spec_draft_hf", default="",
         metavar="USER/REPO[:QUANT]", help="Hugging Face repository of the drafter.",
     ),
-    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), callback=_n_slot,
+    _model("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), callback=_n_slot,
            help="Number of slots. -1: 4 in the server, else 1."),
-    _slots("-c", "--ctx-size", "ctx", default=0,
+    _model("-c", "--ctx-size", "ctx", default=0,
            help="Context size per request. 0: as much as fits, up to the model's length."),
     *ROPE_OPTIONS,
     _slots("--kv-unified-per-slot", default=0, type=click.IntRange(0, MAX_CTX),
@@ -246,7 +246,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("--ttft", default=0.0, type=Number(0, 1e7),
            help="Target in milliseconds to the first token: goes before --tpot once half of it is over. 0: none."),
     _slots("--prompt-weight", default=1.0, type=Number(0, 1000),
-           help="Time of a long prompt while slots decode, relative to one slot's. 0: no limit."),
+           help="Share of the time that a long prompt gets beside decoding slots: 1 is as much as one of them. 0: no limit."),
     _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None,
            help="Type of keys [that of values, else f16]."),
     _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None,
@@ -269,7 +269,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _device("--cpu-activations", type=click.Choice(CPU_ACTIVATIONS), default="q16",
             help="On CPUs: bits of the rows that packed matrices multiply. q8 is faster and less exact."),
     _device("--warmup/--no-warmup", "warm_up", default=True,
-            help="On GPUs, warm up with a few rounds before the first request."),
+            help="On GPUs, run a few rounds before the first request, or leave that to the first requests."),
     _device("--plain-loop", is_flag=True,
             help="Run rounds one by one, without CUDA graphs: to check a text that looks wrong."),
     _device("--exact", is_flag=True,
@@ -277,7 +277,8 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _device("--kernels", default="auto", metavar="TIER",
             help="Kernels to use: cuda, triton, reference, or op=tier,... for single ops."),
     _draft("--spec-type", default="auto", callback=_spec_type, metavar="TYPE",
-           help=f"One of {', '.join(SPEC_TYPES)}, {SUFFIX}, or one with ,{SUFFIX} behind it."),
+           help=f"Drafter: auto, none, {', '.join(sorted(DRAFTERS))} or {SUFFIX}; TYPE,{SUFFIX} for both. llama-server's names "
+           "(draft-mtp, ngram-simple ...) mean the same."),
     _draft("--spec-draft-n-max", "n_draft_max", default=0,
            help="Maximum draft tokens per round. 0: the drafter's default."),
     _draft("--spec-draft-p-min", "--draft-p-min", "draft_p_min", default=0.0,

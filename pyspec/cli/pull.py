@@ -125,7 +125,7 @@ def _fetch_checked(source: Source) -> Path:
 
 
 def _of_repository(choice: ModelChoice, wanted: str) -> list[tuple[str, list[Path]]]:
-    from pyspec.cli.beside import choose_sidecar
+    from pyspec.engine.named import choose_sidecar
     from pyspec.hub import Repository, sidecars, split_name
 
     name, quant = split_name(choice.repo)

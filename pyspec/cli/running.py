@@ -25,7 +25,7 @@ class Running:
 
 def folder() -> Path:
     """The folder of these files, readable by this user only."""
-    return cache_root() / "running"
+    return cache_root(tells=False) / "running"
 
 
 def enter(url: str, model: str) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from pyspec.cli.flags import grouped
+from pyspec.engine.option_texts import TEXTS
 from pyspec.errors import ConfigError
 from pyspec.ranges import INT32, rules_of
 from pyspec.request import DEFAULT_SAMPLERS, SamplingGiven, SamplingParams
@@ -60,72 +61,51 @@ def _biases(
 
 
 def _sampling(*names: str, **more: Any) -> Callable[[F], F]:
-    """An option with the default of SamplingParams."""
+    """An option with the type, default and text of SamplingParams; its value is None unless it is given."""
     name = next((n for n in names if n[0] != "-"), names[0].strip("-").replace("-", "_"))
     default = getattr(SamplingParams(), name, None)
-    if isinstance(default, int | float) and not isinstance(default, bool):
-        more |= {"said": f"{default:g}", "show_default": False}
+    if isinstance(default, int | float) and not isinstance(default, bool) and "default" not in more:
+        more |= {"default": None, "type": type(default), "said": f"{default:g}", "show_default": False}
+    if name in TEXTS and "help" not in more:
+        more["help"] = f"{TEXTS[name][0].upper()}{TEXTS[name][1:]}."
     return grouped("Default sampling")(*names, **more)
 
 
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
-    _sampling("--temp", "--temperature", "temperature", default=None, type=float,
-              help="Temperature; 0 and below is greedy."),
-    _sampling("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
-    _sampling("--top-p", default=None, type=float,
-              help="Keep the best tokens up to this sum; 1 keeps all."),
-    _sampling("--min-p", default=None, type=float,
-              help="Drop tokens below this share of the best probability; 0 keeps all."),
-    _sampling("--typical", "--typical-p", "typical_p", default=None, type=float,
-              help="Locally typical sampling; 1 keeps all."),
-    _sampling("--top-n-sigma", "--top-nsigma", "top_n_sigma", default=None, type=float,
-              help="Keep logits within this many standard deviations of the best; -1 keeps all."),
-    _sampling("--xtc-probability", default=None, type=float,
-              help="XTC: probability of dropping the top tokens; 0 is off."),
-    _sampling("--xtc-threshold", default=None, type=float,
-              help="XTC: drop tokens above this probability, except the last."),
-    _sampling("--repeat-last-n", default=None, type=int,
-              help="Last tokens that penalties count; -1: all."),
-    _sampling("--repeat-penalty", default=None, type=float, help="Divisor of repeated tokens; 1 is off."),
-    _sampling("--presence-penalty", default=None, type=float, help="Penalty once per used token; 0 is off."),
-    _sampling("--frequency-penalty", default=None, type=float, help="Penalty for each use; 0 is off."),
-    _sampling("--dry-multiplier", default=None, type=float, help="DRY: strength; 0 is off."),
-    _sampling("--dry-base", default=None, type=float,
-              help="DRY: growth of the penalty per repeated token."),
-    _sampling("--dry-allowed-length", default=None, type=int,
-              help="DRY: longest repetition without a penalty."),
-    _sampling("--dry-penalty-last-n", default=None, type=int,
-              help="DRY: last tokens to search; -1: all."),
-    _sampling(
-        "--dry-sequence-breaker",
-        "dry_sequence_breakers",
-        multiple=True,
-        callback=_breakers,
-        help="DRY: text that ends a repetition (instead of the defaults); may be repeated; or none.",
-    ),
-    _sampling("--dynatemp-range", default=None, type=float,
-              help="Range of the dynamic temperature; 0 is off."),
-    _sampling("--dynatemp-exp", "dynatemp_exponent", default=None, type=float,
-              help="Exponent of the dynamic temperature."),
-    _sampling("--mirostat", default=None, type=int, help="Mirostat version 1 or 2; 0 is off."),
-    _sampling("--mirostat-lr", "mirostat_eta", default=None, type=float,
-              help="Mirostat: learning rate."),
-    _sampling("--mirostat-ent", "mirostat_tau", default=None, type=float,
-              help="Mirostat: target entropy."),
-    _sampling("--adaptive-target", default=None, type=float,
-              help="Adaptive-p: target probability; below 0: off."),
-    _sampling("--adaptive-decay", default=None, type=float,
-              help="Adaptive-p: decay of its average."),
-    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...",
-              help="Samplers in order, by name."),
+    _sampling("-n", "--predict", "--n-predict", "n_predict", default=-1, type=click.IntRange(-1, INT32),
+              help="Most tokens to generate; -1: until the context is full."),
+    _sampling("--temp", "--temperature", "temperature"),
+    _sampling("--top-k"),
+    _sampling("--top-p"),
+    _sampling("--min-p"),
+    _sampling("--typical", "--typical-p", "typical_p"),
+    _sampling("--top-n-sigma", "--top-nsigma", "top_n_sigma"),
+    _sampling("--xtc-probability"),
+    _sampling("--xtc-threshold"),
+    _sampling("--repeat-last-n"),
+    _sampling("--repeat-penalty"),
+    _sampling("--presence-penalty"),
+    _sampling("--frequency-penalty"),
+    _sampling("--dry-multiplier"),
+    _sampling("--dry-base"),
+    _sampling("--dry-allowed-length"),
+    _sampling("--dry-penalty-last-n"),
+    _sampling("--dry-sequence-breaker", "dry_sequence_breakers", multiple=True, callback=_breakers,
+              help="DRY: text that ends a repetition (instead of the defaults); may be repeated; or none."),
+    _sampling("--dynatemp-range"),
+    _sampling("--dynatemp-exp", "dynatemp_exponent"),
+    _sampling("--mirostat"),
+    _sampling("--mirostat-lr", "mirostat_eta"),
+    _sampling("--mirostat-ent", "mirostat_tau"),
+    _sampling("--adaptive-target"),
+    _sampling("--adaptive-decay"),
+    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...", help="Samplers in order, by name."),
     _sampling("--sampler-seq", "--sampling-seq", "sampler_letters", default=None, callback=_letters,
               help="Samplers in order, by letter."),
     _sampling("-l", "--logit-bias", multiple=True, callback=_biases, metavar="ID+BIAS",
               help="Bias of a token, such as 15043+1; 2-inf bans it."),
-    _sampling("-s", "--seed", "seed", default=-1, help="Random seed; -1 draws a new one."),
-    _sampling("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
-    _sampling("-n", "--predict", "--n-predict", "n_predict", default=-1, type=click.IntRange(-1, INT32),
-              help="Maximum tokens to generate; -1: no limit."),
+    _sampling("-s", "--seed", "seed", default=-1),
+    _sampling("--ignore-eos", is_flag=True),
 ]  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class ServerFlags:
     api_prefix: str
     api_key: tuple[str, ...]
     api_key_file: str
+    cache_share: bool
     insecure: bool
     ssl_key_file: str
     ssl_cert_file: str
@@ -106,6 +107,7 @@ class ServerFlags:
             reuse_port=self.reuse_port,
             api_prefix=self.api_prefix,
             api_keys=(*self.api_key, *(keys_of(self.api_key_file) if self.api_key_file else ())),
+            cache_share=self.cache_share,
             insecure=self.insecure,
             ssl_key_file=self.ssl_key_file,
             ssl_cert_file=self.ssl_cert_file,
@@ -158,6 +160,8 @@ SERVER_OPTIONS = [
     ),
     _listen("--api-key-file", default="", metavar="FILE",
             help="File of API keys, one per line; lines that begin with # are comments."),
+    _listen("--cache-share", is_flag=True,
+            help="Let clients with different API keys share cached texts: one can find out another's."),
     _listen("--insecure", is_flag=True, help="Allow listening beyond this machine without a key."),
     _listen("--ssl-key-file", default="", metavar="FILE", help="TLS: the private key, PEM."),
     _listen("--ssl-cert-file", default="", metavar="FILE", help="TLS: the certificate, PEM."),

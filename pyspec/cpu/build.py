@@ -8,8 +8,8 @@ A package may bring libraries (`built/`); without them an engine's load compiles
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,12 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from pyspec.cache import cache_root
+from pyspec.cache import cache_root, wanted_root
+from pyspec.progress import report
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("native")
 BUILT = Path(__file__).with_name("built")
@@ -40,10 +44,6 @@ SETS: dict[str, dict[str, tuple[str, set[str]]]] = {}
 """Instruction sets by architecture, best first: compiler's options, and the flags of /proc/cpuinfo that each needs."""
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"}
 SETS["x86_64"] = SETS["amd64"] = {
-    "amx": (
-        "-march=x86-64-v4 -mavx512vnni -mamx-tile -mamx-int8",
-        {*_AVX512, "amx_tile", "amx_int8"},
-    ),
     "avx512": ("-march=x86-64-v4 -mavx512vnni", _AVX512),
     "avxvnni": (
         "-march=x86-64-v3 -mavxvnni",
@@ -64,6 +64,9 @@ LIMIT_S = 900
 KEPT_DAYS = 14  # of libraries of other sources
 
 
+NO_COMPILER = "there is no C++ compiler (c++, g++ or clang++)"
+
+
 class CannotBuild(Exception):
     """The reason, in one sentence."""
 
@@ -76,33 +79,8 @@ def sets() -> dict[str, tuple[str, set[str]]]:
 @cache
 def isas() -> tuple[str, ...]:
     """The instruction sets that this process runs, best first."""
-    have, not_these = _cpu_flags(), refusals()
-    return tuple(name for name, (_, wants) in sets().items() if wants <= have and name not in not_these)
-
-
-TILES_REFUSED = {
-    1: "the CPU does not have it for programs",
-    2: "the system does not save its registers",
-    3: "the system gives this process no permission for its registers",
-    4: "its first instructions fail, as on some virtual machines",
-}
-"""By the number that `pyspec_tiles_ready` (native/tiles_ready.cpp) returns."""
-
-
-@cache
-def refusals() -> dict[str, str]:
-    """Instruction sets that the CPU announces and this process cannot use, each with the reason.
-
-    AMX wants the system's permission, which this requests once for the whole process, and a compiler that knows it.
-    """
-    if "amx" not in sets() or not sets()["amx"][1] <= _cpu_flags():
-        return {}
-    try:
-        path = find("amx") or _alone("tiles_ready", "amx")
-        code = ctypes.CDLL(str(path)).pyspec_tiles_ready()
-    except (CannotBuild, OSError) as e:
-        return {"amx": f"whether it works cannot be tried: {e}"}
-    return {"amx": TILES_REFUSED.get(code, f"reason {code}")} if code else {}
+    have = _cpu_flags()
+    return tuple(name for name, (_, wants) in sets().items() if wants <= have)
 
 
 def _cpu_flags() -> set[str]:
@@ -140,9 +118,9 @@ def file_name(isa: str) -> str:
 
 
 def find(isa: str) -> Path | None:
-    """A library of today's sources, of the package or of the cache."""
-    places = (BUILT / file_name(isa), cache_root() / "cpu" / file_name(isa))
-    return next((path for path in places if path.is_file()), None)
+    """A library of today's sources, of the package or of the cache, which may be read-only."""
+    places = (BUILT, wanted_root() / "cpu", cache_root() / "cpu")
+    return next((path for place in places if os.path.isfile(path := place / file_name(isa))), None)
 
 
 def built_alone(source: str) -> Path:
@@ -150,13 +128,11 @@ def built_alone(source: str) -> Path:
 
     For sources that need no other, where waiting for all kernels is not worth it.
     """
-    return find(isas()[0]) or _alone(source, "plain")
-
-
-def _alone(source: str, isa: str) -> Path:
+    if (found := find(isas()[0])) is not None:
+        return found
     path = cache_root() / "cpu" / f"libpyspec-{platform.machine().lower()}-{source}-{_digest()}.so"
     if not path.is_file():
-        _build_to(path, isa, (), SOURCES / f"{source}.cpp")
+        _build_to(path, "plain", (), SOURCES / f"{source}.cpp")
     return path
 
 
@@ -170,39 +146,93 @@ def build(isa: str, folder: Path | None = None, extra: tuple[str, ...] = ()) -> 
 def _build_to(path: Path, isa: str, extra: tuple[str, ...], *sources: Path) -> None:
     cxx = compiler()
     if cxx is None:
-        raise CannotBuild("there is no C++ compiler (c++, g++ or clang++)")
+        raise CannotBuild(NO_COMPILER)
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = _compile(cxx, isa, Path(scratch), extra, sources)
-            _drop_old(path, KEPT_DAYS)
-            made.replace(path)
+        with _alone_in(folder):
+            if path.is_file():  # another process has made it meanwhile
+                return
+            if len(sources) > 1:
+                log.warning(
+                    "compiling the CPU kernels (%s), once: half a minute on a few cores ...", isa
+                )
+            began = time.monotonic()
+            with _scratch(folder) as (scratch, group):
+                made = _compile((cxx, *sets()[isa][0].split(), *OPTIONS), scratch, group, extra, sources)
+                _drop_old(path, KEPT_DAYS)
+                made.replace(path)
+            if len(sources) > 1:
+                log.warning("the CPU kernels are compiled, after %.0f s", time.monotonic() - began)
     except OSError as e:
         raise CannotBuild(f"{folder}: {e.strerror or e}") from e
 
 
-def _compile(
-    cxx: str, isa: str, scratch: Path, extra: tuple[str, ...], sources: tuple[Path, ...]
-) -> Path:
-    flags = (*sets()[isa][0].split(), *OPTIONS)
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time compiles into a folder; the others wait for its libraries."""
+    import fcntl
 
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("another process compiles the CPU kernels: waiting for it ...")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+WATCHER = 'trap "" HUP INT TERM; read _; kill -TERM 0; sleep 0.2; rm -rf -- "$1"'
+"""Reads until its input ends, with the block or with this process, whatever ends that; then ends the compilers, which are of its group."""
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[tuple[Path, int]]:
+    """A folder that is gone after the block, even if this process is killed in it, and the group of processes that end with it."""
+    path = Path(tempfile.mkdtemp(dir=folder))
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", WATCHER, "sh", path], stdin=subprocess.PIPE, process_group=0
+    )
+    try:
+        yield path, watcher.pid
+    finally:
+        watcher.communicate()
+
+
+def _compile(
+    command: tuple[str, ...],
+    scratch: Path,
+    group: int,
+    extra: tuple[str, ...],
+    sources: tuple[Path, ...],
+) -> Path:
     def one(source: Path) -> Path:
         to = scratch / f"{source.stem}.o"
         own = OWN_OPTIONS.get(source.stem, ())
-        _call([cxx, *flags, *own, *extra, "-c", str(source), "-o", str(to)])
+        _call([*command, *own, *extra, "-c", str(source), "-o", str(to)], group)
         return to
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(one, sources))
-    made = scratch / "library.so"
-    _call([cxx, *flags, *extra, "-shared", *map(str, objects), "-o", str(made)])
-    return made
-
-
-def _call(command: list[str]) -> None:
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        objects = [pool.submit(one, source) for source in sources]
+        for n_made, made in enumerate(as_completed(objects), start=1):
+            made.result()
+            report("compiling the CPU kernels", n_made / (len(sources) + 1))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    library = scratch / "library.so"
+    _call(
+        [*command, *extra, "-shared", *(str(made.result()) for made in objects), "-o", str(library)],
+        group,
+    )
+    return library
+
+
+def _call(command: list[str], group: int) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_S, check=False, process_group=group
+        )
     except subprocess.TimeoutExpired:
         raise CannotBuild(f"{command[0]} took more than {LIMIT_S} s") from None
     if done.returncode:
@@ -226,16 +256,12 @@ def _drop_old(library: Path, days: float) -> None:
 
 def main() -> None:
     """Build where they are missing, and say where they are."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else BUILT
     for isa in tuple(sets()) if len(sys.argv) > 1 else isas()[:1]:
         if not (folder / file_name(isa)).is_file():
             drop_old(folder, isa, 0)
-            try:
-                print(build(isa, folder))  # noqa: T201
-            except CannotBuild as e:
-                if isa != "amx":
-                    raise
-                print(f"without a build for AMX, which GCC 11 and Clang 12 know: {e}")  # noqa: T201
+            print(build(isa, folder))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -10,29 +10,33 @@ import ctypes
 import logging
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
+from math import prod
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cpu.build import CannotBuild, build, find, isas, refusals
+from pyspec.cpu.build import NO_COMPILER, CannotBuild, build, compiler, find, isas, sets
+from pyspec.heap import own_pages
 
 log = logging.getLogger(__name__)
+
+LARGE = (
+    4 << 20
+)  # bytes of an output that the C library may give back to the system, page by page, as soon as it is free
 
 
 @cache
 def compiled() -> ctypes.CDLL | str:
     """The library for this CPU, compiled if it has to be; or the reason why there is none."""
     isa = isas()[0]
-    path = find(isa)
     try:
-        if path is None:
-            log.info("compiling the CPU kernels (%s), once", isa)
-            path = build(isa)
-        return _opened(str(path))
+        return _opened(str(find(isa) or build(isa)))
     except (CannotBuild, OSError) as e:
         log.warning(
             "CPU kernels cannot be built: %s; torch runs in their place, several times slower", e
@@ -49,17 +53,40 @@ def _opened(path: str) -> ctypes.CDLL:
     return lib
 
 
+class _Planning(threading.local):
+    on: bool = False
+
+
+_planning = _Planning()
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Within the block this thread compiles nothing: where there is no library yet, kernels are those that a load would compile."""
+    before, _planning.on = _planning.on, True
+    try:
+        yield
+    finally:
+        _planning.on = before
+
+
+def is_foretold() -> bool:
+    """Whether kernels are planned with that can not be called, because no library has been compiled."""
+    return _planning.on and not any(map(find, sets()))
+
+
 def missing(_: object = None) -> str | None:
     """Why there are no CPU kernels; None if there are. Usable as `limits` of an implementation."""
+    if is_foretold():
+        return None if compiler() else NO_COMPILER
     found = compiled()
     return found if isinstance(found, str) else None
 
 
 def described() -> str:
-    """The build that runs here, or why there is none, and which better ones this process cannot use."""
+    """The build that runs here, or why there is none."""
     found = compiled()
-    first = f"none: {found}" if isinstance(found, str) else found.pyspec_isa().decode()
-    return "; ".join([first, *(f"not {name}: {why}" for name, why in refusals().items())])
+    return f"none: {found}" if isinstance(found, str) else found.pyspec_isa().decode()
 
 
 class GivesMemory(Protocol):
@@ -104,8 +131,14 @@ class Tape:
 
 
 class _Recording(threading.local):
+    """kept: memory of large outputs that are gone, for the next ones: the system takes longer to make 20 MiB of new pages than 32 threads to
+    write them. It goes back while the engine rests."""
+
     tape: Tape | None = None
     n_first: int = 0  # recordings of shapes that were new
+
+    def __init__(self) -> None:
+        self.kept: list[np.ndarray] = []
 
 
 here = _Recording()
@@ -124,19 +157,28 @@ def n_thread() -> int:
 
 
 @contextmanager
+def threads(n: int) -> Iterator[None]:
+    """Within the block kernels run on so many threads."""
+    kept, _threads.n = _threads.n, n
+    try:
+        yield
+    finally:
+        _threads.n = kept
+
+
+@contextmanager
 def torch_alone() -> Iterator[None]:
     """Within the block torch's ops run on this thread alone, and kernels on as many threads as before.
 
     For small ops while other programs need the cores: torch's threads spin for each other, and a load took five times as long.
     """
-    before, kept = torch.get_num_threads(), _threads.n
-    _threads.n = n_thread()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-        _threads.n = kept
+    before = torch.get_num_threads()
+    with threads(n_thread()):
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
 class CpuKernel:
@@ -165,4 +207,24 @@ class CpuKernel:
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """New memory for a kernel's output, from the pool of a recording where one runs."""
-    return torch.empty(shape, dtype=dtype) if here.tape is None else here.tape.pool.empty(shape, dtype)
+    if here.tape is not None:
+        return here.tape.pool.empty(shape, dtype)
+    n_byte = prod(shape) * dtype.itemsize
+    return torch.empty(shape, dtype=dtype) if n_byte < LARGE else _large(n_byte).view(dtype).view(shape)
+
+
+def _large(n_byte: int) -> Tensor:
+    """[n_byte] uint8, of the smallest kept piece that has them, or of a new one in place of one that is too small."""
+    kept = here.kept
+    kept.sort(key=len)
+    at = next((i for i, piece in enumerate(kept) if len(piece) >= n_byte), None)
+    if at is None:
+        del kept[-1:]
+        piece = np.frombuffer(own_pages(n_byte, huge=True), np.uint8)
+    else:
+        piece = kept.pop(at)
+    handed = piece[:n_byte]
+    weakref.finalize(
+        handed, kept.append, piece
+    ).atexit = False  # torch keeps it while it keeps the memory
+    return torch.from_numpy(handed)

@@ -63,6 +63,7 @@ class DeviceContext:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.temporary = threading.local()  # a pool of memory for each thread (temporary.py)
+        self.in_pool = threading.RLock()  # held within a pool, and while one is freed
         # A CPU's kernels share nothing
         self.lock = GpuLock(threading.RLock() if self.is_gpu else nullcontext(), self.current)
         self._made: dict[Hashable, object] = {}

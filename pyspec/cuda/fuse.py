@@ -32,6 +32,7 @@ from pyspec.slots.recurrent import StateLayer
 
 Product = Callable[..., Tensor]  # as models.weights.Matrix
 Fold = Callable[[StateLayer, int, int], None]
+Folding = tuple[str, Fold]  # the op that keeps records of slots, and the reference of folding them
 Ability = TypeVar("Ability")
 Given = TypeVarTuple("Given")  # arguments of a call
 
@@ -170,14 +171,14 @@ def _members(ability: Any) -> tuple[str, ...]:
     return tuple(name for name in declared if not name.startswith("_"))
 
 
-def _own(product: Any) -> Any:
+def part_of(product: Any) -> Any:
     """This rank's part of a product."""
     return product.own if has(product, RankSum) else product
 
 
 def read_next(launch: object, product: Product) -> dict[str, Tensor]:
     """Further arguments of `launch`, whose output `product` reads: the product's weights, if the launch fetches them ahead."""
-    own = _own(product)
+    own = part_of(product)
     if has(launch, Fetches) and isinstance(own, Streamed):
         return {"after": own.packed.data}
     return {}
@@ -188,24 +189,32 @@ def folder(launch: object, reference: Fold) -> Fold:
     return launch.folder() if has(launch, Folds) else reference
 
 
+def leaves_rest(product: object) -> bool:
+    """Whether a product may leave the last step of its work to the preparation of the next one's rows."""
+    return has(product, LeavesRest)
+
+
 def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
     """A product, and the preparation that is left to the next product."""
     return product.unfinished(x, prep) if has(product, LeavesRest) else (product(x, prep), None)
 
 
+def writes_rows_of(launch: object, product: Product) -> bool:
+    """Whether `launch` can write the rows that the product reads."""
+    return has(launch, Prepares) and isinstance(part_of(product), Streamed)
+
+
 def then(
-    launch: Callable[[Tensor, *Given], Tensor],
-    given: tuple[Tensor, *Given],
+    launch: Any,
+    given: tuple[Tensor, *tuple[Any, ...]],
     product: Product,
     prep: HeadNorm,
-    residual: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + product(prep(launch(*given))). Of few rows the launch writes the rows that the product reads."""
-    own = _own(product)
-    if has(launch, Prepares) and isinstance(own, Streamed):
-        into = own.place(len(given[0]), prep)
-        if into is not None:
-            return product(launch.prepared(*given, into=into), residual=residual)
+    """residual + product(prep(launch(*given))). Of few rows the launch writes the rows that the product reads (`writes_rows_of`)."""
+    into = part_of(product).place(len(given[0]), prep)
+    if into is not None:
+        return product(launch.prepared(*given, into=into), residual=residual)
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
@@ -233,7 +242,7 @@ def both(main: object, beside: object) -> Callable[..., None] | None:
 def handing(first: Product | StreamedParts | None, next: Product | None, bound: float) -> Handing | None:
     """Runs `first`, of few rows, straight into the rows of `next`: no launch prepares them. None where no kernel does that.
     bound: of the magnitudes that `first` gives, 0 if there is none."""
-    own = _own(next)
+    own = part_of(next)
     if not isinstance(first, Streamed | StreamedParts) or not isinstance(own, Streamed):
         return None
     return handing_of(first, own, bound)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -112,14 +112,21 @@ class Graphed(Generic[Out]):
         self._tapes.clear()
 
     def _capture(self, key: Key, batch: Batch) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph, stream, pool = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), self.pool.taken()
         torch.cuda.synchronize()
-        # thread_local: calls of other threads (an engine that ends on the device) do not end the capture
-        with (
-            _no_collection(),
-            torch.cuda.graph(graph, pool=self.pool.taken(), capture_error_mode="thread_local"),
-        ):
-            out = self.fn(batch)
+        try:
+            # thread_local: calls of other threads (an engine that ends on the device) do not end the capture
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            ):
+                out = self.fn(batch)
+        except BaseException:
+            # torch stays in a capture that can not end: the thread on its stream, and its allocator, which ends the process at the next load
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):  # it did end
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            raise
         self._graphs[key] = (graph, out)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
@@ -53,6 +54,18 @@ def _no_limits(spec: object) -> str | None:
 
 def _no_shapes(device: torch.device) -> list[Spec]:
     return []
+
+
+def _alone(launch: Launch, spec: Spec) -> Launch:
+    return launch
+
+
+def _nothing(spec: object) -> Iterable[Ask]:
+    return ()
+
+
+def _always(spec: object) -> bool:
+    return True
 
 
 class FaultPlace(Enum):
@@ -107,6 +120,9 @@ class Op(Generic[Spec, Launch]):
     shapes       specs of usual models, for `pyspec doctor`; an op without any is a part of another op and not listed
     more_shapes  further specs that a package's cubins are compiled for
     named        the op whose name selects this one, too, in `--kernels`
+    beside       joins a bound launch with those of other ops, which take some rows in its place
+    also         further ops that this one is bound with
+    holds_prompts  whether a CUDA graph may hold it in the forward of a prompt that stands alone
     decided      the implementation chosen for each spec so far under this thread's context
     """
 
@@ -119,6 +135,9 @@ class Op(Generic[Spec, Launch]):
     shapes: Callable[[torch.device], list[Spec]] = _no_shapes
     more_shapes: Callable[[torch.device], list[Spec]] = _no_shapes
     named: str = ""
+    beside: Callable[[Launch, Spec], Launch] = _alone
+    also: Callable[[Spec], Iterable[Ask]] = _nothing
+    holds_prompts: Callable[[Spec], bool] = _always
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     _decided: dict[KernelContext, dict[Spec, Impl[Spec, Launch]]] = field(default_factory=dict)
@@ -256,6 +275,13 @@ def all_ops() -> list[Op[Any, Any]]:
         found.name for found in pkgutil.iter_modules(import_module(FOLDER).__path__) if found.ispkg
     )
     return [op for name in folders if find_spec(f"{FOLDER}.{name}.op") for op in _ops_in(name)]
+
+
+@cache
+def op_named(name: str) -> Op[Any, Any]:
+    """The op of that folder."""
+    found: Op[Any, Any] = vars(import_module(f"{FOLDER}.{name}.op"))[name]
+    return found
 
 
 def _ops_in(folder: str) -> tuple[Op[Any, Any], ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import empty
+from pyspec.cpu.kernels import empty, is_foretold
 from pyspec.cuda.kernel_context import current
+from pyspec.cuda.op import Op
 from pyspec.cuda.ops.linear.cpu import PLAIN, CpuLinearSpec, gates, has_eight, prepared
 from pyspec.cuda.ops.linear.op import linear_cpu
 from pyspec.cuda.ops.moe.op import moe
@@ -30,15 +32,19 @@ class CpuGates:
 
 def runs_packed(type: GGMLType) -> bool:
     """True if kernels multiply with matrices of this type."""
-    return linear_cpu.runs_as("cpu", CpuLinearSpec(CPU, type))
+    spec = CpuLinearSpec(CPU, type)
+    return _runs(linear_cpu, spec) if is_foretold() else linear_cpu.runs_as("cpu", spec)
 
 
 def runs_experts(type: GGMLType) -> bool:
     """True if kernels run experts with matrices of this type. The op does not count it as a choice: no layer has the sizes of the question."""
-    own = next(impl for impl in moe.impls if impl.name == "cpu")
-    return (
-        moe.refusal(own, MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type)) is None
-    )
+    return _runs(moe, MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type))
+
+
+def _runs(op: Op[Any, Any], spec: object) -> bool:
+    """True if the op's C++ kernel takes `spec`; checked where there is a library to check."""
+    own = next(impl for impl in op.impls if impl.name == "cpu")
+    return (op.out_of_question if is_foretold() else op.refusal)(own, spec) is None
 
 
 def spec_of(type: GGMLType) -> CpuLinearSpec:

@@ -3,6 +3,8 @@
 torch's allocator cuts small tensors out of larger pieces that have been freed, and can not give back a piece while any part of it is
 in use. A file's bytes and the intermediate layouts are as large as the weights themselves. If weights were cut out of their pieces,
 gigabytes would be lost between. So the short-lived tensors have a pool of their own, which is freed as a whole.
+
+torch ends the process if a pool is freed while any thread is within another one, or captures a graph. So they take turns.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ def temporary(device: torch.device) -> Iterator[None]:
     if "pool" not in own:
         with context.current():
             own["pool"] = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(own["pool"], context.device.index):
+    with context.in_pool, torch.cuda.use_mem_pool(own["pool"], context.device.index):
         yield
 
 
 def release(device: torch.device) -> None:
     """Give the memory of this thread's temporary tensors back to the device, and all unused memory that torch keeps."""
-    context_of(device).temporary.__dict__.pop("pool", None)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    context = context_of(device)
+    with context.lock, context.in_pool:  # graphs are captured with the first
+        context.temporary.__dict__.pop("pool", None)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -15,9 +15,7 @@ import hashlib
 import importlib.util
 import json
 import logging
-import os
 import re
-import tempfile
 import time
 from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 
+from pyspec.cache import write_json
 from pyspec.cpu.build import find, isas
 from pyspec.cuda import checker, jit, shipped, tri_install
 from pyspec.cuda.checker import Checker, Verdict
@@ -129,20 +128,7 @@ def load(key: Key) -> Verdict | None:
 
 def save(key: Key, refusal: str | None, choice: str = "") -> None:
     """Keep a verdict. A folder that can not be written costs the next process a check."""
-    _write(_path(key), {"key": key, "refusal": refusal, "choice": choice})
-
-
-def _write(path: Path, content: object) -> None:
-    """Write a file whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(content, file, indent=1)
-        os.replace(file.name, path)
-    except OSError as e:
-        with contextlib.suppress(OSError, NameError):
-            os.unlink(file.name)
-        log.debug("a verdict is not kept: %s", e)
+    write_json(_path(key), {"key": key, "refusal": refusal, "choice": choice})
 
 
 def forget_all() -> None:
@@ -210,7 +196,7 @@ def keep_passed(candidate: Candidate) -> None:
     """A process that keeps another check at the same time may overwrite this one, which costs the next start a check."""
     passed = _passed()
     passed.add(_line(candidate))
-    _write(folder() / PASSED, {"about": _cpu_digest(), "passed": sorted(passed)})
+    write_json(folder() / PASSED, {"about": _cpu_digest(), "passed": sorted(passed)})
 
 
 def _line(candidate: Candidate) -> str:

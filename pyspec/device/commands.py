@@ -191,6 +191,7 @@ class ForgetEntries:
     """Remove the entries of a text from the folder, behind all that is being written; None: all."""
 
     tokens: tuple[int, ...] | None
+    salt: str = ""
 
 
 OfDisk = OpenDisk | StoreEntry | ReadEntry | PlaceEntry | DropEntry | ForgetEntries

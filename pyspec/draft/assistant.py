@@ -29,6 +29,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.decoder import Decoder, ModelSpec
+from pyspec.models.kernels import kernels, program_of
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
 from pyspec.models.read import block_count, vocab_size
@@ -158,7 +159,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
 def _requests(c: AssistantConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
     """The ops that its layers ask for."""
     for i, block in enumerate(c.blocks):
-        yield from block.requests(c.place(file, i), on)
+        yield from kernels([program_of(block.forward, c.place(file, i), on)])
     yield norms, NormsSpec(on.device, c.n_embd, c.eps)
 
 

@@ -23,8 +23,7 @@ def checked_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSet
         raise
     if file is not None and not plan.maps_tokens:
         check_vocabulary(target.file, file)
-    plan.check()
-    return plan
+    return replace(plan, remark=plan.remark + plan.check())
 
 
 def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
@@ -54,7 +53,7 @@ def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSet
             )
     if kind is None or kind == "none":
         refuse_file(settings.spec_type if settings.n_suffix else "none", file)
-        return NO_DRAFTER
+        return NO_DRAFTER if kind is None else replace(NO_DRAFTER, remark="(--spec-type none)")
     return draft.find(draft.meant(kind, file)).plan(file, target, settings)
 
 

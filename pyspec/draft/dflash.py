@@ -29,7 +29,7 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
 from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, BlockLength
 from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config
-from pyspec.draft.dflash_net import DFlashNet
+from pyspec.draft.dflash_net import DFlashNet, attention_in
 from pyspec.draft.drafter import (
     OWN_HEAD,
     DraftOptions,
@@ -43,7 +43,10 @@ from pyspec.draft.drafter import (
 from pyspec.draft.draws import Draws, draw_bytes
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.cuts import flaws
+from pyspec.models.kernels import kernels, program_of
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Out, Target
@@ -149,7 +152,10 @@ def _tells(c: DFlashConfig, settings: EngineSettings, n_rank: int, *, best_only:
 def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
     """The ops that the drafter's layers ask for; its products are those of its file."""
     for i, block in enumerate(c.blocks):
-        yield from block.requests(c.place(file, i), on)
+        at = c.place(file, i)
+        yield from kernels([program_of(block.forward, at, on)])
+        if isinstance(spec := block.specs[0], Attention | Convolved):
+            yield from kernels([program_of(attention_in(spec).write, at, on, c.n_embd, 1)])
     yield norms, NormsSpec(on.device, c.n_embd, c.eps)
 
 

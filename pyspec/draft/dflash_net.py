@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,13 +14,14 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.dflash_file import DFlashConfig
 from pyspec.draft.draws import Drawing, Draws
-from pyspec.models.block import Block, link_sums
-from pyspec.models.blocks.attention import BoundAttention
-from pyspec.models.blocks.convolved import BoundConvolved
+from pyspec.models.block import BlockSpec
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.convolved import Convolved
+from pyspec.models.bound import Block, BoundForward, link_sums
 from pyspec.models.gathered import Gathered
 from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import BestDrafts, read_d2t
-from pyspec.models.part import Binding, Pass
+from pyspec.models.part import Binding, PartSpec, Pass
 from pyspec.models.rope import Angles, Ropes
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights
@@ -32,9 +34,12 @@ PIECE = 64  # rows whose probabilities are found at once: they need as much memo
 class DFlashNet:
     """The drafter's layers bound to their context memory; `head` stands for the target's if it is given.
 
+    one_stream  the residual is one stream
     find_best  finds best tokens on several ranks together, by the target's head; None: `head` is read here
     parts      the target's head, where ranks divide this drafter: each reads its part of it
     """
+
+    one_stream = True
 
     def __init__(
         self,
@@ -48,12 +53,13 @@ class DFlashNet:
         self.memory = memory
         self.n_feature = len(c.taps) * target.n_embd
         self.ropes = Ropes(w)
-        self.blocks = [
-            spec.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
+        bind = BlockSpec.bind if self.one_stream else BlockSpec.bind_between
+        self.blocks: list[Any] = [
+            bind(spec, Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
             for i, spec in enumerate(c.blocks)
         ]
         if w.ranks is not None:
-            link_sums(w.ranks, self.blocks)
+            link_sums(w.ranks, [block for block in self.blocks if isinstance(block, Block)])
         self._bind_context(w)
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
         self.norm, self.norms = (
@@ -70,9 +76,14 @@ class DFlashNet:
 
     def _bind_context(self, w: Weights) -> None:
         """Keys and values of context rows are made with the layers' own weights."""
-        self.attention = [attention_of(block) for block in self.blocks]
+        c, kv = self.c, self.memory.kv_format
         self.context = [
-            w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(len(self.blocks))
+            BoundForward(
+                attention_in(block.specs[0]).write,
+                Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, kv, self.ropes),
+                *(c.n_embd, 1),
+            )
+            for i, block in enumerate(c.blocks)
         ]
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -82,8 +93,9 @@ class DFlashNet:
 
     def _write(self, c: Tensor, angles: tuple[Angles, ...], rows: Tensor, positions: Tensor) -> None:
         """Keys and values of context rows c [row, n_embd]."""
-        for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
-            attention.write(kv(c), angles[attention.rope], self.memory.kv[i], rows)
+        run = Pass(angles, self.memory, cast(Batch, None))  # rows are given
+        for write in self.context:
+            write(c, rows, run)
 
     def forward(self, batch: Batch) -> Tensor:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
@@ -129,9 +141,8 @@ class DFlashNet:
         return self.parts.best(self.parts.own(rows.contiguous()))[0].long()
 
 
-def attention_of(block: Block) -> BoundAttention:
-    """The attention of a layer."""
-    part = block.parts[0]
-    part = part.part if isinstance(part, BoundConvolved) else part
-    assert isinstance(part, BoundAttention)
+def attention_in(part: PartSpec) -> Attention:
+    """The attention of a layer's first part."""
+    part = part.part if isinstance(part, Convolved) else part
+    assert isinstance(part, Attention)
     return part

@@ -8,6 +8,7 @@ mapped to it (`token_map.py`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,13 +32,17 @@ from pyspec.models.part import LoadTypes, Request
 from pyspec.models.rope import RopeFlags, trained_length
 from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.wants import check_read, check_tensors
-from pyspec.models.weights import EMBEDDING, Weights
+from pyspec.models.weights import EMBEDDING, HEAD, TOKEN_INPUTS, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.parts import Recurrent
 from pyspec.slots.table import SlotTable
 
+log = logging.getLogger(__name__)
+
 KIND = "draft"
 N_DRAFT = 4  # tokens a round, unless a number is asked for
+PAYS = 10  # times the bytes of a token from which on pairs have paid (docs/drafters.md)
+EXPERTS = "_exps."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +91,34 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         + draw_bytes(settings, n_draft, target.config.n_vocab),
         no_copy=OWN_HEAD,
         maps_tokens=True,
-        check=tokens,
+        check=partial(_expected, file, target.file, tokens),
         tokens=tokens,
         remark=f", by the model {file.path.name}"
         + (f", in the first {n_ctx} tokens of a context (its trained length)" if is_shorter else ""),
     )
+
+
+def _expected(file: GGUFFile, target: GGUFFile, tokens: Callable[[], TokenMap]) -> str:
+    """What may be expected of the pair: its common tokens, and its sizes. PairError where it can not draft."""
+    found, larger = tokens().remark, row_bytes(target) / max(row_bytes(file), 1)
+    if larger < PAYS:
+        log.warning(
+            "the target reads %.1f times the bytes of its draft model for a token: below %d such a pair seldom pays; --spec-type suffix needs no model",
+            larger,
+            PAYS,
+        )
+    return f"{found}; the target reads {larger:.1f} times its bytes for a token"
+
+
+def row_bytes(file: GGUFFile) -> int:
+    """Bytes of a model's file that a forward of one token reads: all matrices, of its experts those that a token uses."""
+    h = file.hparams
+    n = h.integer("expert_count", 0)
+    used = max(h.one_or_more("expert_used_count")) / n if n and "expert_used_count" in h else 1
+    head = HEAD if HEAD in file.tensors else EMBEDDING
+    rows = {EMBEDDING, TOKEN_INPUTS} - {head}  # a token reads one of each
+    kept = (t for name, t in file.tensors.items() if name not in rows)
+    return int(sum(t.n_bytes * (used if EXPERTS in t.name else 1) for t in kept))
 
 
 def _check_memory(c: ModelConfig) -> None:
@@ -113,14 +141,28 @@ class DraftModel:
     """A model as a chain's block. It takes no hidden states. Implements `MtpNet`.
 
     n_common  columns of its logits that it may propose; the rest stand for no token of the target
+    to_own    [token of the target] int64: the model's token for each; None: they are the same
+    first     as of TokenMap
     """
 
-    def __init__(self, model: Decoder, best: BestDrafts, n_common: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        best: BestDrafts,
+        n_common: int,
+        to_own: Tensor | None = None,
+        first: int | None = None,
+    ) -> None:
         self.model, self.memory, self.n_hidden, self.first_key = model, model.memory, 0, 0
-        self.best, self.n_common = best, n_common
+        self.best, self.n_common, self.to_own, self.first = best, n_common, to_own, first
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """The model's own hidden states of every row, [row, n] f32."""
+        if self.to_own is not None:
+            tokens = self.to_own[batch.tokens]
+            if self.first is not None:
+                tokens = tokens.masked_fill(batch.positions == 0, self.first)
+            batch = replace(batch, tokens=tokens)
         return self.model.states(batch)
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
@@ -147,13 +189,17 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
 
 def bound(model: Decoder, tokens: TokenMap, n_target: int) -> DraftModel:
     """The model as a block that reads and proposes tokens of a target with `n_target` of them."""
-    if tokens.to_own is not None:  # rows of its embedding in the order of the target's ids
-        embedding = model.embedding
-        embedding.raw = embedding.raw[torch.tensor(tokens.to_own, device=model.device)]
-    if tokens.to_target is None:
-        return DraftModel(model, BestDrafts(model.device), min(model.n_vocab, n_target))
-    return DraftModel(
-        model,
-        BestDrafts(model.device, torch.tensor(tokens.to_target, device=model.device)),
-        model.n_vocab,
-    )
+    ids = [
+        None if of is None else torch.tensor(of, device=model.device)
+        for of in (tokens.to_own, tokens.to_target)
+    ]
+    to_own, to_target = ids
+    if to_target is not None:
+        return DraftModel(
+            model, BestDrafts(model.device, to_target), model.n_vocab, to_own, tokens.first
+        )
+    if (
+        to_own is not None
+    ):  # rows of its embedding in the order of the target's ids: passes stay recorded
+        model.embedding.raw = model.embedding.raw[to_own]
+    return DraftModel(model, BestDrafts(model.device), min(model.n_vocab, n_target))

@@ -86,8 +86,8 @@ def _no_requests(on: LoadTypes) -> Iterable[Request]:
     return ()
 
 
-def _fits() -> None:
-    pass
+def _fits() -> str:
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class DraftPlan:
     shared     tensors of its file that it takes from the target, where they are the same
     best_only  of the target's head it wants the best tokens and no more: several ranks find them together
     maps_tokens  it maps the vocabulary of its file to the target's, so the two may differ
-    check      refuses what a plan does not look at, because that takes long: called once for a load
+    check      refuses what a plan does not look at, because that takes long: called once for a load; adds to `remark`
     remark     the end of the line that names it
     n_suffix   tokens of the longest suffix draft (`suffix_drafts`), which goes beside it; 0: there are none
     n_rank     ranks that divide it by the cuts of `wants`: layers, attention and bytes are those of one; 1: it is whole, on the first rank
@@ -131,7 +131,7 @@ class DraftPlan:
     shared: tuple[str, ...] = ()
     best_only: bool = False
     maps_tokens: bool = False
-    check: Callable[[], object] = _fits
+    check: Callable[[], str] = _fits
     remark: str = ""
     n_suffix: int = 0
     n_rank: int = 1
@@ -146,7 +146,7 @@ class DraftPlan:
     def note(self) -> str:
         """One line that names the drafter."""
         if self.kind == "none":
-            return "speculation: off (no drafter)"
+            return f"speculation: off {self.remark}"
         suffixes = f"up to {self.n_suffix} tokens a round"
         if self.kind == SUFFIX:
             return f"speculation: {SUFFIX}, {suffixes}"
@@ -156,7 +156,12 @@ class DraftPlan:
         return f"{own}; {SUFFIX}, {suffixes}" if self.n_suffix else own
 
 
-NO_DRAFTER = DraftPlan(kind="none", needs=Needs(0), no_copy="nothing drafts")
+NO_DRAFTER = DraftPlan(
+    kind="none",
+    needs=Needs(0),
+    no_copy="nothing drafts",
+    remark=f"(no drafter); --spec-type {SUFFIX} needs no file",
+)
 ONLY_SUFFIXES = DraftPlan(kind=SUFFIX, needs=Needs(0), no_copy="suffix drafts need no head")
 
 

@@ -109,6 +109,7 @@ class StreamsNet(DSparkNet):
     """The layers, bound to pages of keys alone. Rows of a block are merged streams, not normed."""
 
     c: StreamsConfig
+    one_stream = False
 
     def __init__(
         self, c: StreamsConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None
@@ -122,10 +123,10 @@ class StreamsNet(DSparkNet):
         mixers = [block.parts[0] for block in self.blocks]
         self.mixers = [mixer for mixer in mixers if isinstance(mixer, BoundPagedWindow)]
         assert len(self.mixers) == len(mixers)
-        self.context = [w.matrix(f"blk.{i}.attn_kv.weight") for i in range(len(mixers))]
+        self.keys = [w.matrix(f"blk.{i}.attn_kv.weight") for i in range(len(mixers))]
 
     def _write(self, c: Tensor, angles: tuple[Angles, ...], rows: Tensor, positions: Tensor) -> None:
-        for i, (mixer, kv) in enumerate(zip(self.mixers, self.context, strict=True)):
+        for i, (mixer, kv) in enumerate(zip(self.mixers, self.keys, strict=True)):
             mixer.write(kv(c), positions, self.memory.kv[i], rows)
 
     def forward(self, batch: Batch) -> Tensor:

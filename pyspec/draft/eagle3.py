@@ -22,11 +22,15 @@ from pyspec.draft.chain import Chain, graph_bytes, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
 from pyspec.draft.draws import draw_bytes
 from pyspec.errors import ConfigError, PairError
+from pyspec.forward.call import Value
+from pyspec.forward.trace import Forward
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.bound import BoundForward
 from pyspec.models.decoder import Decoder
+from pyspec.models.kernels import kernels, program_of
 from pyspec.models.matrices import Embedding, Matrix
 from pyspec.models.own_vocabulary import D2T, BestDrafts, check_own, read_d2t
 from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
@@ -61,6 +65,15 @@ class EagleConfig:
     def place(self, file: GGUFFile) -> Place:
         """Of its layer."""
         return Place(file, PREFIX, self.n_embd, self.eps)
+
+    def forward(self, f: Forward, e: Value, hidden: Value) -> Value:
+        """The layer, of a token's embedding and g of the position before it, both [row, n_embd]."""
+        token, state = (f.vector(f"{x}.weight") for x in ("attn_norm", "attn_norm_2"))
+        n, spec = e.width, NormsSpec(f.device, e.width, f.eps)
+        both = f.op("norms.paired", spec, e, token, hidden, state, shape=(2 * n,))
+        stream = f.norm_apart(hidden, state) if self.adds_normed else hidden
+        x = self.attention.attended(f, self.attention.projected(f, both), stream, n)
+        return self.mlp.forward(f.behind("ffn_norm"), x, x)
 
 
 def recognises(file: GGUFFile) -> bool:
@@ -169,8 +182,7 @@ def _requests(c: EagleConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request
     """The ops that the layer asks for; its products are those of its file."""
     if EMBEDDING in file.tensors:
         yield embed, EmbedSpec(on.device, file.tensors[EMBEDDING].type, c.n_embd)
-    yield from c.attention.requests(c.place(file), on)
-    yield from c.mlp.requests(c.place(file), on)
+    yield from kernels([program_of(c.forward, c.place(file), on, c.n_embd, c.n_embd)])
     yield norms, NormsSpec(on.device, c.n_embd, c.eps)
     if c.normed_taps:
         yield norms, NormsSpec(on.device, file.tensors["fc.weight"].shape[1], c.eps)
@@ -186,16 +198,8 @@ class EagleBlock:
     ) -> None:
         self.c, self.memory, self.n_hidden = c, memory, c.n_embd
         self.ropes = Ropes(w)
-        at = partial(
-            Binding, w, PREFIX, 0, n_embd=c.n_embd, eps=c.eps, kv=memory.kv_format, ropes=self.ropes
-        )
-        self.attention, self.mlp = (
-            c.attention.bind(at(norm="attn_norm")),
-            c.mlp.bind(at(norm="ffn_norm")),
-        )
-        self.of_token, self.of_state = (
-            w.vector(f"{PREFIX}.{x}.weight") for x in ("attn_norm", "attn_norm_2")
-        )
+        at = Binding(w, PREFIX, 0, "", c.n_embd, c.eps, memory.kv_format, self.ropes)
+        self.layer = BoundForward(c.forward, at, c.n_embd, c.n_embd)
         self.fc, self.norm = w.matrix("fc.weight"), w.vector("output_norm.weight")
         self.norms = norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
         self.of_taps = w.vector("enc.output_norm.weight") if c.normed_taps else None
@@ -208,12 +212,7 @@ class EagleBlock:
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: g of the position before each row. Returns what stands for that of each row's own."""
         e, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
-        run, a = Pass(angles, self.memory, batch), self.attention
-        y = a.qkv(self.norms.paired(e, self.of_token, hidden, self.of_state))
-        q = a.rope_kv(y, None, None, angles[a.rope], self.memory.kv[0], batch.kv_rows)
-        o = a.attend(q, self.memory.kv[0], batch, 0, None).view(len(y), -1)
-        x = a.out(o, residual=self.norms(hidden, self.of_state) if self.c.adds_normed else hidden)
-        return self.mlp(x, x, run)
+        return self.layer(e, hidden, Pass(angles, self.memory, batch))
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
         """The target's tokens for the best logits, and these, of the drafter's own tokens."""

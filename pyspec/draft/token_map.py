@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
+from pyspec.text.tokenizer import adds_bos, read_pre
 from pyspec.text.vocab import (
+    BYTE,
     CONTROL,
+    UNDEFINED,
     UNUSED,
     eog_ids,
     places,
@@ -24,11 +27,11 @@ from pyspec.text.vocab import (
     token_bytes,
 )
 
-LEAST_SHARE = 0.5  # of the target's tokens whose text the draft model has, to be worth a draft
+LEAST_SHARE = 0.5  # of the smaller vocabulary's tokens whose text the other one has, to be worth a draft
 FIRST = 5  # ids below are special ones that may differ, as in llama.cpp
 MOST_MORE = 128  # tokens that one of two equal vocabularies may have more
 
-APART = (CONTROL, UNUSED)  # types of tokens that stand for no bytes of a text
+APART = (CONTROL, UNUSED, UNDEFINED)  # types of tokens that stand for no bytes of a text
 
 Key = tuple[bool, bytes]
 """Whether a token stands apart from text, and the bytes of its text or name."""
@@ -40,20 +43,32 @@ class TokenMap:
 
     to_own     for each of the target's ids, one of the draft model's
     to_target  for each of the draft model's ids, one of the target's; None: ids that the target does not have are not proposed
+    first      the draft model reads it in place of a text's first token: texts of one vocabulary begin with a token that the other's
+               lack, and without its own a model continues badly; None: that token's partner
+    remark     the end of the line that names the drafter
     """
 
     to_own: Sequence[int] | None = None
     to_target: Sequence[int] | None = None
+    first: int | None = None
+    remark: str = ""
 
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """A file's tokens by their meaning. n: rows of its embedding, some of which may have no token."""
+    """A file's tokens by their meaning.
+
+    n      rows of its embedding, some of which may have no token
+    bytes  ids of single bytes, which a text has only where no other token fits
+    bos    the token that every text begins with; None: there is none
+    """
 
     n: int
     tokens: Sequence[str]
     keys: Sequence[Key]
     ends: frozenset[int]
+    bytes: frozenset[int] = frozenset()
+    bos: int | None = None
 
     @classmethod
     def of(cls, file: GGUFFile, n: int) -> TokenTexts:
@@ -68,15 +83,19 @@ class TokenTexts:
             else (False, token_bytes(text, kind, model))
             for text, kind in zip(tokens, kinds, strict=True)
         ]
-        return cls(n, tokens, keys, eog_ids(tokens, places((CONTROL,), kinds), ids))
+        ends = eog_ids(tokens, places((CONTROL,), kinds), ids)
+        bos = ids["bos"] if adds_bos(fields, model, read_pre(fields, model)) else None
+        return cls(n, tokens, keys, ends, frozenset(places((BYTE,), kinds)), bos)
 
     def ids(self) -> dict[Key, int]:
-        """The first token of each meaning."""
-        return {key: i for i, key in reversed([*enumerate(self.keys)])}
+        """The first token of each meaning, a single byte only where no other token has it: no text has `<0x31>` for "1"."""
+        in_order = sorted(range(len(self.keys)), key=self.bytes.__contains__)
+        return {self.keys[i]: i for i in reversed(in_order)}
 
 
 def read_map(target: GGUFFile, n_target: int, own: GGUFFile, n_own: int) -> TokenMap:
-    """The partners of two files' tokens. n: rows of their embeddings. Raises PairError where too few of the target's have one of their text."""
+    """The partners of two files' tokens. n: rows of their embeddings. Raises PairError where too few of the smaller vocabulary's have one of
+    their text."""
     names = [file.fields.label("tokenizer.ggml.model", "none") for file in (target, own)]
     if "none" in names:
         if names[0] == names[1] and n_target == n_own:
@@ -93,18 +112,25 @@ def read_map(target: GGUFFile, n_target: int, own: GGUFFile, n_own: int) -> Toke
 
 
 def mapped(target: TokenTexts, own: TokenTexts) -> TokenMap:
-    """The partners of any two vocabularies. Raises PairError where too few have the same text."""
+    """The partners of any two vocabularies. Raises PairError where too few have the same text: half of the smaller vocabulary is wanted,
+    because a large one has many tokens that a small one spells with several."""
     of_own, of_target = own.ids(), target.ids()
-    texts = [key for key in target.keys if not key[0]]
-    n_same, n_all = sum(key in of_own for key in texts), len(texts)
-    if n_same < LEAST_SHARE * n_all:
+    texts = min(of_own, of_target, key=len)
+    n_all = sum(not is_apart for is_apart, _ in texts)
+    n_same = sum(not key[0] and key in of_own and key in of_target for key in texts)
+    share = n_same / max(n_all, 1)
+    if share < LEAST_SHARE:
         raise PairError(
-            f"the draft model knows {n_same} of the target's {n_all} tokens ({n_same / max(n_all, 1):.0%}), and "
-            f"{LEAST_SHARE:.0%} are wanted: give one with the target's vocabulary"
+            f"of the smaller vocabulary's {n_all} tokens the other one has {n_same} ({share:.0%}), and {LEAST_SHARE:.0%} are wanted: "
+            "give a draft model with the target's vocabulary"
         )
     to_own = _partners(target, of_own, own.ends, lambda text, n: text[len(text) - n :])
     to_target = _partners(own, of_target, target.ends, lambda text, n: text[:n])
-    return TokenMap(to_own, to_target)
+    first = own.bos if target.bos is None or own.bos is not None else min(own.ends, default=None)
+    remark = (
+        f"; its vocabulary is another one: {share:.0%} of the smaller one's {n_all} tokens are in both"
+    )
+    return TokenMap(to_own, to_target, first, remark)
 
 
 def _partners(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import queue
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -17,15 +17,18 @@ from weakref import WeakKeyDictionary
 from pyspec.config import EngineSettings
 from pyspec.engine.arguments import (
     callable_of,
+    deadline_of,
+    named_of,
     pair_of,
     path_of,
     prompts_of,
     settings_given,
     slot_path,
 )
-from pyspec.engine.aside import to_loop
+from pyspec.engine.aside import in_time, to_loop
 from pyspec.engine.block_events import BlockPublisher, publishers_of
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
+from pyspec.engine.named import Named
 from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
     GenerateOptions,
@@ -34,6 +37,7 @@ from pyspec.engine.options import (
     Message,
     Prompt,
     argument_names,
+    by_settings,
     check_messages,
     ids_of,
     request_of,
@@ -41,7 +45,15 @@ from pyspec.engine.options import (
 )
 from pyspec.engine.plan.look_apart import look_at_name
 from pyspec.engine.protocol import Core
-from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
+from pyspec.engine.result import (
+    Deadline,
+    Progress,
+    RequestSet,
+    Result,
+    collect,
+    patience,
+    submit_when_free,
+)
 from pyspec.engine.served import ServedEngine
 from pyspec.errors import ConfigError, PyspecError, QueueFull, RequestError
 from pyspec.ranges import SWITCH, shown
@@ -76,31 +88,35 @@ class Engine(ServedEngine):
     @classmethod
     def load(
         cls,
-        target: str | Path,
+        target: str | Path | None = None,
         draft: str | Path | None = "auto",
         *,
+        hf: str = "",
         np: int = 1,
         ctx: int = 0,
         isolated: bool = False,
         **settings: Unpack[LoadOptions],
     ) -> Engine:
-        """Load a GGUF file or a catalogue entry.
+        """Load a GGUF file, an entry of the catalogue, or a file of a Hugging Face repository.
 
         target    path, or a name of `models.toml` ("demo")
+        hf        in place of it "user/repo" or "user/repo:Q4_K_M": downloaded if it runs and fits here, with the drafter beside it
         draft     "auto": the entry's drafter, or the MTP block in the file; None: no speculation; a drafter's name; a path
         np, ctx   slots, and tokens one request may hold
         isolated  in a process of its own, which is replaced when it fails; else in this one
-        settings  further fields of EngineSettings, e.g. kv_type="f32"
+        settings  further fields of EngineSettings, e.g. kv_type="f32"; the long names of their flags are taken, too
+
+        Raises ConfigError (an argument), ModelError (a file), PairError, DoesNotFit, DeviceError, DownloadError.
         """
         with argument_names():
-            values = {"np": np, "ctx": ctx, **settings}
+            values = by_settings({"np": np, "ctx": ctx, **settings})
             if flaw := SWITCH.flaw(isolated):
                 raise ConfigError(f"isolated {flaw}")
-            name = path_of("target", target, ConfigError)
-            pair = (name, None if draft is None else path_of("draft", draft, ConfigError), values)
             settings_of(values)
-            taken = look_at_name(name, partial(pair_of, *pair), apart=isolated)
-            engine = cls.open(taken, *pair[1:], isolated=isolated)
+            named = named_of(target, hf)
+            pair = (None if draft is None else path_of("draft", draft, ConfigError), values)
+            taken = look_at_name(named, partial(pair_of, named, *pair), apart=isolated)
+            engine = cls.from_settings(*pair_of(taken, *pair), isolated=isolated)
         engine._says = argument_names
         return engine
 
@@ -109,7 +125,7 @@ class Engine(ServedEngine):
         cls, target: str, draft: str | None, values: Mapping[str, object], *, isolated: bool = False
     ) -> Engine:
         """`load` for the command line: `values` by the names of EngineSettings, errors that name flags."""
-        return cls.from_settings(*pair_of(target, draft, values), isolated=isolated)
+        return cls.from_settings(*pair_of(Named(target), draft, values), isolated=isolated)
 
     @classmethod
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
@@ -169,6 +185,10 @@ class Engine(ServedEngine):
             return prompt.prompt
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
+        if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], str):
+            raise RequestError(
+                "the prompt is a list of texts; want text, token ids or messages (`generate_many` takes a list of prompts)"
+            )
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             messages = cast(Sequence[Message], prompt)
             check_messages(messages)
@@ -196,10 +216,18 @@ class Engine(ServedEngine):
 
         Raises RequestError if it can never run, ConfigError for an unknown option.
         """
+        if options.get("timeout") is not None:
+            raise ConfigError(
+                "timeout belongs to the call that runs the request: `run`, `generate`, `stream`"
+            )
+        return self._request(prompt, options)
+
+    def _request(self, prompt: Prompt, options: GenerateOptions) -> Request:
+        """`request` for a call, which sees to the `timeout` itself."""
         if isinstance(prompt, Request):
-            if options:
+            if options.keys() - {"timeout"}:
                 raise ConfigError(
-                    f"a Request has its options already; {min(options)} belongs where it is made"
+                    f"a Request has its options already; {min(options.keys() - {'timeout'})} belongs where it is made"
                 )
             return prompt
         request = request_of(self.encode(prompt), options, self.info.sampling)
@@ -218,9 +246,11 @@ class Engine(ServedEngine):
         prompt   text; token ids; chat messages; or a Request from `request`
 
         Waits while the queue is full. Raises RequestError (it can never run), ConfigError (an unknown option), Unavailable (the engine is
-        closed or gone), and the generation's own error; all are pyspec.PyspecError.
+        closed or gone), TimedOut (`timeout` is over), and the generation's own error; all are pyspec.PyspecError.
         """
-        return self.run(self.request(prompt, **options))
+        deadline = deadline_of(options.get("timeout"))
+        with self._calling():
+            return collect(self._events(self._request(prompt, options), deadline))
 
     @with_options
     def chat(self, messages: Sequence[Message], **options: Unpack[ToolOptions]) -> ChatResult:
@@ -259,12 +289,11 @@ class Engine(ServedEngine):
     ) -> Generator[ChatDelta | Done, None, None]:
         """Stream a `chat`: a ChatDelta for each round, with `.content`, `.reasoning`, and the `.tool_calls` that it completes; then Done, with
         an empty `.content`. Closing the iterator ends the request. Options and errors as in `chat`."""
-        call = self._chats.call(messages, options)
-        events = self.run_stream(call.request)
-        try:
-            yield from call.read(events)
-        finally:
-            events.close()
+        deadline = deadline_of(options.get("timeout"))
+        with self._calling():
+            call = self._chats.call(messages, options)
+            with closing(self._events(call.request, deadline)) as events:
+                yield from call.read(events)
 
     @property
     def _chats(self) -> Chats:
@@ -289,19 +318,46 @@ class Engine(ServedEngine):
 
         Closing the iterator, or leaving the loop, ends the request. Raises the same errors as `generate`.
         """
-        return self.run_stream(self.request(prompt, **options))
+        deadline = deadline_of(options.get("timeout"))
+        return self._stream(self._request(prompt, options), deadline)
 
-    def run(self, request: Request) -> Result:
-        """Run a request to its end. Raises the request's error."""
-        return collect(self.run_stream(request))
+    def run(self, request: Request, timeout: float | None = None) -> Result:
+        """Run a request to its end, for `timeout` seconds at most. Raises the request's error, TimedOut."""
+        return collect(self.run_stream(request, timeout))
 
-    def run_stream(self, request: Request) -> Generator[Delta | Done, None, None]:
-        """Yield Delta per round, and Done at the end. Closing the iterator cancels the request."""
+    def run_stream(
+        self, request: Request, timeout: float | None = None
+    ) -> Generator[Delta | Done, None, None]:
+        """Yield Delta per round, and Done at the end. Closing the iterator cancels the request. Raises as `run`."""
+        return self._stream(request, deadline_of(timeout))
+
+    def _stream(self, request: Request, deadline: Deadline) -> Generator[Delta | Done, None, None]:
+        with self._calling(), closing(self._events(request, deadline)) as events:
+            yield from events
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Around a call that waits for requests: one that began before a drain may submit them. Raises Unavailable."""
+        with self._counting:
+            self._refuse_new()
+            self._n_call += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._n_call -= 1
+
+    def _events(self, request: Request, deadline: Deadline) -> Generator[Delta | Done, None, None]:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        name = submit_when_free(self._submit, request, events.put)
+        name = submit_when_free(self._submit, request, events.put, deadline)
+        event, n_token = None, 0
         try:
             while True:
-                event = events.get()
+                try:
+                    event = events.get(timeout=deadline.left())
+                except queue.Empty:
+                    raise deadline.error(event, n_token) from None
+                n_token += len(event.tokens) if isinstance(event, Delta) else 0
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Delta | Done):
@@ -341,7 +397,7 @@ class Engine(ServedEngine):
     ) -> list[Result] | list[Result | PyspecError]:
         """Run several prompts side by side with the same options. Results are in the order of the prompts.
 
-        At most np run at once; the others wait here, not in the queue. Options are those of `generate`.
+        At most np run at once; the others wait here, not in the queue. Options are those of `generate`; `timeout` is that of the whole call.
 
         prompts            a list of prompts as for `generate`
         progress           called with (ended, all) after each end
@@ -349,21 +405,23 @@ class Engine(ServedEngine):
         """
         requests: list[Request | PyspecError] = []
         on_end = None if progress is None else callable_of("progress", progress)
-        for prompt in prompts_of(prompts):
-            try:
-                requests.append(self.request(prompt, **options))
-            except PyspecError as e:
-                if not return_exceptions:
-                    raise
-                requests.append(e)
-        several = RequestSet(requests, on_end, return_exceptions)
-        return several.run(self._submit, self.cancel, self.info.n_slot)
+        deadline = deadline_of(options.get("timeout"))
+        with self._calling():
+            for prompt in prompts_of(prompts):
+                try:
+                    requests.append(self._request(prompt, options))
+                except PyspecError as e:
+                    if not return_exceptions:
+                        raise
+                    requests.append(e)
+            several = RequestSet(requests, on_end, return_exceptions, deadline)
+            return several.run(self._submit, self.cancel, self.info.n_slot)
 
     def _submit(self, request: Request, sink: Callable[[Event], None]) -> str:
         """`submit` for a caller that waits for `sink`'s events."""
         self._refuse_listener()
         with self._says():
-            return self.submit(request, sink)
+            return self._send(request, sink)
 
     def _refuse_listener(self) -> None:
         """Refuse a call from a listener: on the engine's thread it would wait for itself."""
@@ -401,20 +459,32 @@ class Engine(ServedEngine):
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Delta | Done, None]:
         """`stream` for asyncio: `async for delta in engine.astream("Once upon a time", max_tokens=40)`. Options and errors as in `stream`."""
-        request = await asyncio.to_thread(self.request, prompt, **options)
+        deadline = deadline_of(options.get("timeout"))
+        with self._calling():
+            request = await in_time(deadline, self._request, prompt, options)
+            async with aclosing(self._aevents(request, deadline)) as events:
+                async for event in events:
+                    yield event
+
+    async def _aevents(self, request: Request, deadline: Deadline) -> AsyncGenerator[Delta | Done, None]:
         events: asyncio.Queue[Event] = asyncio.Queue()
-        name = await self._asubmit(
-            request, to_loop(asyncio.get_running_loop(), events, self.core.cancel)
-        )
+        sink = to_loop(asyncio.get_running_loop(), events, self.core.cancel)
+        event, n_token, name = None, 0, ""
         try:
+            async with asyncio.timeout(deadline.left()):
+                name = await self._asubmit(request, sink)
             while True:
-                event = await events.get()
+                async with asyncio.timeout(deadline.left()):
+                    event = await events.get()
+                n_token += len(event.tokens) if isinstance(event, Delta) else 0
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Delta | Done):
                     yield event
                 if isinstance(event, Done):
                     return
+        except TimeoutError as e:
+            raise (e if isinstance(e, PyspecError) else deadline.error(event, n_token)) from None
         finally:
             self.cancel(name)
 
@@ -440,7 +510,9 @@ class Engine(ServedEngine):
         self, messages: Sequence[Message], **options: Unpack[ToolOptions]
     ) -> AsyncGenerator[ChatDelta | Done, None]:
         """`chat_stream` for asyncio. Options and errors as in `chat`."""
-        call = await asyncio.to_thread(self._chats.call, messages, options)
-        async with aclosing(self.astream(call.request)) as events:
-            async for event in call.aread(events):
-                yield event
+        deadline = deadline_of(options.get("timeout"))
+        with self._calling():
+            call = await in_time(deadline, self._chats.call, messages, options)
+            async with aclosing(self._aevents(call.request, deadline)) as events:
+                async for event in call.aread(events):
+                    yield event

@@ -10,12 +10,16 @@ from typing import Any
 
 from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
+from pyspec.engine.named import Named, find_sidecar
+from pyspec.engine.result import Deadline
 from pyspec.errors import ConfigError, PyspecError, RequestError
+from pyspec.hub import from_hub, split_name
 from pyspec.ranges import Real, shown
-from pyspec.registry import is_spec_type, split_spec_type
+from pyspec.registry import RESERVED, SUFFIX, drafters, is_spec_type, split_spec_type
 
 NAME_CHARS = 4096  # longest path on Linux
 LIMIT = Real(0, threading.TIMEOUT_MAX)
+TIMEOUT = Real(0, threading.TIMEOUT_MAX, above=True)
 
 
 def path_of(name: str, path: object, error: type[PyspecError]) -> str:
@@ -59,11 +63,16 @@ def prompts_of(prompts: object) -> list[Any]:
     return list(prompts)
 
 
-def limit_of(limit_s: object) -> float:
+def seconds_of(name: str, value: object, legal: Real = LIMIT) -> float:
     """Most seconds to wait. Raises ConfigError."""
-    if flaw := LIMIT.flaw(limit_s):
-        raise ConfigError(f"limit_s {flaw}")
-    return float(limit_s)  # type: ignore[arg-type]  # it is a number
+    if flaw := legal.flaw(value):
+        raise ConfigError(f"{name} {flaw}")
+    return float(value)  # type: ignore[arg-type]  # it is a number
+
+
+def deadline_of(timeout: object) -> Deadline:
+    """The end of a call that begins now. Raises ConfigError."""
+    return Deadline(None if timeout is None else seconds_of("timeout", timeout, TIMEOUT))
 
 
 def settings_given(settings: object) -> EngineSettings:
@@ -73,20 +82,63 @@ def settings_given(settings: object) -> EngineSettings:
     return settings
 
 
+def named_of(target: object, hf: object) -> Named:
+    """The model that a load names: a path or a name of the catalogue, or a repository. Raises ConfigError."""
+    if not isinstance(hf, str) or (target is None) is not bool(hf):
+        what = (
+            f"hf is {shown(hf)}"
+            if not isinstance(hf, str)
+            else "target and hf exclude each other"
+            if hf
+            else "no model is named"
+        )
+        raise ConfigError(f"{what}; want a file or a name of the catalogue, or hf='user/repo:quant'")
+    if not hf:
+        return Named(path_of("target", target, ConfigError))
+    split_name(hf)
+    return Named(repo=hf)
+
+
+def _draft_file(draft: str) -> Path:
+    """A drafter's file, or the model of the catalogue with that name. Raises ConfigError, which lists the drafters if it is neither."""
+    try:
+        return resolve(draft)[0]
+    except ConfigError as e:
+        if "/" in draft or draft.endswith(".gguf"):
+            raise
+        names = ", ".join((*RESERVED, *drafters(), SUFFIX))
+        raise ConfigError(
+            f"draft: {e}. Drafters are {names}, and each with ',{SUFFIX}' behind it"
+        ) from None
+
+
 def _drafter(values: Mapping[str, object]) -> object:
     """The drafter in `spec_type`, which is not checked yet."""
     wanted = values.get("spec_type", "auto")
     return split_spec_type(wanted)[0] if isinstance(wanted, str) else wanted
 
 
-def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tuple[Path, EngineSettings]:
-    """The target's file, and settings with the drafter's file, from the arguments of `Engine.load`."""
-    path, paired = resolve(target)
-    values = dict(values)
-    if draft is None or is_spec_type(draft):
-        values |= {} if draft == "auto" else {"spec_type": draft or "none"}
+def pair_of(
+    target: Named, draft: str | None, values: Mapping[str, object]
+) -> tuple[Path, EngineSettings]:
+    """The target's file, and settings with the drafter's file, from the arguments of `Engine.load`. Raises ConfigError, DownloadError."""
+    values, paired = dict(values), None
+    if target.repo:
+        path = from_hub(*split_name(target.repo))
+        if draft == "auto":
+            draft = find_sidecar(target.repo, "", str(path), str(_drafter(values)))
     else:
-        values["draft_path"] = Path(draft)
-    if paired is not None and _drafter(values) in ("auto", paired_kind(target)):
+        path, paired = resolve(target.model)
+    if draft is None or (draft != "auto" and is_spec_type(draft)):
+        wanted, kind = values.get("spec_type", "auto"), draft or "none"
+        if wanted not in ("auto", kind):
+            meant = " (no speculation)" if draft is None else ""
+            raise ConfigError(
+                f"draft is {shown(draft)}{meant}, but --spec-type is {shown(wanted)}: give one of them"
+            )
+        values["spec_type"] = kind
+    elif draft != "auto":
+        values["draft_path"] = _draft_file(draft)
+    if paired is not None and _drafter(values) in ("auto", paired_kind(target.model)):
         values.setdefault("draft_path", paired)
     return path, settings_from(values)

@@ -10,11 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
 from pyspec.engine.block_events import BlockPublisher
 from pyspec.engine.protocol import Core
+from pyspec.engine.result import Deadline
+from pyspec.errors import PyspecError
 from pyspec.request import Event
 from pyspec.text.template import ChatTemplate
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LIMIT_S = 60.0  # of a close: twice 30 s for an engine in a process of its own
 
@@ -60,6 +66,15 @@ def _end(
     for publisher in publishers:
         publisher.close()
     gc.collect()
+
+
+async def in_time(deadline: Deadline, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `make` on a thread. Raises its error, or TimedOut where it takes longer."""
+    try:
+        async with asyncio.timeout(deadline.left()):
+            return await asyncio.to_thread(make, *args, **kwargs)
+    except TimeoutError as e:
+        raise (e if isinstance(e, PyspecError) else deadline.error()) from None
 
 
 def to_loop(

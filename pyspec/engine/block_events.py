@@ -1,4 +1,4 @@
-"""KV events: the changes of the prefix cache over ZeroMQ, in the format that vLLM's routers read (docs/serving.md).
+"""KV events: the changes of the prefix cache over ZeroMQ, in the format that vLLM's routers read (docs/routers.md).
 
 `publish` numbers a batch and queues it; a thread of its own packs and sends it. Nothing here waits for a reader. A batch that finds the
 queue full is dropped, and its number is missing from the stream. All blocks follow as soon as the queue is empty, so readers know the cache

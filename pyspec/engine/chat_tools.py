@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 from pyspec.constrain.formats import format_grammar
 from pyspec.engine.options import GenerateOptions, GrammarOptions, Message, check_messages, request_of
 from pyspec.engine.result import Result, collect
 from pyspec.errors import ConfigError, RequestError
-from pyspec.ranges import shown
+from pyspec.ranges import Doc, shown
 from pyspec.request import Delta, Done, FinishReason, Request, SamplingParams, finish_reason
 from pyspec.text.answer_plan import CheckGrammar, plan_answer, text_grammar
 from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
@@ -57,16 +57,11 @@ OF_CHATS = ToolOptions.__annotations__.keys() - GenerateOptions.__annotations__.
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool.
+    """One call of a tool."""
 
-    id         for the message that carries its result
-    name       of the function
-    arguments  JSON text of an object; cut short if the answer ended at its limit
-    """
-
-    id: str
-    name: str
-    arguments: str
+    id: Annotated[str, Doc("for the message that carries its result")]
+    name: Annotated[str, Doc("of the function")]
+    arguments: Annotated[str, Doc("JSON text of an object; cut short if the answer ended at its limit")]
 
     def values(self) -> dict[str, Any]:
         """The arguments as Python values. Raises RequestError if they are not a JSON object: the answer was cut short."""
@@ -85,16 +80,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatResult(Result):
-    """A finished answer of a chat. `text` is all that the model wrote; the other fields are its parts.
+    """A finished answer of a chat. `text` is all that the model wrote; the other fields are its parts."""
 
-    content     the answer itself
-    reasoning   the model's reasoning before it; "" if there was none
-    tool_calls  in order; the chat goes on with `message` and a message for each of them: {"role": "tool", "tool_call_id": id, "content": ...}
-    """
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    # fmt: off
+    content: Annotated[str, Doc("the answer itself")] = ""
+    reasoning: Annotated[str, Doc("the model's reasoning before it; \"\" if there was none")] = ""
+    tool_calls: Annotated[tuple[ToolCall, ...], Doc("in order; the chat goes on with `message` and a message for each of them: {\"role\": \"tool\", \"tool_call_id\": id, \"content\": ...}")] = ()
+    # fmt: on
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -114,11 +106,11 @@ class ChatResult(Result):
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta(Delta):
-    """A Delta of a chat: new `content` and `reasoning`, and the `tool_calls` that are now complete."""
+    """A Delta of a chat."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    content: Annotated[str, Doc("new text of the answer itself")] = ""
+    reasoning: Annotated[str, Doc("new text of the reasoning before it")] = ""
+    tool_calls: Annotated[tuple[ToolCall, ...], Doc("calls that are now complete")] = ()
 
 
 @dataclass(slots=True)

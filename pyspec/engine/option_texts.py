@@ -1,4 +1,4 @@
-"""The meaning of each option of a generation, for `help()` and docs/python.md. Types and defaults come from the declarations.
+"""The options of a generation, for `help()` and docs/python.md. Meanings, types and defaults come from the declarations.
 
 `with_options` adds the list to a method's docstring, so that help(Engine.generate) is complete.
 """
@@ -10,54 +10,16 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
 from pyspec.engine.options import GenerateOptions
+from pyspec.ranges import docs_of
 from pyspec.request import Request, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 TEXTS = {
-    "temperature": "randomness: 0 or less always takes the likeliest token, 0.8 is usual, above 1 gets wild",
-    "top_k": "choose among this number of likeliest tokens; 0: all",
-    "top_p": "choose among the likeliest tokens that together have this probability; 1: all",
-    "min_p": "drop tokens that are less likely than this share of the likeliest one; 0: none",
-    "typical_p": "locally typical sampling: keep this probability of tokens whose surprise is near the mean; 1: off",
-    "min_keep": "samplers that drop tokens keep at least this number",
-    "repeat_penalty": "divide the logits of recent tokens by this; 1: off",
-    "repeat_last_n": "tokens that the penalties look back on; 0: none, -1: all",
-    "presence_penalty": "subtract this from the logits of recent tokens",
-    "frequency_penalty": "subtract this for each recent occurrence of a token",
-    "dry_multiplier": "strength of DRY, which makes it unlikely to repeat a sequence; 0: off",
-    "dry_base": "DRY: growth of the penalty with the length of the repetition",
-    "dry_allowed_length": "DRY: tokens that may be repeated without a penalty",
-    "dry_penalty_last_n": "DRY: tokens that it looks back on; 0: none, -1: all",
-    "dry_sequence_breakers": "DRY: texts that end a repetition",
-    "logit_bias": "pairs (token id, number added to its logit); -inf bans the token",
-    "seed": "of the random draws: the same seed gives the same text; -1 draws a seed",
-    "logprobs": "report the log probability of each token and of this number of alternatives, from 0 on; None: none",
-    "ignore_eos": "continue where the model would end",
-    "min_tokens": "no end before this number of tokens",
-    "samplers": "their order, by name; (): llama.cpp's",
-    "top_n_sigma": "keep tokens within this number of standard deviations of the largest logit; 0 and below: off",
-    "xtc_probability": "XTC: chance to drop all likely tokens but the last; 0: off",
-    "xtc_threshold": "XTC: least probability of a likely token; above 0.5: off",
-    "dynatemp_range": "range in which the temperature follows the entropy; 0: off",
-    "dynatemp_exponent": "exponent of that dependence",
-    "mirostat": "version 1 or 2 of Mirostat, in place of the other samplers; 0: off",
-    "mirostat_tau": "Mirostat: surprise to hold, in bits",
-    "mirostat_eta": "Mirostat: how fast it adapts",
-    "adaptive_target": "adaptive-p: probability of chosen tokens to hold; below 0: off",
-    "adaptive_decay": "adaptive-p: how slowly it forgets",
-    "post_sampling": "`logprobs` are those after the samplers instead of the model's own",
-    "max_tokens": "most tokens to generate; -1: until the context is full",
-    "stop": "text, or a list of texts, that ends the answer; it is not part of the text",
-    "cache_prompt": "reuse the prefix cache, and add to it",
-    "n_draft_max": "most tokens to draft a round; None: the engine decides, 0: no speculation",
-    "slot": "the slot to run in; -1: any",
-    "max_predict_ms": "milliseconds of generating after which the answer ends; 0: no limit",
-    "json_schema": "a JSON Schema, as an object or as JSON text, that the text follows; {} is any JSON",
-    "grammar": "a grammar, llama.cpp's GBNF or lark, that the text matches",
-    "regex": "a regular expression that the whole text matches",
-    "choices": "a list of texts; the answer is one of them",
-    "params": "a pyspec.SamplingParams: values for the sampling options that are not given",
+    name: text
+    for owner in (SamplingParams, Request, GenerateOptions)
+    for name, text in docs_of(owner).items()
+    if name in GenerateOptions.__annotations__
 }
 GROUPS = {
     "How far it goes, and where it runs": (
@@ -67,6 +29,7 @@ GROUPS = {
         "n_draft_max",
         "slot",
         "max_predict_ms",
+        "timeout",
     ),
     "The text has to match one of": ("json_schema", "grammar", "regex", "choices"),
 }
@@ -92,7 +55,7 @@ def options() -> Iterator[tuple[str, list[Option]]]:
 
 def _option(name: str) -> Option:
     hints = get_type_hints(GenerateOptions)
-    return Option(name, _type_text(hints[name]), _default(name), TEXTS[name])
+    return Option(name, type_text(hints[name]), _default(name), TEXTS[name])
 
 
 def _default(name: str) -> str:
@@ -103,7 +66,8 @@ def _default(name: str) -> str:
     return "None"
 
 
-def _type_text(hint: Any) -> str:
+def type_text(hint: Any) -> str:
+    """A type as programs write it."""
     text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
     for module in ("collections.abc.", "typing.", "pyspec.request."):
         text = text.replace(module, "")

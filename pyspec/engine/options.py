@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from pyspec.config import EngineSettings, settings_from
 from pyspec.constrain.grammar import choice_of
 from pyspec.errors import ConfigError, PyspecError, RequestError
-from pyspec.ranges import rules_of, shown
+from pyspec.ranges import Doc, rules_of, shown
 from pyspec.request import Grammar, Request, SamplingParams, check_request
 
 Message = Mapping[str, object]
@@ -84,13 +84,11 @@ class LoadOptions(TypedDict, total=False):
     kv_events_format: str
     kv_events_buffer: int
     seed: int
-    check_tap_shift: bool
     warm_up: bool
     plain_loop: bool
     exact: bool
     hang_timeout: float
     kernels: str
-    demoted: tuple[str, ...]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -111,7 +109,7 @@ class SamplingOptions(TypedDict, total=False):
     dry_allowed_length: int
     dry_penalty_last_n: int
     dry_sequence_breakers: tuple[str, ...]
-    logit_bias: tuple[tuple[int, float], ...]
+    logit_bias: Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
     seed: int
     logprobs: int | None
     ignore_eos: bool
@@ -142,24 +140,90 @@ class RequestOptions(TypedDict, total=False):
 
 
 class GrammarOptions(TypedDict, total=False):
-    """The text's constraint; one of them.
+    """The text's constraint; one of them."""
 
-    json_schema  a JSON Schema, as an object or as JSON text; {} is any JSON
-    grammar      in llama.cpp's GBNF, or in lark
-    choices      one of these texts
-    """
-
-    json_schema: Mapping[str, object] | str | bool | None
-    grammar: str | None
-    regex: str | None
-    choices: Sequence[str] | None
+    # fmt: off
+    json_schema: Annotated[Mapping[str, object] | str | bool | None, Doc("a JSON Schema, as an object or as JSON text, that the text follows; {} is any JSON")]
+    grammar: Annotated[str | None, Doc("a grammar, llama.cpp's GBNF or lark, that the text matches")]
+    regex: Annotated[str | None, Doc("a regular expression that the whole text matches")]
+    choices: Annotated[Sequence[str] | None, Doc("a list of texts; the answer is one of them")]
+    # fmt: on
 
 
 class GenerateOptions(SamplingOptions, RequestOptions, GrammarOptions, total=False):
     """All options of a generation. `params` has values for sampling options that are not given; without it the defaults are those that the
     model's file recommends (`engine.info.sampling`)."""
 
-    params: SamplingParams | None
+    # fmt: off
+    params: Annotated[SamplingParams | None, Doc("a pyspec.SamplingParams: values for the sampling options that are not given")]
+    timeout: Annotated[float | None, Doc("seconds after which the call ends with pyspec.errors.TimedOut, and its request with it: waiting for a slot, the prompt and all rounds count; None: no limit")]
+    # fmt: on
+
+
+MEANT = {
+    "max_tokens": "max_completion_tokens max_new_tokens max_output_tokens max_gen_len max_length n_predict num_predict",
+    "temperature": "temp",
+    "stop": "stop_sequences stop_strings stop_words",
+    "repeat_penalty": "repetition_penalty penalty_repeat",
+    "frequency_penalty": "penalty_freq",
+    "presence_penalty": "penalty_present",
+    "typical_p": "typ_p typical",
+    "mirostat": "mirostat_mode",
+    "logprobs": "top_logprobs n_probs",
+    "seed": "random_seed",
+    "params": "sampling_params",
+    "slot": "id_slot slot_id",
+    "timeout": "max_time time_limit deadline timeout_s request_timeout",
+    "json_schema": "guided_json format",
+    "regex": "guided_regex",
+    "choices": "guided_choice",
+    "grammar": "guided_grammar",
+    "ctx": "n_ctx num_ctx ctx_size context_length context_size max_model_len max_seq_len",
+    "np": "n_parallel parallel num_parallel n_slots slots max_num_seqs",
+    "threads": "n_threads num_threads num_thread n_threads_batch",
+    "batch": "n_batch batch_size max_num_batched_tokens",
+    "ubatch": "n_ubatch ubatch_size",
+    "kv_type": "type_k cache_type_k kv_cache_dtype",
+    "kv_type_v": "type_v cache_type_v",
+    "tp": "tensor_parallel_size n_gpu",
+    "prefix_cache": "enable_prefix_caching",
+    "draft": "draft_model model_draft speculative_model drafter",
+    "target": "model model_path path",
+    "hf": "repo repo_id hf_repo",
+}
+"""Names that users of other programs type, by the option or setting that they mean."""
+MEANT_BY = {typed: name for name, words in MEANT.items() for typed in words.split()}
+SAID_OF = {
+    "`Engine.stream` and `Engine.chat_stream` yield the text as it comes": "stream",
+    "`Engine.generate_many` runs several prompts": "n best_of num_return_sequences",
+    "`Engine.chat` takes it": "messages tools tool_choice parallel_tool_calls tool_call_parser response_format",
+    "give it as a message of the role system": "system system_prompt",
+    "temperature=0 takes the likeliest tokens": "do_sample",
+    "`Engine.use_template` replaces the file's template": "chat_template chat_format",
+    "the log of Python's `logging` has the loggers pyspec.*": "verbose",
+    "it is not needed: the whole model runs on one device (`device`), in memory that is planned before the load": "n_gpu_layers gpu_layers"
+    " num_gpu ngl gpu_memory_utilization flash_attn use_mmap use_mlock main_gpu tensor_split dtype device_map quantization trust_remote_code",
+}
+SAID = {typed: said for said, words in SAID_OF.items() for typed in words.split()}
+"""What to do instead, by the name that was typed."""
+
+
+def unknown(
+    what: str, name: str, known: Iterable[str], others: Iterable[str], elsewhere: str
+) -> ConfigError:
+    """The error for a name that is no option or no setting, with what was meant. others: names that belong `elsewhere`."""
+    known = [*known]
+    meant = MEANT_BY.get(name, "")
+    if name in SAID:
+        hint = SAID[name]
+    elif name in others or (meant in others and meant not in known):
+        hint = f"{meant or name!r} belongs to {elsewhere}"
+    elif meant in known:
+        hint = f"here it is '{meant}'"
+    else:
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean '{near[0]}'?" if near else ""
+    return ConfigError(f"no {what} '{name}'" + (hint and f"; {hint}"))
 
 
 def request_of(
@@ -172,10 +236,8 @@ def request_of(
     known = GenerateOptions.__annotations__
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, 1)
-            raise ConfigError(
-                f"no sampling parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else "")
-            )
+            loads = [rule.name for rule in rules_of(EngineSettings)]
+            raise unknown("option of a generation", name, known, loads, "`Engine.load`")
     params = options.get("params")
     params = (recommended or SamplingParams()) if params is None else params
     if not isinstance(params, SamplingParams):
@@ -262,7 +324,11 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 def settings_of(values: Mapping[str, object]) -> EngineSettings:
     """Settings from arguments, checked by name. Raises ConfigError."""
-    for rule in rules_of(EngineSettings):
+    rules = rules_of(EngineSettings)
+    for name in values.keys() - {rule.name for rule in rules}:
+        known = ("target", "draft", "hf", *LoadOptions.__annotations__, "np", "ctx")
+        raise unknown("engine setting", name, known, GenerateOptions.__annotations__, "a generation")
+    for rule in rules:
         if rule.name in values and (flaw := replace(rule, title=rule.name).flaw(values[rule.name])):
             raise ConfigError(flaw)
     return settings_from(dict(values))
@@ -271,9 +337,23 @@ def settings_of(values: Mapping[str, object]) -> EngineSettings:
 FLAGS = {r.title: r.name for r in rules_of(EngineSettings) if r.title.startswith("-")} | {
     "-m": "target",
     "-md": "draft",
+    "-hf": "hf",
 }
 """Flags that messages name, and the equal arguments."""
-_FLAG = re.compile(r"(?<![\w-])(--?[a-z][\w-]*)(?: (\d[\d.]*\b|full|packed|none))?")
+SPELT = {flag.strip("-").replace("-", "_"): name for flag, name in FLAGS.items() if flag[:2] == "--"}
+"""Settings by the long names of their flags, where these are others."""
+_FLAG = re.compile(
+    r"(?<![\w-])(--?[a-z][\w-]*)(?: (\d[\d.]*\b|full|packed|none|[\w.-]+/[\w.-]+(?::[\w.-]+)?))?"
+)
+
+
+def by_settings(values: Mapping[str, object]) -> dict[str, object]:
+    """Arguments of a load under the names of the settings: the long names of flags are taken, too. Raises ConfigError for both."""
+    named = {name: SPELT.get(name, name) for name in values}
+    for name, setting in named.items():
+        if name != setting and setting in values:
+            raise ConfigError(f"{name} and {setting} are one setting: leave one out")
+    return {named[name]: value for name, value in values.items()}
 
 
 def with_arguments(message: str) -> str:

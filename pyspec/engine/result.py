@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
-from pyspec.errors import PyspecError, QueueFull
+from pyspec.errors import PyspecError, QueueFull, TimedOut
+from pyspec.ranges import Doc
 from pyspec.request import (
     Delta,
     Done,
@@ -31,22 +33,20 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished generation.
+    """A finished generation."""
 
-    tokens    tokens that are in `text` as a whole: no end-of-generation token and no token of the stop string; `n_predicted` and
-              deltas include those
-    logprobs  of `tokens`, if requested
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    finish: Finish
-    n_prompt: int
-    n_predicted: int
-    timings: Timings
-    logprobs: tuple[TokenLogprob, ...] = ()
-    stop: str = ""
-    slot: int = -1
+    # fmt: off
+    text: Annotated[str, Doc("all of it, without the stop string")]
+    tokens: Annotated[tuple[int, ...], Doc("tokens that are in `text` as a whole: no end-of-generation token and no token of the stop string; `n_predicted` and deltas include those")]
+    finish: Annotated[Finish, Doc("eos: the model ended it; stop: a stop string; length: a limit of tokens, time or context; cancelled")]
+    n_prompt: Annotated[int, Doc("tokens of the prompt")]
+    n_predicted: Annotated[int, Doc("tokens generated")]
+    timings: Annotated[Timings, Doc("times and counts")]
+    logprobs: Annotated[tuple[TokenLogprob, ...], Doc("of `tokens`, if requested")] = ()
+    stop: Annotated[str, Doc("the stop string that ended it")] = ""
+    slot: Annotated[int, Doc("where it ran")] = -1
+    seed: Annotated[int, Doc("of its random draws, given or drawn: the same request with it gives the same text; -1: unknown")] = -1
+    # fmt: on
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -79,7 +79,26 @@ def collect(events: Iterable[Delta | Done]) -> Result:
         tuple(logprobs[:n]),
         done.stop_string,
         done.slot,
+        done.seed,
     )
+
+
+class Deadline:
+    """The end of a call's time, `timeout` seconds after it began. None: there is none."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self.timeout = timeout
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def left(self) -> float | None:
+        """Seconds that are left, 0 at least; None: no limit."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+    def error(self, last: Event | None = None, n_token: int = 0) -> TimedOut:
+        """The error of a call that is over time. last: the last event of its request; n_token: tokens that it has got."""
+        where = "while its prompt was read" if last else "before its request had a slot"
+        where = f"after {n_token} tokens" if n_token else where
+        return TimedOut(f"the call took longer than its timeout of {self.timeout:g} s; it ended {where}")
 
 
 def patience() -> Iterator[float]:
@@ -90,13 +109,18 @@ def patience() -> Iterator[float]:
         wait = min(2 * wait, 0.1)
 
 
-def submit_when_free(submit: Submit, request: Request, sink: Callable[[Event], None]) -> str:
-    """Call `submit`; wait while the queue is full."""
+def submit_when_free(
+    submit: Submit, request: Request, sink: Callable[[Event], None], deadline: Deadline
+) -> str:
+    """Call `submit`; wait while the queue is full. Raises TimedOut."""
     for seconds in patience():
         try:
             return submit(request, sink)
         except QueueFull:
-            time.sleep(seconds)
+            left = deadline.left()
+            if left == 0:
+                raise deadline.error() from None
+            time.sleep(seconds if left is None else min(seconds, left))
     raise AssertionError("patience ends")
 
 
@@ -104,12 +128,17 @@ class RequestSet:
     """Requests that run side by side, a limited number at once; the others wait here, not in the queue.
 
     keep_going  put a failed request's error in its place; else raise it, and end the others
+    deadline    of all of them
     """
 
     def __init__(
-        self, requests: Sequence[Request | PyspecError], progress: Progress | None, keep_going: bool
+        self,
+        requests: Sequence[Request | PyspecError],
+        progress: Progress | None,
+        keep_going: bool,
+        deadline: Deadline | None = None,
     ) -> None:
-        self.requests = requests
+        self.requests, self.deadline = requests, deadline or Deadline()
         self.progress = progress
         self.keep_going = keep_going
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
@@ -126,7 +155,12 @@ class RequestSet:
                 while todo and len(self._names) < n_at_once and self._begin(todo[0], submit):
                     todo.popleft()
                 if self._names:
-                    self._on_event(*self._events.get())
+                    try:
+                        event = self._events.get(timeout=self.deadline.left())
+                    except queue.Empty:
+                        self._out_of_time([*self._names, *todo], cancel)
+                        break
+                    self._on_event(*event)
         finally:
             for name in self._names.values():
                 cancel(name)
@@ -135,13 +169,22 @@ class RequestSet:
             for i, own in enumerate(self._received)
         ]
 
+    def _out_of_time(self, rest: Sequence[int], cancel: Cancel) -> None:
+        """End the requests that are not done."""
+        for i in rest:
+            if i in self._names:
+                cancel(self._names[i])
+            got = self._received[i]
+            n_token = sum(len(event.tokens) for event in got if isinstance(event, Delta))
+            self._ended(i, self.deadline.error(got[-1] if got else None, n_token))
+
     def _begin(self, i: int, submit: Submit) -> bool:
         """Submit request `i`. Returns False if the queue is full and one of ours will end first."""
         request = self.requests[i]
         try:
             if isinstance(request, PyspecError):
                 raise request
-            send = submit if self._names else partial(submit_when_free, submit)
+            send = submit if self._names else partial(submit_when_free, submit, deadline=self.deadline)
             self._names[i] = send(request, partial(self._put, i))
         except QueueFull:
             return False

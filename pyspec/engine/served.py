@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 from weakref import finalize
 
-from pyspec.engine.arguments import callable_of, id_of, limit_of
+from pyspec.engine.arguments import callable_of, id_of, seconds_of
 from pyspec.engine.aside import end_aside
 from pyspec.engine.block_events import BlockPublisher
 from pyspec.engine.protocol import Core
 from pyspec.engine.validate import Validator
-from pyspec.errors import BadTemplate
+from pyspec.errors import BadTemplate, Unavailable
 from pyspec.ranges import shown
 from pyspec.request import Event, Grammar, Metrics, ReplicaInfo, Request, SlotInfo, check_grammar
 from pyspec.slot_action import SlotAction, SlotAnswer, check_action
@@ -22,6 +24,7 @@ from pyspec.text.template import CHATML, ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+LOOK_S = 0.02  # between looks at the requests of a drain
 
 
 class ServedEngine:
@@ -44,6 +47,8 @@ class ServedEngine:
             self, end_aside, core, self._templates, self.publishers
         ).atexit = False  # at the program's end, cores close themselves
         self._incoming = Validator(self.info, tokenizer)
+        self._is_draining, self._n_call = False, 0  # calls that wait for their requests
+        self._counting = Lock()
 
     def __repr__(self) -> str:
         i = self.info
@@ -76,7 +81,16 @@ class ServedEngine:
 
         Raises RequestError if it can never run, QueueFull if too many wait, Unavailable if the engine is down.
         """
+        self._refuse_new()
+        return self._send(request, sink)
+
+    def _send(self, request: Request, sink: Callable[[Event], None]) -> str:
+        """`submit` for a call that began before a drain."""
         return self.core.submit(self._incoming.check(request), callable_of("sink", sink))
+
+    def _refuse_new(self) -> None:
+        if self._is_draining:
+            raise Unavailable("the engine is closing: running requests end, and it takes no new ones")
 
     def check_grammar(self, grammar: Grammar) -> Grammar:
         """Compile a grammar, which takes a while if it is new. Raises RequestError if it can not be compiled."""
@@ -118,23 +132,40 @@ class ServedEngine:
 
     def alive(self) -> bool:
         """True if requests are taken. While an isolated engine is replaced they are, and run when it is back."""
-        return self.core.alive()
+        return not self._is_draining and self.core.alive()
 
     def state(self) -> str:
-        """ "ok", "recovering" while an isolated engine is replaced, or "stopped"."""
-        return self.core.state()
+        """ "ok", "recovering" while an isolated engine is replaced, "draining" while it closes, or "stopped"."""
+        return "draining" if self._is_draining and self.core.alive() else self.core.state()
+
+    def _is_busy(self) -> bool:
+        """True while a request runs or waits, or a call still reads its answer."""
+        if self.core.in_listener() or not self.core.alive():
+            return False
+        counts = self.core.metrics()
+        return self._n_call + counts.requests_processing + counts.requests_queued > 0
 
     @property
     def loop(self) -> Any:
         """The loop, for tests and measurements. Only an engine of this process has one."""
         return self.core.loop  # type: ignore[attr-defined]  # that of another process has none
 
-    def close(self, limit_s: float | None = None) -> bool:
-        """Stop; running requests fail with Unavailable. Memory is freed with the last reference.
+    def close(self, limit_s: float | None = None, *, drain: float = 0.0) -> bool:
+        """Stop. Requests that run or wait get `drain` seconds to end, in which new ones are refused with Unavailable; what runs then fails
+        with Unavailable. Memory is freed with the last reference.
+
+        To exchange an engine under load: load the new one, direct new requests to it, then `old.close(drain=60)`.
 
         Returns False if the device's work did not end and was left behind after `limit_s` (default 30 s).
         """
-        is_over = self.core.close() if limit_s is None else self.core.close(limit_of(limit_s))
+        limit = () if limit_s is None else (seconds_of("limit_s", limit_s),)
+        end = time.monotonic() + seconds_of("drain", drain)
+        if drain:
+            with self._counting:
+                self._is_draining = True
+            while time.monotonic() < end and self._is_busy():
+                time.sleep(LOOK_S)
+        is_over = self.core.close(*limit)
         for publisher in self.publishers:
             publisher.close()
         return is_over

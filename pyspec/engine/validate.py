@@ -39,7 +39,11 @@ class Validator:
                 )
             prompt = (self.bos,)
         if len(prompt) >= self.room:
-            raise PromptTooLong(len(prompt), self.room, is_pool=self.room < self.info.n_ctx)
+            i = self.info
+            is_trained = i.n_ctx >= i.n_ctx_train > 0
+            raise PromptTooLong(
+                len(prompt), self.room, is_pool=self.room < i.n_ctx, is_trained=is_trained
+            )
         ids = self._ids(prompt, "prompt")
         self._ids(resumed, "resumed")
         most = self.room - len(prompt)

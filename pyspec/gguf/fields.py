@@ -3,7 +3,10 @@
 A file may be wrong in any field, by accident or on purpose. A value read here has the type asked for, is finite and lies in its
 range, so a reader only checks how fields go together. The reader gives a default for an absent field, or requires the field.
 Writers differ in the widths of numbers, so every width is accepted. Nothing else is converted, except an integer where a number
-is wanted, and 0 or 1 where a bool is.
+is wanted, 0 or 1 where a bool is, and of an architecture's fields an array of equal entries where one value is: some writers
+repeat a number for each block, as llama.cpp's `get_key_or_arr` accepts.
+
+Fields that only label a file (`title`, `file_type`) never refuse it: a value that can not be shown counts as absent.
 
 A drafter or an architecture of another package reads its own keys with a range of its own: `legal=Whole(2, 64)`, `max_chars=64`.
 """
@@ -29,12 +32,11 @@ TOKEN_ID = Whole(-(2**31), 2**32 - 1)
 SIZE, COUNT = Whole(1, 1 << 20), Whole(0, 1 << 16)
 INNER = Whole(0, 1 << 24)  # width of a feed-forward; 0: the block has no feed-forward
 FLAG = OneOf((True, False, 0, 1))
+TITLE_CHARS = 256
 
 GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # for a text, its maximal length
     "general.alignment": Whole(8, 65_536),
     "general.architecture": 64,
-    "general.name": 1_000,
-    "general.file_type": Whole(0, 2**32 - 1),
     "split.count": Whole(0, 4_096),
     "split.no": Whole(0, 65_535),
     "split.tensors.count": Whole(0, 2**31 - 1),
@@ -44,8 +46,9 @@ GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # for a text, its maximal
     "tokenizer.ggml.pre": 64,
     "tokenizer.ggml.tokens": 0,
     "tokenizer.ggml.merges": 0,
-    "tokenizer.ggml.token_type": Whole(0, 6),
-    "tokenizer.ggml.scores": Real(-1e30, 1e30),
+    "tokenizer.ggml.token_type": Whole(
+        -(2**31), 2**32 - 1
+    ),  # those that are not known count as undefined
     "tokenizer.ggml.add_bos_token": FLAG,
     "tokenizer.ggml.add_eos_token": FLAG,
     "tokenizer.ggml.add_space_prefix": FLAG,
@@ -224,6 +227,8 @@ class Fields:
     def _scalar(self, name: str, legal: Whole | Real | OneOf) -> object:
         """The field's value, checked."""
         value = self.metadata[self.key(name)]
+        if self.prefix and isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = value[0].item()
         if flaw := legal.flaw(_described(value)):
             raise self.bad(name, flaw)
         return value
@@ -268,6 +273,11 @@ class Fields:
             raise self.bad(name, f"has {len(value)} characters; want at most {max_chars}")
         return encodable(value)
 
+    def title(self, name: str) -> str:
+        """Text that names the file for people, cut to a line; "" if the field is absent or no text."""
+        value = self.metadata.get(self.key(name))
+        return printable(encodable(value), TITLE_CHARS).strip() if isinstance(value, str) else ""
+
     def label(
         self, name: str, default: str | _Required = REQUIRED, *, max_chars: int | None = None
     ) -> str:
@@ -276,10 +286,12 @@ class Fields:
         assert isinstance(text, str)
         return printable(text)
 
-    def integers(self, name: str, n: int | None = None, *, legal: Whole | None = None) -> list[int]:
-        """An array of integers, `n` of them if given. The file must have it."""
+    def integers(
+        self, name: str, n: int | None = None, *, or_more: bool = False, legal: Whole | None = None
+    ) -> list[int]:
+        """An array of integers, `n` of them if given. With `or_more` the entries beyond `n` are not used. The file must have it."""
         legal = self._legal(name, legal, Whole)
-        values = self._array(name, n, "iu", "integers")
+        values = self._array(name, n, "biu", "integers", or_more=or_more)
         outside = (values < legal.low) | (values > legal.high)
         if outside.any():
             at = int(outside.argmax())
@@ -302,10 +314,12 @@ class Fields:
             raise self.bad(name, f"has {len(values)} entries; want one for each of {n} blocks")
         return values[:n]
 
-    def numbers(self, name: str, n: int, *, legal: Real | None = None) -> list[float]:
-        """An array of `n` finite numbers. The file must have it."""
+    def numbers(
+        self, name: str, n: int, *, or_more: bool = False, legal: Real | None = None
+    ) -> list[float]:
+        """An array of `n` finite numbers; `or_more` as in `integers`. The file must have it."""
         legal = self._legal(name, legal, Real)
-        values = self._array(name, n, "iuf", "numbers")
+        values = self._array(name, n, "iuf", "numbers", or_more=or_more)
         outside = ~((values >= legal.low) & (values <= legal.high))  # true of NaN
         if outside.any():
             at = int(outside.argmax())
@@ -314,32 +328,28 @@ class Fields:
         return real
 
     def flags(self, name: str, n: int, *, or_more: bool = False) -> list[bool]:
-        """An array of `n` bools, or of 0 and 1. With `or_more` the entries beyond `n` are not used. The file must have it."""
-        values = self._array(name, None, "biu", "bools")
-        if len(values) < n or (len(values) > n and not or_more):
-            raise self.bad(name, f"has {len(values)} entries for {n} layers")
+        """An array of `n` bools, or of 0 and 1; `or_more` as in `integers`. The file must have it."""
+        values = self._array(name, n, "biu", "bools", or_more=or_more)
         wrong = (values != 0) & (values != 1)
         if wrong.any():
             at = int(wrong.argmax())
             raise self._bad_entry(name, at, f"is {int(values[at])}; want true or false")
-        return [bool(x) for x in values[:n]]
+        return [bool(x) for x in values]
 
-    def _array(self, name: str, n: int | None, kinds: str, wanted: str) -> np.ndarray:
+    def _array(
+        self, name: str, n: int | None, kinds: str, wanted: str, *, or_more: bool = False
+    ) -> np.ndarray:
         self._is_given(name, REQUIRED)
         value = self.metadata[self.key(name)]
-        if (
-            n is not None
-            and isinstance(value, Sequence | np.ndarray)
-            and not isinstance(value, str)
-            and len(value) != n
-        ):
-            # checked before a long list is converted
-            raise self.bad(name, f"has {len(value)} entries; want {n}")
+        if n is not None and isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+            found = len(value)  # checked before a long list is converted
+            if found < n or (found > n and not or_more):
+                raise self.bad(name, f"has {found} entries; want {n}")
         is_plain = isinstance(value, list | tuple) or (isinstance(value, Strings) and not value)
         array = np.asarray(value or []) if is_plain else value
         if not isinstance(array, np.ndarray) or array.ndim != 1 or not _holds(array, kinds):
             raise self.bad(name, f"is {shown(_described(value))}; want an array of {wanted}")
-        return array
+        return array[:n]
 
     def strings(self, name: str) -> Sequence[str]:
         """An array of texts, unchanged: bytes that are not UTF-8 are lone surrogates. The file must have it."""

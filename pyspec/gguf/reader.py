@@ -183,7 +183,13 @@ class GGUFFile:
     @property
     def file_type(self) -> str:
         """Name of `general.file_type`, e.g. "Q4_K_M"; "unknown" if absent."""
-        return file_type_name(self.fields.integer("general.file_type", None))
+        return file_type_name(self.file_type_number)
+
+    @property
+    def file_type_number(self) -> int | None:
+        """`general.file_type`; None if it is absent or no number: each tensor has its own type."""
+        number = self.metadata.get("general.file_type")
+        return number if isinstance(number, int) and not isinstance(number, bool) else None
 
 
 def _numbered(shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from pyspec.errors import UnknownArchitecture
+from pyspec.errors import ModelError, UnknownArchitecture
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import ModelSpec
 from pyspec.models.target import ModelConfig
@@ -28,5 +28,9 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise UnknownArchitecture(
             f"architecture {arch!r}: importing {name} gave {type(e).__name__}: {e}"
         ) from e
+    if not file.hparams.flag("attention.causal", True):
+        raise ModelError(
+            f"{file.path.name} attends to later tokens, too ({arch}.attention.causal is false): it embeds texts, and answers none"
+        )
     config = module.read(file)
     return config.of_file(file) if isinstance(config, ModelSpec) else config

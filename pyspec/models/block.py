@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pyspec.cpu.tensors import add, scaled
 from pyspec.cuda import fuse
-from pyspec.cuda.collective import Collective
-from pyspec.cuda.ops.norms.op import norms
-from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.streams.ref import StreamMix, Streams
+from pyspec.forward.call import Value
+from pyspec.forward.trace import Forward
 from pyspec.models.part import (
     AttentionShape,
     Binding,
-    BoundPart,
-    ForwardSize,
-    LoadTypes,
     PartSpec,
     Pass,
     Place,
     ReadsBlocks,
-    Request,
+    Whole,
     WorksForStreams,
 )
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts
+
+if TYPE_CHECKING:
+    from pyspec.models.bound import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +64,12 @@ class Part:
     post: str = ""
     mix: Mix | None = None
     factor: float = 1.0
+
+    def alone(self, f: Forward, x: Value) -> Value:
+        """What it adds to a stream."""
+        y = self.spec.forward(f.behind(self.norm), x, None)
+        y = f.norm_apart(y, f.vector(f"{self.post}.weight")) if self.post else y
+        return f.scaled(y, self.factor)
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -106,10 +109,6 @@ class BlockSpec:
         """Its memory for the slots."""
         return {name: kept for spec in self.specs for name, kept in spec.memory().items()}
 
-    def scratch_bytes(self, size: ForwardSize) -> int:
-        """Bytes that it takes while it runs, beyond those that every model takes."""
-        return sum(spec.scratch(size) for spec in self.specs if spec.scratch is not None)
-
     def share(self, n: int) -> BlockSpec:
         """The block of each of `n` ranks."""
         parts = tuple(replace(part, spec=part.spec.share(n)) for part in self.parts)
@@ -123,65 +122,46 @@ class BlockSpec:
         )
         return self if parts == self.parts else replace(self, parts=parts)
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        """The ops that binding it asks for, products apart."""
+    def forward(self, f: Forward, x: Value) -> Value:
+        """One stream x [row, n_embd] behind the block."""
         for part in self.parts:
-            yield from part.spec.requests(at, on)
-            if part.post:
-                yield norms, NormsSpec(on.device, at.n_embd, at.eps)
+            adds = not part.post and part.factor == 1.0
+            x = part.spec.forward(f.behind(part.norm), x, x) if adds else f.add(x, part.alone(f, x))
+        if self.scale and f.at.has(self.scale):
+            x = f.scaled(x, f.read(_number, self.scale))
+        return x
 
     def bind(self, at: Binding) -> Block:
         """at: its norm is each part's own."""
-        scale = at.weights.optional(at.name(self.scale)) if self.scale else None
-        factor = 1.0 if scale is None else float(scale.item())
-        last = len(self.parts) - 1
-        return Block(
-            [
-                Step(part, replace(at, norm=part.norm), factor if i == last else 1.0)
-                for i, part in enumerate(self.parts)
-            ]
-        )
+        from pyspec.models.bound import Block
+
+        return Block(self, at)
+
+    def bind_between(self, at: Binding) -> StreamsBlock:
+        """The same for a model of several streams."""
+        return StreamsBlock([Step(part, replace(at, norm=part.norm)) for part in self.parts])
+
+
+def _number(w: Weights, name: str) -> float:
+    return float(w.vector(name).item())
 
 
 class Step:
-    """A bound part, and the way of its output back to the stream: its last product adds the stream, or a norm or a factor comes first.
+    """A bound part between several streams. mix: its coefficients among them."""
 
-    behind  multiplies the stream behind it
-    next    what reads that stream first (`link_reads`)
-    mix  its coefficients among several streams, which the residual reads and merges (`residual.py`)
-    """
+    def __init__(self, part: Part, at: Binding) -> None:
+        from pyspec.models.bound import BoundForward
 
-    def __init__(self, part: Part, at: Binding, behind: float = 1.0) -> None:
-        self.behind = behind
-        self.next: fuse.FirstRead | None = None
-        self.part: BoundPart = part.spec.bind(at)
-        self.mix = None if part.mix is None else mix_of(at.weights, at.name(part.mix.name))
-        self.factor, self.adds = part.factor, not part.post and part.factor == 1.0
-        self.fused = self.part if isinstance(self.part, WorksForStreams) and self.adds else None
-        self.post: Tensor | None = None
-        if part.post:
-            self.post = at.weights.vector(at.name(f"{part.post}.weight"))
-            self.norms = norms.bind(NormsSpec(at.weights.device, at.n_embd, at.eps))
-
-    @property
-    def gives(self) -> fuse.GivesSum | None:
-        """A sum of ranks that is the stream itself."""
-        return self.part.gives if self.adds and self.mix is None and self.behind == 1.0 else None
-
-    def __call__(self, x: Tensor, run: Pass) -> Tensor:
-        """One stream behind the part."""
-        if self.adds:
-            return scaled(self.part(x, x, run), self.behind)
-        if self.post is not None and self.factor == 1.0:
-            y = self.part(x, None, run)
-            return fuse.added(self.norms, y, self.post, x, self.behind, self.next)
-        return scaled(add(x, self.alone(x, run)), self.behind)
-
-    @property
-    def mixed(self) -> StreamMix:
-        """`mix` in a model of several streams."""
-        assert self.mix is not None, "a part between streams has coefficients"
-        return self.mix
+        assert part.mix is not None, "a part between streams has coefficients"
+        self.mix = mix_of(at.weights, at.name(part.mix.name))
+        self.part: Any = None
+        if isinstance(part.spec, Whole):
+            self.part = part.spec.bind(at)
+        works = isinstance(self.part, WorksForStreams) and not part.post and part.factor == 1.0
+        self.fused: WorksForStreams | None = self.part if works else None
+        if self.fused is None:
+            self.part = BoundForward(part.alone, at, at.n_embd, folds=part.spec.folds)
+        self.fold: fuse.Fold | None = None if works else self.part.fold
 
     def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
         """As `WorksForStreams`; every part may stand between streams."""
@@ -191,41 +171,18 @@ class Step:
         self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
     ) -> Tensor | fuse.Shares:
         """As `WorksForStreams`."""
-        return self.alone(y, run) if self.fused is None else self.fused.between(y, run, place, streams)
-
-    def alone(self, y: Tensor, run: Pass) -> Tensor:
-        """What the part adds to the stream y."""
-        y = self.part(y, None, run)
-        return scaled(y if self.post is None else self.norms(y, self.post), self.factor)
+        if self.fused is not None:
+            return self.fused.between(y, run, place, streams)
+        made: Tensor = self.part(y, run)
+        return made
 
 
-class Block:
-    """A block bound to its weights."""
+class StreamsBlock:
+    """A block of a model of several streams, bound to its weights: its parts run one by one (`residual.py`)."""
+
+    captures_prompts = False
 
     def __init__(self, steps: list[Step]) -> None:
         self.steps, self.parts = steps, [step.part for step in steps]
         self.capturable = all(part.capturable for part in self.parts)
-        self.captures_prompts = self.capturable and all(part.captures_prompts for part in self.parts)
-
-    @property
-    def fold(self) -> fuse.Fold:
-        """Folds the records of its state, if it has one."""
-        return next(part.fold for part in self.parts if part.fold is not None)
-
-    def __call__(self, x: Tensor, run: Pass) -> Tensor:
-        """The residual stream x [row, n_embd] f32 behind the block."""
-        for step in self.steps:
-            x = step(x, run)
-        return x
-
-
-def link_reads(blocks: Sequence[Block]) -> None:
-    """Tell each part what reads the stream behind it first. The blocks run one after the other."""
-    for last, next in pairwise(step for block in blocks for step in block.steps):
-        last.next = next.part.reads
-
-
-def link_sums(ranks: Collective, blocks: Sequence[Block]) -> None:
-    """Have the sums of ranks in these blocks prepare the rows of the part behind them, where kernels can. All ranks call it together."""
-    steps = [step for block in blocks for step in block.steps]
-    fuse.link(ranks, [(last.gives, next.part.reads) for last, next in pairwise(steps)])
+        self.fold = next((step.fold for step in steps if step.fold is not None), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +14,10 @@ from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, link_reads, link_sums
+from pyspec.models.block import BlockSpec
+from pyspec.models.bound import Block, link_reads, link_sums
 from pyspec.models.cuts import Cut, Units
+from pyspec.models.kernels import Programs, kernels, program_of, scratch_bytes
 from pyspec.models.mtp_block import MtpOfBlock
 from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
 from pyspec.models.per_layer import PerLayer
@@ -132,20 +134,25 @@ class ModelSpec:
         blocks = tuple(block.of_file(self.place(file, i)) for i, block in enumerate(self.blocks))
         return replace(self, blocks=blocks)
 
+    def programs(self, file: GGUFFile, on: LoadTypes, blocks: Iterable[int]) -> Programs:
+        """The forwards of some of its blocks."""
+        return [program_of(self.blocks[i].forward, self.place(file, i), on) for i in blocks]
+
     def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
         """The ops that a load asks for, products and the embedding apart."""
-        for i, block in enumerate(self.blocks):
-            yield from block.requests(self.place(file, i), on)
+        yield from kernels(self.programs(file, on, range(self.n_layer)))
         if self.per_layer is not None:
             yield from self.per_layer.requests(file, on)
         yield norms, NormsSpec(on.device, self.n_embd, self.eps)
 
-    def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
-        """Those of the largest block and of the streams, beyond those that every model takes."""
-        size = ForwardSize(device, kv, n_row, n_token, self.n_embd, self.eps)
-        of_blocks = max((block.scratch_bytes(size) for block in self.blocks), default=0)
+    def scratch_bytes(self, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:
+        """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes: those of the largest block and of
+        the streams. Contexts have up to `n_token` tokens."""
+        size = ForwardSize(on.device, on.kv.k.dtype, n_row, n_token, self.n_embd, self.eps)
         of_inputs = 0 if self.per_layer is None else self.per_layer.row_bytes
-        return of_blocks + n_row * (self.residual.row_bytes(self.n_embd) + of_inputs)
+        rows = n_row * (self.residual.row_bytes(self.n_embd) + of_inputs)
+        distinct = {block: i for i, block in enumerate(self.blocks)}
+        return scratch_bytes(self.programs(file, on, distinct.values()), size) + rows
 
     def build(self, weights: Weights, memory: Memory) -> Target:
         """The model, bound to its memory."""
@@ -165,15 +172,17 @@ class Decoder:
         self.ropes, self.tables = Ropes(weights), Tables()
         self.ringed = Ringed(memory, weights.device)
         self.blocks = [
-            block.bind(
-                Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
+            config.residual.bind_block(
+                block,
+                Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables),
             )
             for i, block in enumerate(own.blocks)
         ]
         self.tables.close()
-        link_reads(self.blocks)
+        plain = [block for block in self.blocks if isinstance(block, Block)]
+        link_reads(plain)
         if self.ranks is not None:
-            link_sums(self.ranks, self.blocks)
+            link_sums(self.ranks, plain)
         for i, state in memory.states.items():
             state.fold = self.blocks[i].fold
         self.norm = weights.vector(config.last_norm)

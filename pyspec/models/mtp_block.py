@@ -16,6 +16,7 @@ from torch import Tensor
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
+from pyspec.models.kernels import kernels, program_of
 from pyspec.models.matrices import Embedding, Matrix
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
@@ -86,7 +87,7 @@ class MtpOfBlock:
         return tuple(name for name in names if _is_same(file, target, name))
 
     def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
-        return self.block.requests(self._place(file), on)
+        return kernels([program_of(self.block.forward, self._place(file), on)])
 
     def bind(
         self,
@@ -155,9 +156,8 @@ class MtpBlock:
         p, n, eps = spec.prefix, spec.n_embd, spec.eps
         self.memory, self.n_hidden = memory, spec.residual.n * n
         self.ropes = Ropes(weights, target.ropes)
-        self.block = spec.block.bind(
-            Binding(weights, p, spec.n_layer, "", n, eps, memory.kv_format, self.ropes)
-        )
+        at = Binding(weights, p, spec.n_layer, "", n, eps, memory.kv_format, self.ropes)
+        self.block = spec.residual.bind_block(spec.block, at)
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = (
             weights.vector(f"{p}.nextn.enorm.weight"),

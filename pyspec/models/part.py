@@ -6,7 +6,7 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -17,9 +17,11 @@ from pyspec.cuda import fuse
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Streams
+from pyspec.forward.call import Value
+from pyspec.forward.trace import Forward
 from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import KeyGroups
-from pyspec.models.rope import Angles, Ropes
+from pyspec.models.rope import NO_FLAGS, Angles, RopeFlags, Ropes
 from pyspec.models.tables import Tables
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
@@ -82,11 +84,14 @@ class LoadTypes:
 
     kv     types of keys and values
     dense  dtype that matrices are unpacked to; None: they stay packed
+    flags  what changes the model's ropes
     """
 
     device: torch.device
     kv: KvFormat
     dense: torch.dtype | None
+    flags: RopeFlags = NO_FLAGS
+    n_rank: int = 1
 
     @property
     def is_cuda(self) -> bool:
@@ -96,6 +101,34 @@ class LoadTypes:
     def streams(self) -> bool:
         """True if kernels read packed matrices, and prepare rows for them."""
         return self.is_cuda and self.dense is None
+
+
+@dataclass(frozen=True, slots=True)
+class Site(Place):
+    """A place of a load, before weights are read. Implements `forward.trace.Site`."""
+
+    on: LoadTypes
+    norm: str = ""
+    layer: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.on.device
+
+    @property
+    def kv(self) -> KvFormat:
+        return self.on.kv
+
+    @property
+    def flags(self) -> RopeFlags:
+        return self.on.flags
+
+    @property
+    def n_rank(self) -> int:
+        return self.on.n_rank
+
+    def behind(self, norm: str) -> Site:
+        return replace(self, norm=norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +151,27 @@ class Binding:
     ropes: Ropes
     tables: Tables = field(default_factory=Tables)
 
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def flags(self) -> RopeFlags:
+        """What changes the model's ropes."""
+        return self.weights.rope
+
+    @property
+    def n_rank(self) -> int:
+        return self.weights.n_rank
+
     def name(self, tensor: str) -> str:
         return f"{self.prefix}.{tensor}"
 
     def has(self, tensor: str) -> bool:
         return self.weights.has(self.name(tensor))
+
+    def behind(self, norm: str) -> Binding:
+        return replace(self, norm=norm)
 
     def bound_norm(self) -> Norm:
         return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
@@ -168,7 +217,7 @@ class PartSpec(Protocol):
 
     captures_prompts  a CUDA graph may hold it in the forward of a prompt that stands alone
     attends           shape of its attention, whose partial sums need room; None: it has none
-    scratch           bytes that it takes while it runs, beyond those that every model takes; None: none
+    folds             the op that keeps records of slots, and the reference of folding them; None: it has no recurrence
     """
 
     @property
@@ -176,7 +225,7 @@ class PartSpec(Protocol):
     @property
     def attends(self) -> AttentionShape | None: ...
     @property
-    def scratch(self) -> Callable[[ForwardSize], int] | None: ...
+    def folds(self) -> fuse.Folding | None: ...
 
     def tensors(self, at: Place) -> dict[str, Want]:
         """The tensors it needs, without its norms."""
@@ -190,11 +239,47 @@ class PartSpec(Protocol):
         """The part of each of `n` ranks."""
         ...
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        """The ops that binding it asks for, products apart."""
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        """stream + part(norm(x)) of x [row, n_embd]; without a stream part(norm(x)) alone."""
         ...
 
-    def bind(self, at: Binding) -> BoundPart: ...
+
+class Plain:
+    """What most parts say: they have no recurrence and no attention, and no graph holds them for prompts."""
+
+    __slots__ = ()
+
+    @property
+    def captures_prompts(self) -> bool:
+        return False
+
+    @property
+    def attends(self) -> AttentionShape | None:
+        return None
+
+    @property
+    def folds(self) -> fuse.Folding | None:
+        return None
+
+
+class Whole(Plain):
+    """A part that is one call of its program, because its launches are chosen while it runs. `bind` gives what the call runs as."""
+
+    __slots__ = ()
+
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        return f.op("part", (self, f.at.norm), x, stream, shape=x.shape)
+
+    def bind(self, at: Binding) -> BoundPart:
+        raise NotImplementedError
+
+    def kernels(self, at: Site, on: LoadTypes) -> Iterator[Request]:
+        """The ops that binding it asks for, products apart. None: they are compiled and checked when they are bound."""
+        return iter(())
+
+    def scratch(self, size: ForwardSize) -> int:
+        """Bytes that it takes while it runs, beyond those that every model takes."""
+        return 0
 
 
 @runtime_checkable
@@ -213,25 +298,16 @@ def column_block(at: Place, tensor: str) -> int:
 
 
 class BoundPart(Protocol):
-    """A part bound to its weights.
+    """A part that is one call (`Whole`), bound to its weights.
 
-    capturable        a CUDA graph may hold it: it looks at no list of the host
-    captures_prompts  and one of a prompt that stands alone, too
-    reads             the product that reads the stream, and the norm before it, if it begins with these
-    gives             the sum of ranks that it ends with, if it does
-    fold              folds a slot's records, if it has a recurrence
+    capturable  a CUDA graph may hold it: it looks at no list of the host
+    gives       the sum of ranks that it ends with, if it does
     """
 
     @property
     def capturable(self) -> bool: ...
     @property
-    def captures_prompts(self) -> bool: ...
-    @property
-    def reads(self) -> fuse.FirstRead | None: ...
-    @property
     def gives(self) -> fuse.GivesSum | None: ...
-    @property
-    def fold(self) -> fuse.Fold | None: ...
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""

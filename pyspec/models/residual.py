@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.streams.op import streams
 from pyspec.cuda.ops.streams.ref import StreamsSpec
-from pyspec.models.block import Block, mix_of, mix_tensors
+from pyspec.models.block import BlockSpec, StreamsBlock, mix_of, mix_tensors
 from pyspec.models.matrices import Matrix
-from pyspec.models.part import Pass
+from pyspec.models.part import Binding, Pass
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
 
@@ -47,6 +48,10 @@ class Residual:
         """Bytes of a row while a forward runs, beyond those that every model takes."""
         return 0 if self.n_iter is None else 4 * 3 * self.n * n_embd
 
+    def bind_block(self, block: BlockSpec, at: Binding) -> Any:
+        """A block of such a model: `Block`, or `StreamsBlock`."""
+        return block.bind(at) if self.n_iter is None else block.bind_between(at)
+
     def bind(self, weights: Weights, n_embd: int, eps: float, norm: Tensor) -> BoundResidual:
         """norm: weights of the last one."""
         if self.n_iter is None:
@@ -69,8 +74,8 @@ class BoundResidual:
         """Streams of the embedding's rows [row, n_embd]."""
         return rows
 
-    def through(self, x: Tensor, blocks: Sequence[Block], run: Pass) -> Iterator[Tensor]:
-        """The streams behind each block."""
+    def through(self, x: Tensor, blocks: Sequence[Any], run: Pass) -> Iterator[Tensor]:
+        """The streams behind each block, which `Residual.bind_block` bound."""
         for block in blocks:
             x = block(x, run)
             yield x
@@ -110,12 +115,12 @@ class BoundStreams(BoundResidual):
     def begin(self, rows: Tensor) -> Tensor:
         return rows[:, None].repeat(1, self.n, 1)
 
-    def through(self, x: Tensor, blocks: Sequence[Block], run: Pass) -> Iterator[Tensor]:
+    def through(self, x: Tensor, blocks: Sequence[StreamsBlock], run: Pass) -> Iterator[Tensor]:
         n_row, (first, *others) = len(x), [step for block in blocks for step in block.steps]
         following = iter([*others, None])
         place = first.place(self.streams, n_row)
         y: Tensor | fuse.Shares
-        y, post, comb = fuse.reading(self.streams, x, first.mixed, place)
+        y, post, comb = fuse.reading(self.streams, x, first.mix, place)
         for block in blocks:
             for step in block.steps:
                 behind = next(following)
@@ -125,9 +130,7 @@ class BoundStreams(BoundResidual):
                     x = self.streams.merge(y, x, post, comb)
                 else:
                     place = behind.place(self.streams, n_row)
-                    x, (y, post, comb) = fuse.merged(
-                        self.streams, y, x, (post, comb), behind.mixed, place
-                    )
+                    x, (y, post, comb) = fuse.merged(self.streams, y, x, (post, comb), behind.mix, place)
             yield x
 
     def tapped(self, x: Tensor) -> Tensor:

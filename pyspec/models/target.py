@@ -176,7 +176,7 @@ class ModelConfig(Protocol):
         """Memory of each trunk layer for its slots."""
         ...
 
-    def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
+    def scratch_bytes(self, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:
         """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes; contexts have up to `n_token` tokens."""
         ...
 

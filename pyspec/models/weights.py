@@ -147,7 +147,7 @@ class Weights:
     def _read(self, name: str) -> Tensor:
         own, share = self.alias.get(name, name), self._share(name)
         n_byte = self._info(name).n_bytes
-        progress.report("weights", self._n_read / self._n_byte)
+        progress.report(progress.part.get(), self._n_read / self._n_byte)
         self._n_read = min(self._n_read + n_byte, self._n_byte)  # a tied head is read twice
         if share is not None:
             return self._upload(n_byte, partial(share.read_into, self.file))

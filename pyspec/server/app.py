@@ -40,6 +40,8 @@ from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 from pyspec.server.stream import while_connected
 
+ANTHROPIC = "anthropic-version"  # header of Anthropic's clients
+
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -148,7 +150,8 @@ def _ready(service: Service) -> Handler:
 
 def _models(service: Service) -> Handler:
     async def models(request: Request) -> Response:
-        return JSON(views.models_view(service))
+        is_anthropic = ANTHROPIC in request.headers
+        return JSON((views.anthropic_models_view if is_anthropic else views.models_view)(service))
 
     return models
 
@@ -158,7 +161,8 @@ def _model(service: Service) -> Handler:
         name = request.path_params["model"]
         if name not in service.names:
             raise NotFound(f"no model {name[:80]!r} here; there is {service.model}")
-        return JSON(views.model_view(service))
+        is_anthropic = ANTHROPIC in request.headers
+        return JSON((views.anthropic_model_view if is_anthropic else views.model_view)(service))
 
     return model
 
@@ -180,6 +184,8 @@ def _slots(service: Service) -> Handler:
         may_fail = request.query_params.get("fail_on_no_slot") == "1"
         if may_fail and all(row.is_processing for row in rows):
             raise Unavailable(f"all {len(rows)} slots are busy")
+        salt = service.salt_of(service.client_of(request))
+        rows = [row if row.cache_salt in ("", salt) else views.of_another(row) for row in rows]
         return JSON([views.slot_view(row, service.engine.info) for row in rows])
 
     return slots

@@ -9,7 +9,8 @@ from collections import Counter, deque
 class FairThreads:
     """A fixed number of text threads and their waiting clients. The client with the least used time goes next; its requests keep their order.
 
-    A client that was idle starts at the current minimum, so it gains no credit. Lives on one event loop.
+    A client that was idle starts at the current minimum, so it gains no credit, or at an equal share, which rises with all work: however
+    many come, those that wait get their turn. Lives on one event loop.
     """
 
     def __init__(self, n: int) -> None:
@@ -17,11 +18,12 @@ class FairThreads:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._here: Counter[str] = Counter()  # waiting or running requests by client
         self._had_s: dict[str, float] = {}  # used time of these clients, in seconds
+        self._share_s = 0.0  # of a client that was always here, if all had used the same
 
     async def take(self, client: str) -> None:
         """Wait for a thread. The caller must call `give` afterwards, unless this is cancelled."""
         if client not in self._had_s:
-            self._had_s[client] = min(self._had_s.values(), default=0.0)
+            self._had_s[client] = max(min(self._had_s.values(), default=0.0), self._share_s)
         self._here[client] += 1
         if self._n_free:
             self._n_free -= 1
@@ -42,6 +44,7 @@ class FairThreads:
     def give(self, client: str, seconds: float) -> None:
         """Return a thread after `seconds` of work for a client."""
         self._had_s[client] += seconds
+        self._share_s += seconds / len(self._here)
         self._leave(client)
         self._next()
 

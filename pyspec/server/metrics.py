@@ -14,62 +14,19 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from pyspec.engine.process.metrics_sum import GAUGES as NOW
+from pyspec.ranges import docs_of
 from pyspec.request import Metrics, ReplicaInfo, SlotInfo
 from pyspec.server.latency import Latencies
 
-# Description by attribute of Metrics
-COUNTERS = {
-    "prompt_tokens": "prompt tokens processed",
-    "prompt_tokens_cached": "prompt tokens taken from the cache",
-    "prompt_tokens_disk": "prompt tokens taken from the cache that were read from disk",
-    "prompt_tokens_seen": "prompt tokens processed or cached",
-    "prompt_seconds": "seconds spent on prompts",
-    "predicted_tokens": "tokens generated",
-    "predicted_seconds": "seconds spent generating",
-    "rounds": "target forwards",
-    "requests_done": "requests that ended well",
-    "requests_cancelled": "requests cancelled",
-    "requests_failed": "requests that failed",
-    "drafts": "drafts verified",
-    "draft_tokens": "drafted tokens verified",
-    "accepted_tokens": "drafted tokens accepted",
-    "suffix_drafts": "suffix drafts verified",
-    "suffix_draft_tokens": "tokens of suffix drafts verified",
-    "suffix_accepted_tokens": "tokens of suffix drafts accepted",
-    "disk_read_bytes": "bytes of the prefix cache read from disk",
-    "disk_written_bytes": "bytes of the prefix cache written to disk",
-    "guard_trips": "indices a kernel refused",
-    "restarts": "times the engine's process was replaced",
-    "tokens_replayed": "tokens that went through the model again after that",
-    "kv_event_batches": "batches of KV events",
-    "kv_event_batches_dropped": "batches of KV events that found the queue full",
-    "draft_ms": "milliseconds spent drafting",
-    "verify_ms": "milliseconds spent verifying",
-    "sample_ms": "milliseconds spent sampling",
-    "host_ms": "milliseconds spent between launches",
-}
-GAUGES = {
-    "requests_processing": "requests in slots",
-    "requests_queued": "requests that wait",
-    "n_tokens_max": "largest context seen",
-    "pages_used": "cache pages in use",
-    "pages_total": "cache pages there are",
-    "pages_cached": "cache pages filed for later requests",
-    "states": "recurrent checkpoints kept",
-    "states_device_bytes": "bytes of checkpoints on the device",
-    "states_host_bytes": "bytes of checkpoints in host memory",
-    "suffix_bytes": "bytes of texts and answers for suffix drafts",
-    "disk_bytes": "bytes of the prefix cache on disk, of all engines that share it",
-    "seconds_since_step": "age of the last round while busy",
-}
+# Descriptions by attribute: of Metrics, and of ReplicaInfo
+ABOUT = docs_of(Metrics) | {"prompt_tokens_seen": "prompt tokens processed or cached"}
+PER_POSITION = {name: ABOUT.pop(name) for name in ("drafted_per_pos", "accepted_per_pos")}
+del ABOUT["busy_slot_rounds"]  # a part of an average
+GAUGES = {name: about for name, about in ABOUT.items() if name in NOW or name == "n_tokens_max"}
+COUNTERS = {name: about for name, about in ABOUT.items() if name not in GAUGES}
 ROUTED = {
-    "requests": "requests that the replica was given",
-    "prompt_tokens_known": "prompt tokens of those that it had read before, as their sender knows",
-    "requests_moved": "requests that continued elsewhere when its engine ended",
-}
-PER_POSITION = {
-    "drafted_per_pos": "drafted tokens verified, by position in the draft",
-    "accepted_per_pos": "drafted tokens accepted, by position in the draft",
+    name: docs_of(ReplicaInfo)[name] for name in ("requests", "prompt_tokens_known", "requests_moved")
 }
 # By prefix: names that are not those of the attributes. A native name is the attribute's unless it is here;
 # a figure has a name of another server only if it is here.

@@ -109,6 +109,10 @@ class Service:
         """Run work off the event loop that may wait for another process."""
         return await asyncio.get_running_loop().run_in_executor(None, work, *args)
 
+    def salt_of(self, client: str) -> str:
+        """What a client's cached texts are named with, so that no other key finds them; "" if all share them."""
+        return client if self.settings.divides else ""
+
     def check_ready(self) -> None:
         """Raise Unavailable while loading, draining or dead."""
         if self.is_draining:
@@ -140,10 +144,9 @@ class Service:
     async def start(self, prepared: PreparedBody, client: str = "") -> Submission:
         """Submit the requests of `prepared`; the caller must call `end` afterwards. Raises RequestError, QueueFull, Unavailable."""
         group = f"{next(self._groups)}" if len(prepared.requests) > 1 else ""
-        prepared = replace(
-            prepared,
-            requests=tuple(replace(r, client=client, group=group) for r in prepared.requests),
-        )
+        salt = self.salt_of(client)
+        requests = (replace(r, client=client, cache_salt=salt, group=group) for r in prepared.requests)
+        prepared = replace(prepared, requests=tuple(requests))
         # a complete answer is collected in memory anyway; only a stream waits for its reader
         submission = Submission(
             self.engine,

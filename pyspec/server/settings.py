@@ -61,6 +61,7 @@ class ServerSettings:
     reuse_port: bool = False  # others may listen on it, too
     api_prefix: str = ""  # prefix of all paths, "/llm"
     api_keys: tuple[str, ...] = ()  # empty: no key needed
+    cache_share: bool = False  # several keys share the prefix cache
     insecure: bool = False  # listen beyond this machine without a key
     ssl_key_file: str = ""  # with ssl_cert_file: TLS
     ssl_cert_file: str = ""
@@ -101,6 +102,11 @@ class ServerSettings:
             ours = self.sampling
             given = frozenset(name for name in names if getattr(ours, name) != getattr(plain, name))
         return replace(self, sampling=SamplingGiven(self.sampling, given).over(recommended))
+
+    @property
+    def divides(self) -> bool:
+        """Each key has cached texts and slots of its own: several may not learn each other's texts."""
+        return len(set(self.api_keys)) > 1 and not self.cache_share
 
     def check(self) -> None:
         """Raise ConfigError if the server must not start with these settings."""

@@ -166,6 +166,7 @@ def lay_out(
     if arena is not None and prompt:
         bucket = arena.prompt_bucket(starts[-1])
     if arena is not None and bucket is not None and max(map(len, pages), default=0) <= arena.n_page:
+        assert arena.memory.device.type == device.type, "kernels read where the arena is"
         fields = arena.fill(layout, bucket, table.null_row, n_out=n_out, prompt=prompt)
     else:
         bucket, fields = None, _fresh(layout, n_out, device)

@@ -44,9 +44,14 @@ CLEARED = (BlocksCleared(),)
 
 
 def chained(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The digest of a block: SHA-256 of the digest of the block before it (nothing at the beginning), then its token ids as 32-bit
-    little-endian numbers."""
+    """The digest of a block: SHA-256 of the digest of the block before it (at the beginning that of the salt, or nothing without one), then
+    its token ids as 32-bit little-endian numbers."""
     return sha256(before + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
+
+
+def start_of(salt: str) -> bytes:
+    """What the digest of a text's first block begins with."""
+    return sha256(salt.encode()).digest() if salt else b""
 
 
 def number_of(digest: bytes) -> int:
@@ -91,7 +96,7 @@ class BlockLog:
         """A node leaves the tree; its states are gone with it."""
         self._touched.pop(node, None)
         self._remove(node)
-        if self.needs_state and parent is not self.tree.root:
+        if self.needs_state and not parent.is_root:
             self._touched[parent] = None
 
     def take(self, growing: Sequence[Slot] = ()) -> Sequence[BlockChange]:
@@ -125,11 +130,11 @@ class BlockLog:
     def _extend(self, growth: Growth, slot: Slot) -> None:
         digests, size = growth.digests, self.tree.page_size
         for i in range(len(digests), slot.n_past // size):
-            before = digests[-1] if digests else b""
+            before = digests[-1] if digests else start_of(slot.owner.salt)
             tokens = slot.tokens[i * size : (i + 1) * size]
             known = self._digests.get(slot.nodes[i]) if i < len(slot.nodes) else None
             digest = known or chained(before, tokens)
-            self._hold(digest, before, tokens)
+            self._hold(digest, before if i else None, tokens)
             digests.append(digest)
 
     def _forget(self, growth: Growth) -> None:
@@ -138,13 +143,12 @@ class BlockLog:
 
     def _refresh(self, node: Node) -> None:
         """Bring the view of a node and of those before it up to date."""
-        root = self.tree.root
-        while node is not root and not self._goes_on(node):
+        while not node.is_root and not self._goes_on(node):
             self._remove(node)
             assert node.parent is not None
             node = node.parent
         path = []
-        while node is not root and node not in self._digests:
+        while not node.is_root and node not in self._digests:
             path.append(node)
             assert node.parent is not None
             node = node.parent
@@ -161,16 +165,19 @@ class BlockLog:
         return bool(node.states) or node in self._digests
 
     def _store(self, node: Node) -> None:
-        before = b"" if node.parent is None else self._digests.get(node.parent, b"")
-        self._digests[node] = digest = chained(before, node.tokens)
+        parent = node.parent
+        assert parent is not None
+        before = None if parent.is_root else self._digests[parent]
+        digest = chained(start_of(parent.salt) if before is None else before, node.tokens)
+        self._digests[node] = digest
         self._hold(digest, before, node.tokens)
 
-    def _hold(self, digest: bytes, before: bytes, tokens: Sequence[int]) -> None:
-        """A block has one more holder. before: the digest of the block before it."""
+    def _hold(self, digest: bytes, before: bytes | None, tokens: Sequence[int]) -> None:
+        """A block has one more holder. before: the digest of the block before it, if there is one."""
         self._holders[digest] = n = self._holders.get(digest, 0) + 1
         if n > 1:
             return
-        number, parent = number_of(digest), number_of(before) if before else None
+        number, parent = number_of(digest), None if before is None else number_of(before)
         last = self._changes[-1] if self._changes else None
         if isinstance(last, BlocksStored) and last.hashes[-1] == parent:
             last.hashes.append(number)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyspec.slots.blocks import BlockLog
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.prefix import NO_HIT, NOT_KNOWN, Hit, Known, Node
+from pyspec.slots.prefix import NO_HIT, NOBODY, NOT_KNOWN, Hit, Known, Node, Owner
 from pyspec.slots.states import Saved, StateStore, bytes_of
 from pyspec.slots.table import Slot, SlotTable
 
@@ -48,22 +48,28 @@ class PrefixCache:
         """Collect no more changes."""
         self.table.tree.blocks, self.states.on_change = None, lambda node: None
 
-    def find(self, prompt: Sequence[int]) -> Hit:
+    def find(self, prompt: Sequence[int], owner: Owner = NOBODY) -> Hit:
         """The longest filed prefix of `prompt`; NO_HIT while the cache is off."""
-        return self.table.find(prompt) if self.on else NO_HIT
+        return self.table.find(prompt, owner) if self.on else NO_HIT
 
-    def known(self, prompt: Sequence[int]) -> Known:
+    def known(self, prompt: Sequence[int], salt: str = "") -> Known:
         """How much of `prompt` is filed; NOT_KNOWN while the cache is off."""
-        return self.table.tree.known(prompt) if self.on else NOT_KNOWN
+        return self.table.tree.known(prompt, salt) if self.on else NOT_KNOWN
 
     def seat(
-        self, slot: Slot, n_rows: int, prompt: Sequence[int], hit: Hit, paged: Iterable[PartMemory]
+        self,
+        slot: Slot,
+        n_rows: int,
+        prompt: Sequence[int],
+        hit: Hit,
+        paged: Iterable[PartMemory],
+        owner: Owner = NOBODY,
     ) -> Saved | None:
         """Seat a request with the part of its prompt in `hit`. paged: all paged memory. Returns the state that was kept there."""
         saved = hit.state.content if hit.state is not None else None
         if hit.state is not None:
             self.states.touch(hit.state)
-        copy = self.table.acquire(slot, n_rows, prompt, hit)
+        copy = self.table.acquire(slot, n_rows, prompt, hit, owner)
         if copy is not None:
             old, new = copy
             self.memory.copy_page(list(paged), self.table.page_size, new, old)

@@ -1,7 +1,7 @@
 """The folder of the prefix cache on disk: entries by content, shared by all engines of a host. No torch here.
 
 A text is cut into segments of SEGMENT tokens. The key of a segment is a digest of the key before it and its tokens, and the first key is a
-digest of everything else that decides the content (models, types, layout). So equal keys mean equal content, whichever process wrote it,
+digest of everything else that decides the content (models, types, layout), and of the text's salt if it has one. So equal keys mean equal content, whichever process wrote it,
 and no index is shared: the names of the files are the index.
 
     DIR/<identity>/<parent>-<n>-<key>.pages   the pages of the whole segment behind `parent`
@@ -170,9 +170,10 @@ class DiskFolder:
         for folder in (self.path, self.here):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def chain(self, tokens: Sequence[int] | Tokens) -> TextKeys:
+    def chain(self, tokens: Sequence[int] | Tokens, salt: str = "") -> TextKeys:
         """The keys of a text under this identity."""
-        return TextKeys(self.root, tokens)
+        root = sha256((self.root + salt).encode()).hexdigest()[:32] if salt else self.root
+        return TextKeys(root, tokens)
 
     # -- finding -------------------------------------------------------------------------------------------------
 
@@ -189,12 +190,14 @@ class DiskFolder:
                 self._index = FolderIndex()
             return self._index
 
-    def find(self, tokens: Sequence[int], n_have: int, *, at_end: bool) -> DiskHit | None:
+    def find(
+        self, tokens: Sequence[int], n_have: int, *, at_end: bool, salt: str = ""
+    ) -> DiskHit | None:
         """The longest prefix of a prompt, without its last token, beyond the `n_have` tokens that the engine has. None: no more than those.
 
         at_end  only where an end is: the models have state beside their pages
         """
-        most, chain, index = len(tokens) - 1, self.chain(tokens[:-1]), self.index()
+        most, chain, index = len(tokens) - 1, self.chain(tokens[:-1], salt), self.index()
         n_whole = 0
         while n_whole < most // SEGMENT and chain.segment(n_whole).name in index.names:
             n_whole += 1
@@ -333,9 +336,9 @@ class DiskFolder:
                         used = sys.maxsize if is_written else status.st_mtime_ns
                         yield used, status.st_size, file.path
 
-    def forget(self, tokens: Sequence[int]) -> None:
+    def forget(self, tokens: Sequence[int], salt: str = "") -> None:
         """Remove the entries of a text."""
-        chain, index = self.chain(tokens), self.index()
+        chain, index = self.chain(tokens, salt), self.index()
         for i in range(len(chain.keys)):
             ends = [e for e in index.ends.get(chain.keys[i], ()) if chain.has(i, e)]
             for entry in ends if i + 1 == len(chain.keys) else [chain.segment(i), *ends]:

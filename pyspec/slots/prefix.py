@@ -21,7 +21,18 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-OTHER = 16  # tokens that are shown of a diverging text
+MOST_CLIENTS = 16  # of one page, whose texts are told from others'
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose text it is. salt: texts of different salts share no pages. client: breaks of the match are told within its texts alone."""
+
+    client: str = ""
+    salt: str = ""
+
+
+NOBODY = Owner()
 
 
 @dataclass(eq=False, slots=True)
@@ -39,8 +50,9 @@ class State:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One filed page. by: slot and generation that filed it; refs: slots that hold it now; n_unread: tokens of the text
-    up to the last one of this page that the drafter has not read."""
+    """One filed page, or the root of all texts of a salt, which has none. by: slot and generation that filed it; refs: slots that hold it
+    now; n_unread: tokens of the text up to the last one of this page that the drafter has not read; clients: tokens of this page in texts of
+    the latest clients that had it."""
 
     page: int
     tokens: tuple[int, ...]
@@ -52,10 +64,22 @@ class Node:
     children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
     states: dict[int, State] = field(default_factory=dict)  # by n_past
     n_unread: int = 0
+    clients: dict[str, int] = field(default_factory=dict)
+    salt: str = ""  # of a root
 
     @property
     def start(self) -> int:
         return self.end - len(self.tokens)
+
+    @property
+    def is_root(self) -> bool:
+        return self.page < 0
+
+    def mark(self, client: str, n: int) -> None:
+        """A text of this client has the first `n` tokens of this page."""
+        self.clients[client] = max(n, self.clients.pop(client, 0))
+        if len(self.clients) > MOST_CLIENTS:
+            del self.clients[next(iter(self.clients))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +91,7 @@ class Hit:
     nodes    whole pages to share
     tail     page to copy for the tokens behind them
     state    kept at exactly n tokens
-    other    first filed tokens behind the match that differ from the prompt's next ones; () if none follow
+    break_at  first token at which the client's own filed texts leave the prompt, or end without a usable state; -1 if they do not
     """
 
     n: int = 0
@@ -75,7 +99,7 @@ class Hit:
     nodes: tuple[Node, ...] = ()
     tail: Node | None = None
     state: State | None = None
-    other: tuple[int, ...] = ()
+    break_at: int = -1
 
     @property
     def n_unread(self) -> int:
@@ -107,11 +131,21 @@ class Known:
 NOT_KNOWN = Known()
 
 
-def _behind(last: Node, n: int) -> tuple[int, ...]:
-    """The first tokens filed behind the first `n` of this page, or behind the whole page if n is 0; of several texts, the latest."""
-    if n:
-        return last.tokens[n : n + OTHER]
-    return next(reversed(last.children.values()))[-1].tokens[:OTHER] if last.children else ()
+def _own_match(
+    prompt: Sequence[int], whole: Sequence[Node], root: Node, client: str
+) -> tuple[int, bool]:
+    """Tokens that the prompt has in common with a client's own texts, and whether one of these goes on otherwise. whole: pages of any client
+    that begin the prompt"""
+    last = next((node for node in reversed(whole) if client in node.clients), root)
+    n = last.end if last.is_root else last.start + last.clients[client]
+    if n < last.end or n == len(prompt):
+        return n, False  # the text or the prompt ends here
+    rest, near = prompt[n:], last.children.get(prompt[n], ())
+    ways = [(c.clients[client], common_prefix(c.tokens, rest)) for c in near if client in c.clients]
+    best = max((min(way) for way in ways), default=0)
+    if best:
+        return n + best, any(n_own > best == m for n_own, m in ways)
+    return n, any(client in node.clients for near in last.children.values() for node in near)
 
 
 class PrefixTree:
@@ -125,6 +159,7 @@ class PrefixTree:
         self.lose: Callable[[State], None] = lambda state: None
         self.blocks: BlockLog | None = None
         self.root = Node(-1, (), 0, None)
+        self._roots = {"": self.root}  # by salt
         self.n_node = self.n_held = 0  # filed pages, and those that slots hold
         self._clock = 0
         self._idle: list[
@@ -136,49 +171,55 @@ class PrefixTree:
         """Filed pages that no slot holds, all of which can be evicted."""
         return self.n_node - self.n_held
 
+    def root_of(self, salt: str) -> Node:
+        """The root of the texts of a salt. It is kept once a page is filed behind it."""
+        return self._roots.get(salt) or Node(-1, (), 0, None, salt=salt)
+
     def nodes(self, first: Node | None = None) -> Iterator[Node]:
         """Yield `first` (or all nodes) and its descendants, parents before children."""
-        todo = [first or self.root]
+        todo = [*self._roots.values()] if first is None else [first]
         while todo:
             node = todo.pop()
-            if node is not self.root:
+            if not node.is_root:
                 yield node
             todo += [child for children in node.children.values() for child in children]
 
     # -- finding -------------------------------------------------------------------------------------------------
 
-    def find(self, prompt: Sequence[int], needs_state: bool) -> Hit:
+    def find(self, prompt: Sequence[int], needs_state: bool, owner: Owner = NOBODY) -> Hit:
         """The longest usable prefix of `prompt`. Its last token is excluded, unless its logits are kept.
 
         With `needs_state` a prefix is usable only at a state; otherwise anywhere.
         """
-        whole, partial = self._match(prompt, len(prompt) - 1)
-        best = max(partial, key=lambda x: x[1], default=(self.root, 0))
+        root = self.root_of(owner.salt)
+        whole, partial = self._match(prompt, len(prompt) - 1, root)
+        best = max(partial, key=lambda x: x[1], default=(root, 0))
         base = len(whole) * self.page_size
         n_match = base + best[1]
         tail = best[0] if best[1] else None
-        last = tail or (whole[-1] if whole else self.root)
-        other = _behind(last, best[1]) if n_match < len(prompt) - 1 else ()
-        if needs_state and (start := self._start(prompt)) is not None:
+        last = tail or (whole[-1] if whole else root)
+        if needs_state and (start := self._start(prompt, root)) is not None:
             return start
+        n_own, parts = _own_match(prompt[:-1], whole, root, owner.client)
+        parts = parts and n_own < len(prompt) - 1
         if not needs_state:
-            return Hit(n_match, n_match, tuple(whole), tail, last.states.get(n_match), other)
+            break_at = n_own if parts else -1
+            return Hit(n_match, n_match, tuple(whole), tail, last.states.get(n_match), break_at)
         found = [s for node, m in partial for s in node.states.values() if s.n_past <= base + m]
         for node in reversed(whole):
             if found:
                 break
             found = list(node.states.values())
-        if not found:
-            return Hit(0, n_match, other=other)
-        state = max(found, key=lambda s: s.n_past)
-        n_whole, rest = divmod(state.n_past, self.page_size)
-        return Hit(
-            state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state, other
-        )
+        state = max(found, key=lambda s: s.n_past, default=None)
+        n = 0 if state is None else state.n_past
+        break_at = n_own if parts or n < n_own else -1
+        n_whole, rest = divmod(n, self.page_size)
+        tail = state.node if state is not None and rest else None
+        return Hit(n, n_match, tuple(whole[:n_whole]), tail, state, break_at)
 
-    def _start(self, prompt: Sequence[int]) -> Hit | None:
+    def _start(self, prompt: Sequence[int], root: Node) -> Hit | None:
         """The whole prompt, if the logits of its last token are kept."""
-        n, (whole, partial) = len(prompt), self._match(prompt, len(prompt))
+        n, (whole, partial) = len(prompt), self._match(prompt, len(prompt), root)
         n_whole, rest = divmod(n, self.page_size)
         if len(whole) != n_whole:
             return None
@@ -186,9 +227,11 @@ class PrefixTree:
         found = next((s for node in near if (s := node.states.get(n)) is not None and s.is_start), None)
         return None if found is None else Hit(n, n, tuple(whole), found.node if rest else None, found)
 
-    def _match(self, tokens: Sequence[int], n: int) -> tuple[list[Node], list[tuple[Node, int]]]:
+    def _match(
+        self, tokens: Sequence[int], n: int, root: Node
+    ) -> tuple[list[Node], list[tuple[Node, int]]]:
         """Nodes whose whole pages begin tokens[:n], and nodes that match in part, with their number of tokens."""
-        node, at = self.root, 0
+        node, at = root, 0
         whole: list[Node] = []
         while at < n:
             block = tuple(tokens[at : min(at + self.page_size, n)])
@@ -200,15 +243,16 @@ class PrefixTree:
             node, at = same, at + self.page_size
         return whole, []
 
-    def path(self, tokens: Sequence[int]) -> tuple[list[Node], int]:
+    def path(self, tokens: Sequence[int], salt: str = "") -> tuple[list[Node], int]:
         """The nodes that hold the beginning of `tokens`, and the number of tokens found."""
-        whole, partial = self._match(tokens, len(tokens))
-        last, n = max(partial, key=lambda x: x[1], default=(self.root, 0))
+        root = self.root_of(salt)
+        whole, partial = self._match(tokens, len(tokens), root)
+        last, n = max(partial, key=lambda x: x[1], default=(root, 0))
         return [*whole, last] if n else whole, len(whole) * self.page_size + n
 
-    def known(self, tokens: Sequence[int]) -> Known:
+    def known(self, tokens: Sequence[int], salt: str = "") -> Known:
         """How much of `tokens` is filed. Takes time in proportion to it: some 3 us a page."""
-        nodes, n = self.path(tokens)
+        nodes, n = self.path(tokens, salt)
         n_own = 0
         for node in reversed(nodes):
             assert node.parent is not None
@@ -250,20 +294,25 @@ class PrefixTree:
     def add(self, parent: Node, tokens: tuple[int, ...], page: int, by: tuple[int, int]) -> Node:
         """File `page` behind `parent`. If its content is filed already, return that node; the page stays free.
 
-        Shorter pages that `tokens` begins with are merged: their states move to the new node.
+        Shorter pages that `tokens` begins with are merged: their states and clients move to the new node.
         """
+        if parent.is_root:
+            self._roots[parent.salt] = parent
         near = parent.children.setdefault(tokens[0], [])
         for child in near:
             if child.tokens[: len(tokens)] == tokens:
                 return child
         node = Node(page, tokens, parent.end + len(tokens), parent, by)
-        for short in [c for c in near if tokens[: len(c.tokens)] == c.tokens]:
+        shorter = [c for c in near if tokens[: len(c.tokens)] == c.tokens]
+        near.append(node)
+        for short in shorter:
             for state in short.states.values():
                 state.node = node
             node.states |= short.states
+            for client, n in short.clients.items():
+                node.mark(client, n)
             short.states = {}
             self.remove(short)
-        parent.children.setdefault(tokens[0], []).append(node)
         self.n_node += 1
         self.touch(node)
         if self.blocks is not None:
@@ -281,6 +330,8 @@ class PrefixTree:
         near.remove(node)
         if not near:
             del parent.children[node.tokens[0]]
+            if parent.salt and not parent.children:
+                del self._roots[parent.salt]
         node.parent = None
         if self.blocks is not None:
             self.blocks.gone(node, parent)
@@ -297,10 +348,10 @@ class PrefixTree:
                 return True
         return False
 
-    def prune(self, node: Node) -> None:
-        """Remove a node and its descendants, except held ones."""
+    def prune(self, node: Node | None = None) -> None:
+        """Remove a node (or all) and its descendants, except held ones."""
         for each in reversed(list(self.nodes(node))):  # children before their parents
-            if each is not self.root and not each.refs and not each.children:
+            if not each.refs and not each.children:
                 self.remove(each)
 
     def check(self) -> None:
@@ -313,7 +364,7 @@ class PrefixTree:
             assert not node.children or len(node.tokens) == self.page_size, (
                 "something follows a page that is not full"
             )
-            assert node.refs <= node.parent.refs or node.parent is self.root, (
+            assert node.refs <= node.parent.refs or node.parent.is_root, (
                 "a page is held without those before it"
             )
             for n_past, state in node.states.items():
@@ -326,4 +377,10 @@ class PrefixTree:
                     assert not any(a is not b and b.tokens[: len(a.tokens)] == a.tokens for b in near), (
                         "filed twice"
                     )
+            assert (
+                node.parent.clients.keys() >= node.clients.keys()
+                or node.parent.is_root
+                or (len(node.parent.clients) == MOST_CLIENTS)
+            ), "a client has a page without those before it"
         assert (n_node, n_held) == (self.n_node, self.n_held), "pages are miscounted"
+        assert all(root.children for salt, root in self._roots.items() if salt), "an empty root is kept"

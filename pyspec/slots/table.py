@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.errors import OutOfBounds, RequestError
-from pyspec.slots.prefix import NO_HIT, Hit, Node, PrefixTree
+from pyspec.slots.prefix import NO_HIT, NOBODY, Hit, Node, Owner, PrefixTree
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Slot:
     tokens      committed: their K and V are in `pages`, at position = index
     nodes       the first pages, which are filed and immutable
     left        the text that the last request filed: the content of an idle slot
+    owner       whose text it is; left_owner: whose `left` is
     n_fold      recorded rows that are committed but not folded into the recurrent state yet
     generation  grows with every request; per-slot state elsewhere is tagged with it
     """
@@ -40,6 +41,8 @@ class Slot:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     left: tuple[int, ...] = ()
+    owner: Owner = NOBODY
+    left_owner: Owner = NOBODY
     page_ids: NDArray[np.int64] | None = field(
         default=None, compare=False, repr=False
     )  # see SlotTable.reach
@@ -47,6 +50,10 @@ class Slot:
     @property
     def n_past(self) -> int:
         return len(self.tokens)
+
+    def left_of(self, salt: str) -> tuple[int, ...]:
+        """The text that the last request filed, if it had this salt."""
+        return self.left if self.left_owner.salt == salt else ()
 
 
 def alloc_rows(n_page: int, page_size: int) -> int:
@@ -104,7 +111,7 @@ class SlotTable:
         """Pages that running requests hold or may still ask for; a page they share counts once."""
         return self.tree.n_held + sum(s.reserved - len(s.nodes) for s in self.slots if s.busy)
 
-    def can_admit(self, n_tokens: int, prompt: Sequence[int] = ()) -> bool:
+    def can_admit(self, n_tokens: int, prompt: Sequence[int] = (), owner: Owner = NOBODY) -> bool:
         """True if a request of at most `n_tokens` rows can run to its end beside the busy ones.
 
         prompt: given if it may share pages with them.
@@ -113,12 +120,12 @@ class SlotTable:
             return False
         over = self._promised + self.pages_for(n_tokens) - self.n_page
         return over <= 0 or (
-            len(prompt) > 0 and over <= sum(node.refs > 0 for node in self.find(prompt).nodes)
+            len(prompt) > 0 and over <= sum(node.refs > 0 for node in self.find(prompt, owner).nodes)
         )
 
-    def find(self, prompt: Sequence[int]) -> Hit:
+    def find(self, prompt: Sequence[int], owner: Owner = NOBODY) -> Hit:
         """The part of a prompt in the tree."""
-        return self.tree.find(prompt, self.needs_state)
+        return self.tree.find(prompt, self.needs_state, owner)
 
     def pick(self, wanted: int = -1) -> Slot | None:
         """The least recently used idle slot. wanted: a slot's index; None if that one (or every one) is busy."""
@@ -128,7 +135,12 @@ class SlotTable:
         return min(idle, key=lambda s: s.last_used, default=None)
 
     def acquire(
-        self, slot: Slot, n_tokens: int, prompt: Sequence[int] = (), hit: Hit = NO_HIT
+        self,
+        slot: Slot,
+        n_tokens: int,
+        prompt: Sequence[int] = (),
+        hit: Hit = NO_HIT,
+        owner: Owner = NOBODY,
     ) -> tuple[int, int] | None:
         """Seat a request of at most `n_tokens` rows in `slot`, with the part of its prompt in `hit`.
 
@@ -139,9 +151,10 @@ class SlotTable:
         self._clock += 1
         slot.busy, slot.last_used = True, self._clock
         slot.generation += 1
-        slot.reserved = self.pages_for(n_tokens)
+        slot.reserved, slot.owner = self.pages_for(n_tokens), owner
         for node in hit.nodes:
             self.tree.hold(node)
+            node.mark(owner.client, self.page_size)
         slot.nodes.extend(hit.nodes)
         slot.pages.extend(node.page for node in hit.nodes)
         slot.tokens.extend(prompt[: hit.n])
@@ -161,7 +174,7 @@ class SlotTable:
         size, by = self.page_size, (slot.index, slot.generation)
         self.has_unread = self.has_unread or n_unread > 0
         for i in range(len(slot.nodes), self.pages_for(slot.n_past) if whole else slot.n_past // size):
-            parent = slot.nodes[-1] if slot.nodes else self.tree.root
+            parent = slot.nodes[-1] if slot.nodes else self.tree.root_of(slot.owner.salt)
             node = self.tree.add(
                 parent,
                 tuple(slot.tokens[i * size : min((i + 1) * size, slot.n_past)]),
@@ -173,6 +186,7 @@ class SlotTable:
                 slot.pages[i], slot.page_ids = node.page, None
             elif node.start < n_unread:
                 node.n_unread = min(node.end, n_unread)
+            node.mark(slot.owner.client, min(slot.n_past - i * size, size))
             self.tree.hold(node)
             slot.nodes.append(node)
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
@@ -185,9 +199,10 @@ class SlotTable:
         i = len(slot.nodes)
         if slot.n_past <= i * self.page_size or not (self._free or self.tree.n_idle):
             return None
-        parent = slot.nodes[-1] if slot.nodes else self.tree.root
+        parent = slot.nodes[-1] if slot.nodes else self.tree.root_of(slot.owner.salt)
         tokens = tuple(slot.tokens[i * self.page_size : slot.n_past])
         node = self.tree.add(parent, tokens, slot.pages[i], (slot.index, slot.generation))
+        node.mark(slot.owner.client, len(tokens))
         if node.page != slot.pages[i]:  # another request has left it
             return node, None
         self.tree.hold(node)
@@ -215,22 +230,25 @@ class SlotTable:
         slot.tokens.clear()
         slot.n_fold, slot.page_ids = 0, None
 
-    def erase(self, slot: Slot) -> int:
-        """Forget filed pages of requests in this slot, except those that other slots hold or have left. Returns the number of tokens it held."""
-        nodes, n = self.tree.path(slot.left)
-        mine = {*nodes, *(node for node in self.tree.nodes() if node.by[0] == slot.index)}
+    def erase(self, slot: Slot, salt: str = "") -> int:
+        """Forget filed pages of requests of this salt in this slot, except those that other slots hold or have left. Returns the number of
+        tokens it held."""
+        nodes, n = self.tree.path(slot.left_of(salt), salt)
+        own = self.tree.nodes(self.tree.root_of(salt))
+        mine = {*nodes, *(node for node in own if node.by[0] == slot.index)}
         for other in self.slots:
             if other is not slot:
-                mine.difference_update(self.tree.path(other.left)[0])
+                mine.difference_update(self.tree.path(other.left_of(salt), salt)[0])
         for node in sorted(mine, key=lambda node: -node.end):  # children before their parents
             if not node.refs and not node.children:
                 self.tree.remove(node)
-        slot.left = ()
+        if slot.left_owner.salt == salt:
+            slot.left = ()
         return n
 
     def clear(self) -> None:
         """Forget every filed page that no slot holds."""
-        self.tree.prune(self.tree.root)
+        self.tree.prune()
 
     def grow(self, slot: Slot, n_tokens: int) -> None:
         """Hold pages for `n_tokens` positions, evicting idle filed pages if none is free."""

@@ -148,10 +148,14 @@ class ChatTemplate:
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, object]) -> ChatTemplate | None:
-        """The file's template, with its template for tools; None if it has none. A broken template fails chats, but not the load."""
+        """The file's template, with its template for tools; None if it has none, an empty one or a value that is no text, as in llama.cpp. A broken
+        template fails chats, but not the load."""
         fields = Fields(meta, error=BadTemplate)
         key, own = "tokenizer.chat_template", ".tool_use"
-        if key not in fields or (isinstance(meta[key], str) and not str(meta[key]).strip()):
+        text = meta.get(key)
+        if not isinstance(text, str) or not text.strip():
+            if key in fields and not isinstance(text, str):
+                log.warning("%s", fields.bad(key, "is no text: it is not used"))
             return None
         has_tokens = "tokenizer.ggml.tokens" in fields
         tokens = fields.strings("tokenizer.ggml.tokens") if has_tokens else []
@@ -167,7 +171,7 @@ class ChatTemplate:
                 source, broken = "", f"can not be read: {e}"
             return cls(source, token("bos"), token("eos"), tool_use, broken)
 
-        return made(key, made(key + own, None) if key + own in fields else None)
+        return made(key, made(key + own, None) if isinstance(meta.get(key + own), str) else None)
 
     def able(self, *, tools: bool = False) -> Abilities:
         """The abilities of the template for chats with tools, or without."""

@@ -28,6 +28,7 @@ from pyspec.text.vocab import (
     CONTROL,
     GEMMA4,
     MATCHED,
+    MATCHED_CHARS,
     NORMAL,
     SPACE,
     UNKNOWN,
@@ -113,7 +114,7 @@ class Tokenizer:
     def _of(cls, meta: Mapping[str, object], norm: Literal["none", "nfc"]) -> Tokenizer:
         fields = Fields(meta, error=BadTokenizer)
         model = fields.label("tokenizer.ggml.model")
-        pre = fields.label("tokenizer.ggml.pre", "") or (DEFAULT if model == "gpt2" else "")
+        pre = read_pre(fields, model)
         if model == "none":
             return cls.of_numbers(fields)
         if model not in ("gpt2", "llama", GEMMA4):
@@ -144,7 +145,8 @@ class Tokenizer:
                     else _spm(table, types, unread[0])
                 )
             unread.clear()  # 250,000 merges
-            return bpe, [(text, types[i]) for text, i in table.items() if types[i] in MATCHED]
+            matched = (text for text, i in table.items() if types[i] in MATCHED)
+            return bpe, [(t, types[table[t]]) for t in matched if len(t) <= MATCHED_CHARS]
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
             bpe, matched = merging()
@@ -157,8 +159,7 @@ class Tokenizer:
         header = VocabHeader(
             model=model,
             pre=pre,
-            add_bos=model == GEMMA4  # whatever the file says
-            or fields.flag("tokenizer.ggml.add_bos_token", is_spm or PRE[pre].add_bos),
+            add_bos=adds_bos(fields, model, pre),
             add_eos=fields.flag("tokenizer.ggml.add_eos_token", False),
             add_space_prefix=fields.flag("tokenizer.ggml.add_space_prefix", True) and is_spm,
             suppressed=read_suppressed(fields, len(tokens)),
@@ -396,18 +397,29 @@ def _clean(text: str, token: int) -> str:
     return text
 
 
+def read_pre(fields: Fields, model: str) -> str:
+    """The name of the pre-tokenizer, which only `gpt2` vocabularies have."""
+    return (fields.label("tokenizer.ggml.pre", "") or DEFAULT) if model == "gpt2" else ""
+
+
+def adds_bos(fields: Fields, model: str, pre: str) -> bool:
+    """Whether texts begin with the begin-of-text token."""
+    if model == GEMMA4:
+        return True  # whatever the file says
+    known = PRE.get(pre) if model == "gpt2" else None
+    return fields.flag("tokenizer.ggml.add_bos_token", model == "llama" or bool(known and known.add_bos))
+
+
 def _table(tokens: Sequence[str]) -> dict[str, int]:
     return {_clean(t, i): i for i, t in enumerate(tokens)}
 
 
 def _merges(fields: Fields, table: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merges by rank. A merge whose parts or result are not tokens can never give an id and is left out."""
+    """Merges by rank. A merge that has no two parts, or whose parts or result are not tokens, can never give an id and is left out."""
     merges = []
     for line in fields.strings("tokenizer.ggml.merges"):
         at = line.find(" ", 1)  # the first part may begin with a space
-        if at < 0:
-            raise BadTokenizer(f"merge {quoted(line)} has no two parts")
-        left, right = line[:at], line[at + 1 :]
+        left, right = line[: max(at, 0)], line[at + 1 :]
         if left in table and right in table and left + right in table:
             merges.append((left, right))
     return merges

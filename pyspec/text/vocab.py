@@ -6,13 +6,18 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
+from math import inf
 
 from pyspec.errors import BadTokenizer
 from pyspec.gguf.fields import Fields
-from pyspec.ranges import printable, quoted, shown
+from pyspec.ranges import Real, printable, quoted, shown
 
-UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
-MATCHED = (UNKNOWN, CONTROL, USER_DEFINED)  # matched in raw text, before any merge
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = KINDS = range(7)
+MATCHED = (
+    UNKNOWN,
+    CONTROL,
+    USER_DEFINED,
+)  # matched in raw text, before any merge, unless they are too long
 MOST_NUMBERED = 1 << 20  # tokens of a file without a vocabulary
 # the matcher's time and memory grow with their length; real ones have some thirty characters
 MATCHED_CHARS = 1024
@@ -103,27 +108,27 @@ def number_of_tokens(fields: Fields) -> int:
 
 
 def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
-    """The type of each token: one of the constants above. Tokens with the texts of CONTROL_TEXTS are control tokens."""
+    """The type of each token: one of the constants above, UNDEFINED for others. Entries beyond the tokens are not used, as in llama.cpp.
+
+    Tokens with the texts of CONTROL_TEXTS are control tokens.
+    """
     name, n = "tokenizer.ggml.token_type", len(tokens)
-    kinds = fields.integers(name, n) if name in fields else [NORMAL] * n
+    kinds = fields.integers(name, n, or_more=True) if name in fields else [NORMAL] * n
+    for i in places({*kinds} - {*KINDS}, kinds):
+        kinds[i] = UNDEFINED
     for i in places(CONTROL_TEXTS, tokens):
         kinds[i] = CONTROL
     if TOOL_RESPONSE in tokens:
         for i in places((OLD_END,), tokens):
             kinds[i] = NORMAL
-    is_long = max(map(len, tokens), default=0) > MATCHED_CHARS
-    for i, text in enumerate(tokens if is_long else ()):
-        if len(text) > MATCHED_CHARS and kinds[i] in MATCHED:
-            raise BadTokenizer(
-                f"token {i} is matched in the text as it is and has {len(text)} characters; "
-                f"at most {MATCHED_CHARS} are supported"
-            )
     return kinds
 
 
 def read_scores(fields: Fields, n: int) -> list[float]:
-    """The score of each token of an SPM vocabulary."""
-    return fields.numbers("tokenizer.ggml.scores", n)
+    """The score of each token of an SPM vocabulary, 0 in a file without scores. Entries beyond the tokens are not used, as in llama.cpp."""
+    name = "tokenizer.ggml.scores"
+    any_size = Real(-inf, inf)  # some are -inf: those join last
+    return fields.numbers(name, n, or_more=True, legal=any_size) if name in fields else [0.0] * n
 
 
 def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
@@ -221,8 +226,8 @@ def byte_value(text: str) -> int:
 
 
 def token_bytes(text: str, kind: int, model: str) -> bytes:
-    """The bytes of a token in text: control and user-defined tokens give their own text, unused tokens nothing."""
-    if kind == UNUSED:
+    """The bytes of a token in text: control and user-defined tokens give their own text, unused and undefined tokens nothing."""
+    if kind in (UNUSED, UNDEFINED):
         return b""
     if kind == BYTE:
         return bytes([byte_value(text)])

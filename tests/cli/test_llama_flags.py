@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import click
@@ -11,7 +12,7 @@ from click.testing import CliRunner, Result
 from sampling import few
 
 from pyspec.cli import main
-from pyspec.cli.flags import FlagCommand, LlamaFlag, llama_flags
+from pyspec.cli.flags import FlagCommand, LlamaFlag, elsewhere, llama_flags
 from pyspec.cli.options import EngineChoice
 from pyspec.errors import PyspecError
 
@@ -197,6 +198,74 @@ def test_a_misspelt_flag_is_answered_with_the_one_that_was_meant(typed: str, mea
     assert result.exit_code == 2 and typed in result.stderr and meant in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--tensor-parallel-size", "2"], "No such option: --tensor-parallel-size. Here --tp N."),
+        (["--max-model-len=4096"], "Here -c N."),
+        (["--gpu_memory_utilization", "0.9"], "Not needed: memory is planned before the load"),
+        (["--enable-auto-tool-choice"], "Not needed: the dialect is read"),
+        (["--verbose-prompt"], "`pyspec tokenize MODEL TEXT` shows"),
+        (["--no-contxt-shift"], "Did you mean --no-context-shift"),
+        (["--mem-fraction-static", "0.9"], "-np and --cache-ram bound it"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+@pytest.mark.parametrize("command", ["server", "run"])
+def test_a_flag_of_another_program_is_answered_with_what_to_use_here(
+    command: str, typed: list[str], said: str
+):
+    result = CliRunner().invoke(main, [command, "demo", *typed])
+    assert result.exit_code == 2 and said in result.stderr, result.stderr
+
+
+def test_what_other_programs_hints_name_exists():
+    known = own() | dict.fromkeys(llama_flags())
+    for name, said in elsewhere().items():
+        assert name not in known, name
+        assert [w for w in re.findall(r"(?<![\w-])--?[a-z][\w-]*", said) if w not in known] == [], said
+
+
+def test_flags_that_would_offload_warn_that_nothing_is():
+    for args in (["--n-cpu-moe", "20"], ["-ot", "exps=CPU"], ["--cpu-moe"]):
+        result = CliRunner().invoke(main, ["config", "show", "demo", *args])
+        assert (
+            f"{args[0]} has no effect: llama-server would keep these weights in host memory"
+            in result.stderr
+        )
+    result = call("--mmproj", "a.gguf")
+    assert result.exit_code == 2 and "leave it out: the text part of the model runs" in result.stderr
+
+
+def test_config_show_tells_what_has_no_effect():
+    result = CliRunner().invoke(main, ["config", "show", "demo", "-ngl", "99", "-fa", "on"])
+    assert "-ngl has no effect" in result.stderr and "-fa has no effect" in result.stderr
+
+
+def test_help_begins_with_what_belongs_to_the_command():
+    def order(command: str, *words: str) -> None:
+        text = CliRunner().invoke(main, [command, "--help"], terminal_width=110).stdout
+        places = [text.index(f"\n  {word}" if word[0] == "-" else f"\n{word}:\n") for word in words]
+        assert places == sorted(places), (command, words, places)
+
+    order(
+        "run",
+        "Model",
+        "-np",
+        "-c",
+        "Prompt",
+        "Default sampling",
+        "-n,",
+        "--temp",
+        "Slots, context and cache",
+        "Longer contexts",
+        "Other",
+    )
+    order("fit", "Model", "Plan", "--vram", "Slots, context and cache", "Drafts", "Device")
+    order("server", "Model", "Chats", "Listening", "Slots, context and cache", "Other")
+    order("bench", "Model", "Workload", "Report", "Slots, context and cache")
+
+
 @pytest.mark.parametrize("word", ["-xyz", "-smx", "-tt", "-npx"])
 def test_no_word_is_taken_apart_into_short_flags(word: str):
     result = call(word)
@@ -317,6 +386,33 @@ def test_the_variable_of_the_page_has_its_former_name_too():
         assert value_of("--ui", LLAMA_ARG_NO_WEBUI=value) == (False, "LLAMA_ARG_NO_WEBUI")
     assert value_of("--ui", LLAMA_ARG_WEBUI="0") == (False, "LLAMA_ARG_WEBUI")
     assert value_of("--ui", LLAMA_ARG_WEBUI="0", LLAMA_ARG_UI="1") == (True, "LLAMA_ARG_UI")
+
+
+@pytest.mark.parametrize("command", ["server", "run", "bench", "fit"])
+def test_every_long_spelling_of_a_flag_is_a_variable_of_one_option(command: str):
+    seen: dict[str, str] = {}
+    for param in main.get_command(click.Context(main), command).params:
+        if isinstance(param, click.Option) and not param.is_eager:
+            for name in (*param.opts, *param.secondary_opts):
+                variable = f"PYSPEC_{name.strip('-').replace('-', '_').upper()}"
+                if name.startswith("--"):
+                    assert variable in param.envvar, name
+                    assert seen.setdefault(variable, param.name) == param.name, variable
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "flag", "read"),
+    [
+        ("PYSPEC_TEMPERATURE", "0.25", "--temp", 0.25),
+        ("PYSPEC_N_PREDICT", "7", "--predict", 7),
+        ("PYSPEC_HF_REPO_DRAFT", "a/b", "--spec-draft-hf", "a/b"),
+        ("PYSPEC_WEBUI", "0", "--ui", False),
+        ("PYSPEC_NO_WEBUI", "0", "--ui", False),
+        ("PYSPEC_CORS_ORIGINS", "http://a", "--cors-origin", ["http://a"]),
+    ],
+)
+def test_a_variable_of_any_spelling_is_read(variable: str, value: str, flag: str, read: object):
+    assert value_of(flag, **{variable: value}) == (read, variable)
 
 
 def test_every_switch_with_a_negative_form_has_a_variable_for_it():

@@ -1,8 +1,7 @@
-"""All rigs of hostile.py with another build of the library: python tests/cpu/forced.py plain|neon|tiles|sanitized FOLDER
+"""All rigs of hostile.py with another build of the library: python tests/cpu/forced.py plain|neon|sanitized FOLDER
 
 plain      no vectors beyond those of every CPU of this architecture
 neon       arm64 with products of bytes
-tiles      the AMX build with its instructions emulated, under the sanitizers; for CPUs with AVX-512
 sanitized  under AddressSanitizer and UBSan; the caller preloads their libraries (preloads)
 """
 
@@ -21,7 +20,6 @@ SANITIZERS = (
     "-fno-sanitize-recover=all",
     "-fno-sanitize=float-cast-overflow",
 )
-EMULATED = ("-DPYSPEC_TILES_EMULATED",)
 
 
 def preloads(cxx: str) -> str:
@@ -41,14 +39,10 @@ def main(way: str, folder: str) -> int:
     from pyspec.cpu import build, kernels
 
     build.LIMIT_S = 900  # sanitized products take long
-    ways = {
-        "sanitized": (build.isas()[0], SANITIZERS),
-        "tiles": ("avx512", (*SANITIZERS, *EMULATED)),
-    }
-    isa, extra = ways.get(way, (way, ()))
+    isa, extra = (build.isas()[0], SANITIZERS) if way == "sanitized" else (way, ())
     opened = kernels._opened(str(build.build(isa, Path(folder), extra)))
     kernels.compiled = lambda: opened  # type: ignore[assignment]
-    assert opened.pyspec_isa().decode() == ("amx" if way == "tiles" else isa)
+    assert opened.pyspec_isa().decode() == isa
     torch.set_num_threads(2)
     faults = [f"{name}: {why}" for name, rig in rigs() if (why := rig()) is not None]
     print(f"{sum(1 for _ in rigs())} rigs, {len(faults)} faults", *faults, sep="\n")  # noqa: T201

@@ -1,5 +1,4 @@
-"""Products of 16-bit rows: rows together against each row alone, to the bit; a rig as in hostile.py. One row runs by vectors in every build, so with
-AMX this compares its tiles with them."""
+"""Products of 16-bit rows: rows together against each row alone, to the bit; a rig as in hostile.py."""
 
 from __future__ import annotations
 

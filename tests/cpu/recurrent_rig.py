@@ -33,7 +33,6 @@ N_SLOT, WIDTH = 5, 20
 KEEP, VERIFY, LATE = SeqMode.KEEP, SeqMode.VERIFY, SeqMode.LATE
 SOURCES = (
     "pool.h",
-    "tiles.h",
     "pool.cpp",
     "run.cpp",
     "simd.h",

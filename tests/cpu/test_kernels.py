@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -129,6 +130,61 @@ def test_results_of_dropped_recordings_do_not_come_back_into_later_ones() -> Non
 
     new = Recorded(run, memory)
     assert torch.equal(new.replay(), 5 * x) and torch.equal(new.replay(), 5 * x)
+
+
+@pytest.fixture
+def _no_pages() -> Iterator[None]:
+    kernels.here.kept.clear()
+    yield
+    kernels.here.kept.clear()
+
+
+@pytest.mark.usefixtures("_no_pages")
+def test_large_outputs_use_the_pages_of_those_that_are_gone() -> None:
+    """Those of a smaller one, too; what is still read keeps its own, and one piece grows in place of many."""
+    n = kernels.LARGE // 4
+
+    def faults() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    first, other = empty(n, 3).fill_(1.0), empty(3 * n)
+    part, at = first[5:7], first.data_ptr()
+    assert other.data_ptr() != at and not kernels.here.kept
+    del first
+    assert not kernels.here.kept and bool((part == 1.0).all()), "a view keeps it"
+    del part, other
+    assert len(kernels.here.kept) == 2
+    before = faults()
+    for rows in (3, 2, 1, 3):
+        y = empty(n, rows, dtype=torch.int16 if rows == 2 else torch.float32)
+        assert y.shape == (n, rows) and y.data_ptr() % 4096 == 0
+        y.fill_(3)
+        del y
+    assert faults() - before < 100
+    larger = empty(4 * n)
+    assert len(kernels.here.kept) == 1, "it stands in place of one that was too small"
+    del larger
+    assert len(kernels.here.kept) == 2 and empty(10).data_ptr() != 0
+
+
+@pytest.mark.usefixtures("_no_pages")
+def test_forwards_of_many_rows_take_no_new_pages() -> None:
+    """glibc gives back what has more than 32 MiB: eight prompts at once were slower than one."""
+    from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, bind, prepared, sample
+    from pyspec.gguf import GGMLType
+
+    raw = sample(GGMLType.Q8_0, 20_000, 32, torch.Generator().manual_seed(1))
+    product = bind(CpuLinearSpec(torch.device("cpu"), GGMLType.Q8_0))
+
+    def forward() -> None:
+        out = empty(512, 20_000)  # 39 MiB
+        product(prepared(torch.ones(512, 32), None, whole=True), raw, out, 1.0, None)
+
+    forward()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(3):
+        forward()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,18 @@ def test_a_product_has_the_bits_of_its_row_alone(kind: G, n_in: int, n_out: int)
         assert torch.equal(product(kind, n_out, x[:n], n_thread=2), y[:n])
 
 
+@pytest.mark.parametrize("kind", few((*PLAIN, *SHORT, *LONG), G.Q4_K), ids=lambda k: k.name)
+def test_blocks_of_rows_and_panels_give_each_output_once(kind: G) -> None:
+    """Of one task to many of two panels; ends within a panel and within a block."""
+    x = torch.randn(300, 512, generator=torch.Generator().manual_seed(3))
+    for n_out in (1, 16, 333):
+        y = product(kind, n_out, x)
+        close(y, x, kind, n_out)
+        for n_thread in (2, 5, 33):
+            assert torch.equal(product(kind, n_out, x, n_thread=n_thread), y), (n_out, n_thread)
+        assert torch.equal(product(kind, n_out, x[130:131]), y[130:131])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", (*PLAIN, *SHORT, *LONG), ids=lambda k: k.name)
 def test_the_plain_build_agrees(kind: G) -> None:

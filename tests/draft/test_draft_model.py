@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +20,15 @@ from rewrite import rewrite
 
 from pyspec.config import EngineSettings
 from pyspec.draft.chain import Chain
-from pyspec.draft.token_map import read_map
+from pyspec.draft.draft_model import DraftModel, row_bytes
+from pyspec.draft.token_map import TokenTexts, mapped, read_map
 from pyspec.engine.api import Engine
 from pyspec.engine.plan.fit import fit
 from pyspec.errors import BadTensors, ConfigError, PairError, UnknownArchitecture
 from pyspec.gguf import open_gguf
 from pyspec.request import SamplingParams
 from pyspec.slots.arena import Arena
+from pyspec.text.vocab import BYTE
 
 LLAMA, QWEN3, GEMMA3, QWEN35 = (
     FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "gemma3", "qwen35")
@@ -369,9 +374,74 @@ def test_partners_have_the_same_text_or_the_nearest() -> None:
 def test_a_vocabulary_with_few_common_tokens_is_refused() -> None:
     tokens = [f"{t}#{i}" if i % 3 else t for i, t in enumerate(open_gguf(LLAMA).fields.strings(TOKENS))]
     with pytest.raises(
-        PairError, match=r"knows \d+ of the target's \d+ tokens \(\d+%\), and 50% are wanted"
+        PairError,
+        match=r"smaller vocabulary's \d+ tokens the other one has \d+ \(\d+%\), and 50% are wanted",
     ):
         drafted(LLAMA, with_tensors(LLAMA, {}, **{TOKENS: tokens}))
+
+
+@dataclass
+class Rows:
+    """What a draft model looks at of a batch."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+
+def vocabulary(texts: Sequence[str], **more: Any) -> TokenTexts:
+    return TokenTexts(len(texts), texts, [(False, t.encode()) for t in texts], frozenset(), **more)
+
+
+def test_a_small_vocabulary_drafts_for_a_large_one_and_the_other_way_round() -> None:
+    """A large one has thousands of tokens that a small one spells with several: only the smaller one's count."""
+    large = vocabulary([f"word{i}" for i in range(1000)])
+    small = vocabulary([f"word{i}" for i in range(60)] + [f"only{i}" for i in range(40)])
+    for target, own in ((large, small), (small, large)):
+        assert "60% of the smaller one's 100 tokens" in mapped(target, own).remark
+    with pytest.raises(PairError, match=r"100 tokens the other one has 40 \(40%\)"):
+        mapped(large, vocabulary([f"word{i}" for i in range(40)] + [f"only{i}" for i in range(60)]))
+
+
+def test_a_partner_is_a_byte_only_where_no_other_token_has_its_text() -> None:
+    """Byte tokens stand first in SentencePiece's vocabularies, and no text has them for its characters: drafts from such ids were noise."""
+    own = vocabulary(["1", "2", "\n", "1", "2"], bytes=frozenset({0, 1, 2}))
+    assert mapped(vocabulary(["2", "1", "\n"]), own).to_own == [4, 3, 2]
+    gemma = open_gguf(FIXTURES / "gemma3.gguf")
+    found = TokenTexts.of(gemma, 301)
+    kinds = gemma.fields.integers(KINDS, 301)
+    for (_, text), i in found.ids().items():
+        assert kinds[i] != BYTE or all(
+            found.keys[j] != (False, text) or kinds[j] == BYTE for j in range(301)
+        )
+
+
+def test_texts_begin_with_the_draft_models_own_first_token() -> None:
+    """Without it a model such as Gemma repeats itself, and the target's vocabulary may have none, or another."""
+    texts = ["a", "b", "<s>"]
+    own = vocabulary(texts, bos=2)
+    assert mapped(vocabulary(texts), own).first == 2 == mapped(vocabulary(texts, bos=1), own).first
+    assert mapped(vocabulary(texts), vocabulary(texts)).first is None
+    read: list[list[int]] = []
+    model = SimpleNamespace(memory=None, states=lambda batch: read.append(batch.tokens.tolist()))
+    block = DraftModel(model, None, 3, torch.tensor([1, 0, 2]), first=2)  # type: ignore[arg-type]
+    rows = Rows(torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 5, 6]))
+    block.forward(rows, torch.empty(4, 0))  # type: ignore[arg-type]
+    assert read == [[2, 0, 1, 0]]
+
+
+def test_a_load_says_what_to_expect_of_its_pair(caplog: pytest.LogCaptureFixture) -> None:
+    note = drafted(LLAMA, shuffled(LLAMA, 11)).info.draft_note
+    assert (
+        "100% of the smaller one's" in note
+        and "the target reads 1.0 times its bytes for a token" in note
+    )
+    assert "seldom pays; --spec-type suffix" in caplog.text
+    moe = open_gguf(tiny("qwen3moe"))
+    n, used = (moe.hparams.integer(f"expert_{x}count") for x in ("", "used_"))
+    experts = sum(t.n_bytes for t in moe.tensors.values() if "_exps." in t.name)
+    rest = sum(t.n_bytes for t in moe.tensors.values()) - experts
+    embedding = moe.tensors["token_embd.weight"].n_bytes * ("output.weight" in moe.tensors)
+    assert used < n and row_bytes(moe) == rest - embedding + experts * used // n
 
 
 # -- what is refused, planned and named -------------------------------------------------------------------------------

@@ -346,8 +346,7 @@ def test_a_file_of_pyspec_synth_drafts_and_takes_the_planned_memory(kind: str, t
     assert isinstance(drafter, Chain) and isinstance(drafter.block, EagleBlock)
     block = drafter.block
     assert tensor_bytes(block.memory.parts) == pytest.approx(plan.draft_kv, rel=0.02)
-    vectors = block.norm, block.of_token, block.of_state
-    used = tensor_bytes(block.attention, block.mlp, block.fc, block.output, block.best, *vectors)
+    used = tensor_bytes(block.layer, block.fc, block.output, block.best, block.norm)
     assert used == pytest.approx(plan.draft_weights, rel=0.02)
 
 

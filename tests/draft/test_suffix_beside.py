@@ -14,7 +14,10 @@ from known_texts import N_TEXT, joined, known_texts, tiny
 from rewrite import rewrite
 
 from pyspec import synth
+from pyspec.engine.arguments import pair_of
 from pyspec.engine.loop.job import Job
+from pyspec.engine.named import Named
+from pyspec.errors import ConfigError
 from pyspec.gguf import open_gguf
 from pyspec.slots.drafts import Drafts
 
@@ -117,3 +120,20 @@ def test_a_drafter_that_pauses_for_suffix_drafts_goes_on_where_it_was(kind: str)
     with_suffixes, alone = drafts_of(suffix=True), drafts_of(suffix=False)
     both = with_suffixes.keys() & alone.keys()
     assert both and all(with_suffixes[n] == alone[n] for n in both)
+
+
+@pytest.mark.parametrize(
+    ("draft", "kind"), [(None, "mtp,suffix"), (None, "suffix"), ("none", "mtp"), ("mtp", "mtp,suffix")]
+)
+def test_two_names_for_a_drafter_are_refused(draft: str | None, kind: str) -> None:
+    """Neither goes silently before the other."""
+    with pytest.raises(ConfigError, match=f"draft is {draft!r}.*but --spec-type is '{kind}'"):
+        pair_of(Named("demo"), draft, {"spec_type": kind})
+    assert pair_of(Named("demo"), kind, {"spec_type": kind})[1].spec_type == kind
+    assert pair_of(Named("demo"), draft, {"spec_type": "auto"})[1].spec_type == (draft or "none")
+
+
+def test_an_engine_without_drafts_says_why_and_the_way_out() -> None:
+    path = Path(__file__).parents[1] / "fixtures" / "llama.gguf"
+    assert rig(path).info.draft_note == "speculation: off (no drafter); --spec-type suffix needs no file"
+    assert rig(path, spec_type="none").info.draft_note == "speculation: off (--spec-type none)"

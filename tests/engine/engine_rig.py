@@ -58,6 +58,7 @@ DEMO, DEMO_DRAFT = (
     ROOT / "pyspec" / "demo" / "pyspec-demo.gguf",
     ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf",
 )
+DEVICE = os.environ.get("PYSPEC_TEST_DEVICE", "cpu")
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -223,9 +224,8 @@ class Rig:
     def filed(self, tokens: Sequence[int]) -> list[int]:
         """Rows of the KV pools in which the prefix cache has the beginning of these tokens."""
         table = self.loop.table
-        whole, partial = table.tree._match(tokens, len(tokens))
-        node, n = max(partial, key=lambda x: x[1], default=(table.tree.root, 0))
-        pages, n = [x.page for x in [*whole, node]], n + len(whole) * table.page_size
+        nodes, n = table.tree.path(tokens)
+        pages = [node.page for node in nodes]
         return [pages[i // table.page_size] * table.page_size + i % table.page_size for i in range(n)]
 
     def generate(
@@ -260,7 +260,7 @@ def rig(path: Path, **settings: object) -> Rig:
         "ctx": 256,
         "kv_type": "f32",
         "warm_up": False,
-        "device": os.environ.get("PYSPEC_TEST_DEVICE", "cpu"),
+        "device": DEVICE,
     }
     return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
 

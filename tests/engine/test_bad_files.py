@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -69,23 +69,51 @@ def test_a_file_without_a_template_writes_chats_as_chatml_and_says_so(
         assert engine.decode(engine.encode(messages), special=True).endswith("A.")
 
 
-def test_names_and_templates_that_are_no_utf8_are_told_in_json(tmp_path: Path) -> None:
-    odd = "n\udcff\x1b[2J"
-    r = plain_rig(changed(tmp_path, general__name=odd, tokenizer__chat_template="\udcff{{ bos_token }}"))
-    told = json.dumps(asdict(r.info), ensure_ascii=False).encode()
+def test_a_model_is_named_as_its_file_on_one_line_without_blanks(tmp_path: Path) -> None:
+    path = changed(
+        tmp_path, general__name="x y\n" * 2000, tokenizer__chat_template="\udcff{{ bos_token }}"
+    )
+    r = plain_rig(path.rename(tmp_path / "My model \udcff\x1b[2J.gguf"))
+    told = json.dumps(asdict(replace(r.info, model_path="")), ensure_ascii=False).encode()
     assert (
-        r.info.model_name == "n\ufffd\ufffd[2J"
+        r.info.model_name == "My-model-\ufffd\ufffd[2J.gguf"
         and r.info.chat_template == "\ufffd{{ bos_token }}"
         and told
     )
 
 
+LABELS: list[dict[str, object]] = [
+    {"general__name": "x" * 100_000},
+    {"general__name": ["a", "b"]},
+    {"general__name": 7},
+    {"general__file_type": "Q4_K_M"},
+    {"general__file_type": [1, 2]},
+    {"general__license": ["mit", "\udcff"], "general__tags": 5, "general__languages": True},
+    {"general__quantization_version": "two", "general__size_label": 1.5},
+    {"tokenizer__chat_template": ["{{ 1 }}"]},
+    {"general__sampling__temp": "hot", "general__sampling__top_k": [1]},
+    {"llama__attention__head_count_kv": [2, 2], "llama__attention__head_count": [4, 4]},
+    {"llama__feed_forward_length": [64, 64], "llama__attention__scale": 0.0, "llama__unknown": [1, 2]},
+]
+
+
+@pytest.mark.parametrize("change", LABELS)
+def test_what_only_labels_a_file_refuses_nothing_and_changes_no_text(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    """llama.cpp loads all of these, and most of them as numbers of the right type would be."""
+    r = plain_rig(changed(tmp_path, **change))
+    assert len(r.info.model_name) <= 256 and r.info.model_name.isprintable()
+    assert r.generate([5, 6, 7], 8).tokens == plain_rig(LLAMA).generate([5, 6, 7], 8).tokens
+    if "tokenizer__chat_template" in change:
+        assert r.info.chat_template == ""
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"general__name": [1, 2]}, "general.name is an array of 2 uint32; want text"),
-        ({"general__name": "x" * 2000}, "general.name has 2000 characters; want at most 1000"),
-        ({"general__file_type": "x"}, "general.file_type is 'x'"),
+        ({"llama__attention__head_count_kv": [2, 1]}, "head_count_kv is an array of 2"),
+        ({"llama__attention__causal": False}, "attends to later tokens"),
         ({"split__count": [1, 2]}, "split.count is an array of 2 uint32"),
         ({"llama__rope__dimension_count": 3}, "rope can not turn 3 dimensions"),
         ({"llama__attention__head_count": 0}, "0 heads do not divide"),

@@ -66,6 +66,10 @@ class Watched:
 
     def __init__(self, r: Rig, *, overwrites: bool = True) -> None:
         r.run_ahead(defers=True)
+        if not r.loop.lookahead.on:
+            pytest.skip(
+                "kernels of this device take no heads as narrow as this model's, so no round is ahead"
+            )
         if overwrites:
             r.overwrite_results()
         r.loop.pace.alone.pick = OftenAlone()  # type: ignore[method-assign,assignment]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from engine_rig import Rig, plain_rig, rig
+from engine_rig import DEVICE, Rig, plain_rig, rig
 from test_behind_prompt import AHEAD, KINDS, Watched
 
 from pyspec.draft.chain import Chain
@@ -18,6 +18,9 @@ from pyspec.slots.arena import LEAST_PROMPT, Arena
 from pyspec.slots.batch import Batch
 from pyspec.slots.round import LogitsNeed
 
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cpu", reason="its arenas stand in for a GPU's: test_on_gpu.py has the GPU's own"
+)
 CTX = 410
 GRAPHS = {256, 320}
 PROMPTS = (LEAST_PROMPT, 257), (257, 321)  # tokens of those that find one

@@ -58,6 +58,20 @@ def test_a_pool_smaller_than_a_slot_is_the_limit_of_a_request_and_named_as_such(
         )
 
 
+def test_a_prompt_beyond_the_trained_length_is_told_how_to_stretch_it() -> None:
+    with start(np=1, ctx=0) as engine:
+        assert engine.info.n_ctx == engine.info.n_ctx_train
+        with pytest.raises(
+            PromptTooLong, match="trained for no more; rope_scaling yarn with rope_scale and ctx"
+        ):
+            engine.generate([1] * engine.info.n_ctx, max_tokens=3)
+    with (
+        start(ctx=128) as engine,
+        pytest.raises(PromptTooLong, match=r"\(ctx raises it up to the length"),
+    ):
+        engine.generate([1] * 128, max_tokens=3)
+
+
 def test_a_load_that_warms_up_ends_with_a_full_collection_which_would_else_interrupt_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.linear import unpacked
-from pyspec.engine.plan import describe, planned_bytes
-from pyspec.engine.plan.fit import STEP, fit
+from pyspec.engine.plan import describe, longest, planned_bytes
+from pyspec.engine.plan.fit import fit
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFWriter
@@ -72,30 +72,48 @@ def test_no_copies_where_prompts_need_none(model: Path, monkeypatch: pytest.Monk
     assert planned_bytes.plan_memory(d).wide == 0
 
 
-def test_contexts_are_the_largest_that_fit(model: Path):
-    settings = EngineSettings(np=3)
+def test_contexts_are_those_of_a_load_without_one(model: Path):
     free = int(
         609 * MIB / 0.96
     )  # above the memory of a GPU process, but so little that slots crowd each other
-    report = fit(model, settings, free)
+    report = fit(model, EngineSettings(np=3), free)
     found = {one.np: one.n_ctx for one in report.fits}
     assert sorted(found) == [1, 2, 3, 4, 8, 16, 32] and list(found.values()) == sorted(
         found.values(), reverse=True
     )
     assert found[1] == 1024  # as trained
-    d = describe.describe(model, settings, AssumedGpu(free))
-    crowded = [one for one in report.fits if 0 < one.n_ctx < 1024]
-    assert crowded
-    for one in crowded:
-        assert one.plan.total <= report.usable
-        assert (
-            planned_bytes.plan_memory(describe.resized(d, one.np, one.n_ctx + STEP)).total
-            > report.usable
-        )
+    for one in report.fits:
+        load = longest.widened(describe.describe(model, EngineSettings(np=one.np), AssumedGpu(free)))
+        fits = planned_bytes.plan_memory(load).total <= report.usable
+        assert one.n_ctx == (load.n_ctx if fits else 0)
     best = report.best()
     assert best is not None and best.np == max(
         one.np for one in report.fits if one.n_ctx == 1024 and one.np <= 8
     )
+
+
+@pytest.mark.parametrize("flags", [(), ("-np", "2"), ("-np", "2", "-c", "54016"), ("-np", "32")])
+def test_fit_says_one_number(flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A drafter's four-bit copy of the head is made where the memory is short for the slots, too."""
+    monkeypatch.setattr(GGUFWriter, "write", heads_only)
+    target = write("qwen3.6-35b-a3b", tmp_path / "t.gguf", quant="q4_k")
+    about = json.loads(call(str(target), "--vram", "24G", *flags, "--json").stdout)
+    row = next(row for row in about["contexts"] if row["np"] == about["np"])
+    if "-c" not in flags and about["fits"]:
+        assert (row["n_ctx"], row["total"]) == (about["n_ctx"], about["plan"]["total"])
+    if about["fits"]:
+        assert about["flags"] == [str(target), "-np", str(about["np"]), "-c", str(about["n_ctx"])]
+    else:
+        assert about["note"].startswith("32 slots do not fit; 8 hold")
+
+
+def test_of_a_local_file_no_other_quantisation_is_spoken_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(GGUFWriter, "write", heads_only)
+    done = call(str(write("qwen3.6-35b-a3b", tmp_path / "t.gguf", quant="q4_k")), "--vram", "16G")
+    assert done.exit_code == 5 and "quantisation" not in done.stderr
+    assert "nothing fits. By its size this model fits: gpt-oss-20b:Q4_K_M" in done.stderr
 
 
 def test_nothing_fits_is_an_exit_code_of_its_own(model: Path):
@@ -113,7 +131,7 @@ def test_flags_are_those_to_load_with(model: Path):
         and about["plan"]["total"] == sum(n for name, n in about["plan"].items() if name != "total")
     )
     text = call("demo")
-    assert text.exit_code == 0 and "pyspec server demo -np 8 -c 2048" in text.stdout
+    assert text.exit_code == 0 and "pyspec server demo -np 4 -c 2048" in text.stdout
 
 
 @pytest.mark.parametrize("vram", ["24X", "-1G", "0", "1K", "inf", "1e9"])

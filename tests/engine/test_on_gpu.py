@@ -28,6 +28,7 @@ from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.streamed_tiles import StreamedTiles
+from pyspec.cuda.temporary import release, temporary
 from pyspec.draft import dflash
 from pyspec.engine.api import Engine, Result, collect
 from pyspec.engine.loop.pending_round import PendingRound
@@ -163,6 +164,7 @@ def test_rounds_behind_a_prompt_that_runs_alone_leave_the_text(
         assert any(round_.launched.tokens is not None for round_ in ahead) == (draft is not None)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_rounds_behind_a_prompt_in_a_graph_leave_the_text_and_wait_for_nothing(
     draft: str | None,
@@ -330,7 +332,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], P
     return made
 
 
-@pytest.mark.parametrize(("types", "margin"), [(("f16", "f16"), 0.02), (("q8_0", "q4_0"), 0.15)])
+@pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0")])
 @pytest.mark.parametrize(("np", "draft"), [(1, None), (5, None), (5, "ngram")])
 @pytest.mark.parametrize(
     ("name", "layers"), [("gemma-3-270m", 7), ("gpt-oss-20b", 3), ("gemma-4-31b", 6)]
@@ -341,11 +343,10 @@ def test_windows_that_keep_only_their_window_leave_the_text(
     np: int,
     draft: str | None,
     types: tuple[str, str],
-    margin: float,
     windowed: Callable[[str, int], Path],
 ) -> None:
-    """In graphs, prompts from shorter than a window to many of them: as with whole pages. Random weights leave margins of hundredths, and
-    routers and values of 4 bits fall on another side for a last bit of their row: beside others, log probabilities differ by tenths."""
+    """In graphs, prompts from shorter than a window to many of them: as with whole pages. Random weights leave margins of hundredths. Values of
+    4 bits fall on another side for a last bit of their row, so those rows have the same bits beside any others (`exact`)."""
     rng = random.Random(5)
     prompts = [rng.choices(range(300, 3000), k=n) * 2 for n in (4, 60, 101, 290, 531, 1201)]
     given = {
@@ -355,6 +356,7 @@ def test_windows_that_keep_only_their_window_leave_the_text(
         "kv_type_v": types[1],
         "ubatch": 100,
         "device": "cuda",
+        "exact": types[1] == "q4_0",
     }
 
     def texts(**more: object) -> list[Result]:
@@ -363,7 +365,7 @@ def test_windows_that_keep_only_their_window_leave_the_text(
                 prompts, max_tokens=90, temperature=0.0, logprobs=3, ignore_eos=True
             )
 
-    same = [n_same(want, got, margin) for want, got in zip(texts(swa_full=True), texts(), strict=True)]
+    same = [n_same(want, got, 0.02) for want, got in zip(texts(swa_full=True), texts(), strict=True)]
     assert np > 1 or sum(same) > 0.9 * 90 * len(same), same
 
 
@@ -401,7 +403,7 @@ def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:
 
     def leave_garbage() -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             x.add_(1)
         cycle: list[object] = [graph]
         cycle.append(cycle)
@@ -416,6 +418,30 @@ def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:
     run = Graphed(forward)
     assert [float(run(batch)) for _ in range(3)] == [2000.0] * 3  # type: ignore[arg-type]
     assert gc.isenabled()
+
+
+def test_a_capture_that_fails_leaves_the_thread_as_it_was() -> None:
+    """On its stream, and with memory whose pools can be freed: the next load ended the process."""
+    x, device = torch.zeros(1, device="cuda"), torch.device("cuda", 0)
+    calls = itertools.count()
+
+    def forward(_: object) -> torch.Tensor:
+        if next(calls) == 1:
+            torch.cuda.synchronize()  # a capture does not survive it
+        return x + 1
+
+    batch = SimpleNamespace(bucket=1, n_place=1, single=False, prompt=False, tokens=x)
+    stream, run = torch.cuda.current_stream(), Graphed(forward)
+    assert float(run(batch)) == 1.0  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="captur"):
+        run(batch)  # type: ignore[arg-type]
+    assert torch.cuda.current_stream() == stream
+    with temporary(device):
+        y = torch.ones(5, device=device)
+    assert float(y.sum()) == 5.0
+    del y
+    release(device)
+    assert [float(run(batch)) for _ in range(2)] == [1.0] * 2  # type: ignore[arg-type]
 
 
 ROUNDS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -19,9 +20,11 @@ from pyspec.engine.options import (
     LoadOptions,
     RequestOptions,
     SamplingOptions,
+    by_settings,
     with_arguments,
 )
 from pyspec.errors import ConfigError, PyspecError, RequestError
+from pyspec.ranges import docs_of
 from pyspec.request import Request, SamplingParams
 
 OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "shown", "grammar"} | {
@@ -32,12 +35,19 @@ OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_pe
 
 def test_load_options_are_the_settings_that_load_has_no_parameter_for():
     own = inspect.signature(Engine.load).parameters
-    settings = {name: hint for name, hint in get_type_hints(EngineSettings).items() if name not in own}
+    described = docs_of(EngineSettings)
+    settings = {
+        name: hint
+        for name, hint in get_type_hints(EngineSettings).items()
+        if name not in own and name in described
+    }
     assert get_type_hints(LoadOptions) == settings
+    assert {f.name for f in fields(EngineSettings)} - described.keys() == {"check_tap_shift", "demoted"}
 
 
 def test_sampling_options_are_the_sampling_parameters():
-    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
+    given = get_type_hints(SamplingOptions)
+    assert given | {"logit_bias": tuple[tuple[int, float], ...]} == get_type_hints(SamplingParams)
 
 
 def test_request_options_are_the_requests_fields():
@@ -45,7 +55,7 @@ def test_request_options_are_the_requests_fields():
     given = get_type_hints(RequestOptions)
     assert given | {"stop": tuple[str, ...]} == wanted
     assert {*GenerateOptions.__annotations__} == {
-        *given, *get_type_hints(SamplingParams), *GrammarOptions.__annotations__, "params",
+        *given, *get_type_hints(SamplingParams), *GrammarOptions.__annotations__, "params", "timeout",
     }  # fmt: skip
 
 
@@ -95,7 +105,20 @@ def test_a_type_checker_finds_planted_mistakes_and_no_others(tmp_path: Path):
         ({"kv_type": "f64"}, r"^kv_type is 'f64'; want one of"),
         ({"kv_type_v": "q3_0"}, r"^kv_type_v is 'q3_0'; want one of"),
         ({"cpu_activations": "q4"}, r"^cpu_activations is 'q4'; want one of q16, q8"),
-        ({"kv_typ": "f16"}, r"^no setting 'kv_typ'; did you mean 'kv_type'\?$"),
+        ({"kv_typ": "f16"}, r"^no engine setting 'kv_typ'; did you mean 'kv_type'\?$"),
+        ({"n_ctx": 99}, r"^no engine setting 'n_ctx'; here it is 'ctx'$"),
+        ({"model_path": "x"}, r"^no engine setting 'model_path'; here it is 'target'$"),
+        ({"n_gpu_layers": 99}, r"^no engine setting 'n_gpu_layers'; it is not needed: the whole model runs on one"),
+        ({"temp": 0}, r"^no engine setting 'temp'; 'temperature' belongs to a generation$"),
+        ({"spec_fixed": "x"}, r"^n_draft_fixed is 'x'; want one of True, False$"),
+        ({"spec_fixed": True, "n_draft_fixed": True}, r"^spec_fixed and n_draft_fixed are one setting"),
+        ({"draft": "nope"}, r"^draft: 'nope' is neither a file nor a model .*\. Drafters are auto, none, .*mtp, .*,suffix'"),
+        ({"draft": "gone.gguf"}, r"^no file gone\.gguf$"),
+        ({"target": None}, r"^no model is named; want a file"),
+        ({"hf": "user/repo"}, r"^target and hf exclude each other"),
+        ({"target": None, "hf": "user"}, r"^hf wants user/repo\[:quant\], got 'user'$"),
+        ({"target": None, "hf": 7}, r"^hf is 7; want"),
+        ({"target": "user/repo"}, r"^no file user/repo; for a Hugging Face repository use hf='user/repo'$"),
         ({"batch": 5, "ubatch": 512}, r"^batch is 5; want ubatch \(512\) to"),
         ({"np": 256, "ctx": 1 << 24}, r"^np=256 times ctx=16777216 is \d+ tokens; want at most \d+ \(kv_pool shares fewer\)$"),
         ({"target": "gone.gguf"}, r"^no file gone\.gguf"),
@@ -122,12 +145,41 @@ def test_flags_in_messages_become_arguments():
         ({"max_tokens": "ten"}, "max_tokens is 'ten'"),
         ({"stop": [1]}, r"stop\[0\] is 1; want text"),
         ({"params": {"top_k": 1}}, "want a pyspec.SamplingParams"),
-        ({"temprature": 1}, "no sampling parameter 'temprature'; did you mean 'temperature'"),
+        ({"temprature": 1}, "^no option of a generation 'temprature'; did you mean 'temperature'"),
+        ({"max_completion_tokens": 1}, "'max_completion_tokens'; here it is 'max_tokens'$"),
+        ({"temp": 1}, "'temp'; here it is 'temperature'$"),
+        ({"stream": True}, "'stream'; `Engine.stream` and `Engine.chat_stream` yield the text"),
+        ({"n_gpu_layers": 1}, "'n_gpu_layers'; it is not needed"),
+        ({"np": 1}, "'np'; 'np' belongs to `Engine.load`$"),
+        ({"n": 2}, "'n'; `Engine.generate_many` runs several prompts$"),
+        ({"tools": []}, "'tools'; `Engine.chat` takes it$"),
+        ({"logit_bias": {"five": 1}}, r"logit_bias\[0\] is 'five'; want a whole number"),
+        ({"logit_bias": {5: "x"}}, r"logit_bias\[0\] is 'x'; want a number"),
     ],
 )
 def test_a_wrong_value_is_refused_before_anything_runs(given: dict, message: str):
     with pytest.raises(PyspecError, match=message):
         options.request_of((1,), given)
+
+
+def test_every_name_that_is_meant_exists_and_is_typed_for_nothing_else():
+    known = {*GenerateOptions.__annotations__, *inspect.signature(Engine.load).parameters}
+    known |= LoadOptions.__annotations__.keys()
+    assert options.MEANT.keys() <= known
+    assert len(options.MEANT_BY) == sum(len(words.split()) for words in options.MEANT.values())
+    assert not (options.MEANT_BY.keys() | options.SAID.keys()) & (known | options.SPELT.keys())
+
+
+def test_settings_are_taken_by_the_long_names_of_their_flags():
+    assert by_settings({"spec_fixed": True, "warmup": False, "np": 2}) == {
+        "n_draft_fixed": True, "warm_up": False, "np": 2,
+    }  # fmt: skip
+
+
+def test_a_bias_may_be_a_mapping_as_openais_clients_send_it():
+    pairs = ((5, -100), (7, 1.5))
+    assert options.request_of((1,), {"logit_bias": {5: -100, "7": 1.5}}).params.logit_bias == pairs
+    assert SamplingParams(logit_bias={"5": -100, 7: 1.5}).logit_bias == pairs  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

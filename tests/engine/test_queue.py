@@ -25,7 +25,7 @@ from pyspec.engine.policy.queue import (
     worth_on,
 )
 from pyspec.errors import QueueFull
-from pyspec.slots.prefix import Known
+from pyspec.slots.prefix import NOBODY, Known, Owner
 from pyspec.slots.table import SlotTable
 
 
@@ -34,6 +34,7 @@ class Item:
     n_rows: int = 10
     wanted_slot: int = -1
     reusable: tuple[int, ...] = ()
+    owner: Owner = NOBODY
     client: str = ""
     group: str = ""
     cost: int = 600
@@ -383,6 +384,45 @@ def test_a_client_that_pauses_is_not_forgiven() -> None:
         shop.round({"chat", "batch"} if i % 100 < 50 else {"chat"})
     gained = {c: shop.work[c] - before[c] for c in shop.work}
     assert gained["chat"] >= 0.9 * gained["batch"]
+
+
+@pytest.mark.parametrize("n_slot", [1, 3])
+@pytest.mark.parametrize("answer", [1, 40, 600])
+def test_clients_that_come_once_do_not_starve_those_that_were_served_before(
+    n_slot: int, answer: int
+) -> None:
+    """20 places are full, and a new client comes whenever one is free: all are seated within a bounded number of turns."""
+    queue, table = Queue[Item](20), SlotTable(1, 64, 16)
+    running: list[Item] = []
+    queue.running = lambda: running
+    came: dict[int, int] = {}
+
+    def turn(t: int, client: str) -> Item:
+        item = Item(cost=20, n_left=answer, client=client)
+        came[id(item)] = t
+        queue.push(item)
+        first = queue.next(table)
+        assert first is not None
+        first.n_to_read = 20
+        queue.seated(first)
+        running.append(first)
+        if len(running) > n_slot:
+            gone = running.pop(0)
+            gone.work, gone.n_to_read = 20 + answer, 0
+            queue.leave(gone)
+        return first
+
+    for t in range(200):  # they come again and again, alone
+        turn(t, f"old {t % 10}")
+    for i in range(19):
+        queue.push(Item(cost=20, n_left=answer, client=f"old {i % 10}"))
+    old, late = list(queue.waiting()), 0
+    for t in range(200, 1000):
+        seat = turn(t, f"once {t}")
+        old = [item for item in old if item is not seat]
+        late = max(late, t - came.get(id(seat), 200))
+    assert not old, f"{len(old)} still wait after 800 turns"
+    assert late <= 120, "of those that come once, too"
 
 
 def test_absent_clients_are_remembered_within_a_bound() -> None:

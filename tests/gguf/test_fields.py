@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pyspec.errors import BadGGUF, BadTokenizer, ModelError
-from pyspec.gguf.fields import GENERAL, HPARAMS, Fields, encodable
+from pyspec.gguf.fields import GENERAL, HPARAMS, TITLE_CHARS, Fields, encodable
 from pyspec.ranges import OneOf, Real, Whole
 
 HUGE = 2**64 - 1
@@ -50,9 +50,24 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
     "integer: a bool": (h(block_count=True), lambda f: f.integer("block_count"), "block_count is True"),
     "integer: text": (h(block_count="2"), lambda f: f.integer("block_count"), "block_count is '2'"),
     "integer: an array": (
-        h(block_count=np.ones(3, "<i4")),
+        h(block_count=np.array([3, 3, 4], "<i4")),
         lambda f: f.integer("block_count"),
         "is an array of 3 int32",
+    ),
+    "integer: an empty array": (
+        h(block_count=np.ones(0, "<i4")),
+        lambda f: f.integer("block_count", 1),
+        "is an array of 0 int32",
+    ),
+    "integer: equal bools": (
+        h(block_count=np.ones(3, bool)),
+        lambda f: f.integer("block_count"),
+        "block_count is True",
+    ),
+    "number: an array of NaN": (
+        h(rope__freq_base=np.full(3, math.nan, "<f4")),
+        lambda f: f.number("rope.freq_base"),
+        "is an array of 3 float32",
     ),
     "integer: absent": (
         h(),
@@ -115,11 +130,6 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.integers("target_layers"),
         f"is {HUGE}",
     ),
-    "integers: bools": (
-        h(target_layers=np.ones(2, bool)),
-        lambda f: f.integers("target_layers"),
-        "an array of 2 bool",
-    ),
     "integers: a scalar": (
         h(target_layers=3),
         lambda f: f.integers("target_layers"),
@@ -133,7 +143,7 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
     "flags: too many": (
         h(attention__sliding_window_pattern=np.ones(3, bool)),
         lambda f: f.flags("attention.sliding_window_pattern", 2),
-        "has 3 entries for 2 layers",
+        "has 3 entries; want 2",
     ),
     "flags: 2": (
         h(attention__recurrent_layers=np.array([1, 2], "<i4")),
@@ -226,6 +236,36 @@ def test_legal_fields_are_returned_and_absent_ones_get_the_readers_default() -> 
     assert "expert_count" in f and "rope.scaling.type" not in f
 
 
+def test_an_array_of_equal_entries_is_one_value_of_an_architecture_and_of_nothing_else() -> None:
+    """Some writers repeat a number for each block, as llama.cpp reads head counts, widths and numbers of experts."""
+    f = h(
+        attention__head_count_kv=np.full(9, 4, "<u4"),
+        rope__freq_base=np.full(9, 1e4, "<f4"),
+        attention__causal=np.zeros(9, bool),
+    )
+    assert (f.integer("attention.head_count_kv"), f.number("rope.freq_base")) == (4, 1e4)
+    assert f.flag("attention.causal", True) is False and f.integers(
+        "attention.causal", 9, legal=Whole(0, 1)
+    )
+    with pytest.raises(BadGGUF, match=r"general\.alignment is an array of 2 uint32"):
+        Fields({"general.alignment": np.full(2, 32, "<u4")}).integer("general.alignment")
+
+
+def test_entries_beyond_those_that_are_wanted_may_be_left_out() -> None:
+    f = h(target_layers=np.array([1, 2, 3]), own__gains=np.array([0.5, 2.0]))
+    assert f.integers("target_layers", 2, or_more=True) == [1, 2]
+    assert f.numbers("own.gains", 1, or_more=True, legal=Real(0, 1)) == [0.5]
+    with pytest.raises(BadGGUF, match="target_layers has 3 entries; want 4"):
+        f.integers("target_layers", 4, or_more=True)
+
+
+def test_a_title_never_refuses_a_file() -> None:
+    titles = {"a": "x" * 100_000, "b": ["x", "y"], "c": 7, "d": "\udcff", "e": " Gemma \n"}
+    f = Fields({f"general.{k}": v for k, v in titles.items()})
+    told = [f.title(f"general.{k}") for k in "abcdef"]
+    assert told == ["x" * (TITLE_CHARS - 3) + "...", "", "", "\ufffd", "Gemma \ufffd", ""]
+
+
 def test_fields_that_pyspec_does_not_know_are_read_with_a_range_of_the_readers() -> None:
     f = h(
         own__depth=3, own__decay=1, own__kind="a\udcff", own__orders=np.array([1, 2], "<u2"), own__on=1
@@ -265,9 +305,10 @@ def test_a_reader_without_a_range_gets_an_error_that_names_the_field() -> None:
 
 
 def test_text_that_is_no_utf8_can_be_encoded_and_a_label_can_not_act_on_a_terminal() -> None:
-    f = Fields({"general.name": "a\udcff\x1b[2J\nü\u202e", "general.architecture": 7})
-    assert f.text("general.name").encode() == "a\ufffd\x1b[2J\nü\u202e".encode()
-    assert f.label("general.name") == "a\ufffd\ufffd[2J\ufffdü\ufffd"
+    f = Fields({"tokenizer.ggml.pre": "a\udcff\x1b[2J\nü\u202e", "general.architecture": 7})
+    assert f.text("tokenizer.ggml.pre").encode() == "a\ufffd\x1b[2J\nü\u202e".encode()
+    assert f.label("tokenizer.ggml.pre") == "a\ufffd\ufffd[2J\ufffdü\ufffd"
+    assert f.title("tokenizer.ggml.pre") == f.label("tokenizer.ggml.pre")
     assert encodable("\ud800x") == "\ufffdx"
     with pytest.raises(ModelError, match=r"^general\.architecture is 7; want text$"):
         f.label("general.architecture")
@@ -278,11 +319,11 @@ def test_the_reader_chooses_the_error() -> None:
         Fields({"tokenizer.ggml.tokens": [1, 2]}, error=BadTokenizer).strings("tokenizer.ggml.tokens")
     with pytest.raises(BadTokenizer, match="scores has 2 entries; want 3"):
         Fields({"tokenizer.ggml.scores": [0.0, 1.0]}, error=BadTokenizer).numbers(
-            "tokenizer.ggml.scores", 3
+            "tokenizer.ggml.scores", 3, legal=Real(-1, 1)
         )
     with pytest.raises(BadTokenizer, match=r"entry 1 of tokenizer\.ggml\.scores is nan"):
         Fields({"tokenizer.ggml.scores": [0.0, math.nan]}, error=BadTokenizer).numbers(
-            "tokenizer.ggml.scores", 2
+            "tokenizer.ggml.scores", 2, legal=Real(-1, 1)
         )
 
 

@@ -95,11 +95,9 @@ def test_a_launch_prepares_the_next_products_rows_where_both_can(few: bool) -> N
     product = Product(few)
     fuse.then(Launch(), (X,), product, PREP, X)
     assert product.heard == [("prepared in place of 3", None) if few else ("rows", PREP)]
-    fuse.then(lambda x: x[:, None], (X,), product, PREP, X)
-    assert product.heard[1] == ("rows", PREP)
-    assert torch.equal(fuse.then(Launch(), (X,), plain, PREP, X), X), (
-        "a library's product prepares by itself"
-    )
+    assert fuse.writes_rows_of(Launch(), product)
+    assert not fuse.writes_rows_of(lambda x: x[:, None], product)
+    assert not fuse.writes_rows_of(Launch(), plain), "a library's product prepares by itself"
 
 
 def test_of_a_product_that_ranks_sum_this_ranks_is_prepared_for() -> None:

@@ -104,11 +104,11 @@ def test_rows_are_the_references_and_have_the_same_bits_alone(name: str) -> None
 
 
 def test_keys_and_values_of_two_types_are_kept_and_read_in_cuda() -> None:
-    """And the kernels pass their checks."""
+    """And the kernels pass their checks. Keys that are the values have one type."""
     for k, v in (("q8_0", "f16"), ("bf16", "f8_e4m3"), ("q5_1", "q4_0")):
         kv = KvFormat.named(k, v)
         for op, spec in survey.standard(GPU):
-            if op.name in ("attend", "rope_kv") and spec.kv == PLAIN:
+            if op.name in ("attend", "rope_kv") and spec.kv == PLAIN and not getattr(spec, "n_value", 0):
                 assert op.chosen(replace(spec, kv=kv)).name == "cuda"
     assert faults.record(GPU).tolist() == [0] * 5
 

@@ -90,7 +90,8 @@ def audit(engine: Engine, other: Engine) -> Audit:
 
 def _way_of(engine: Engine, text: list[int]) -> list[Node]:
     """Where an engine that has just run it has filed a text."""
-    whole, partial = engine.loop.table.tree._match(text, len(text))
+    tree = engine.loop.table.tree
+    whole, partial = tree._match(text, len(text), tree.root)
     rest = len(text) - len(whole) * engine.loop.table.page_size
     return [*whole, *[node for node, n in partial if n == rest][:1]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import harness
 import numpy as np
 import pytest
 import torch
@@ -30,8 +31,10 @@ N = 72
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> None:
+def _two_threads_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the other tests run."""
     torch.set_num_threads(2)
+    monkeypatch.setattr(harness, "DEVICE", torch.device("cpu"))
 
 
 def divergence(ours: torch.Tensor, theirs: torch.Tensor) -> float:

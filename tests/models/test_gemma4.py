@@ -58,11 +58,13 @@ def test_the_last_blocks_of_e_models_read_earlier_keys_and_have_none() -> None:
 
 
 def test_parts_know_what_reads_the_stream_behind_them() -> None:
-    model = Bench(DENSE).target
-    steps = [step for block in model.blocks for step in block.steps]
-    assert len(steps) == 6 and all(step.post is not None for step in steps)
-    assert [step.next for step in steps] == [*(step.part.reads for step in steps[1:]), None]
-    assert all(step.part.reads is not None for step in steps)
+    blocks = Bench(DENSE).target.blocks
+    sums = [(block, *found) for block in blocks for found in block.normed_sums]
+    inner = [block.first_read(stream) for block, _, stream in sums[::2]]
+    outer = [block.first_read(block.program.inputs[0]) for block in blocks[1:]]
+    assert len(sums) == 6 and [added.next for _, added, _ in sums[::2]] == inner
+    assert [added.next for _, added, _ in sums[1::2]] == [*outer, None]
+    assert all(read is not None for read in (*inner, *outer))
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the tier of CPUs")

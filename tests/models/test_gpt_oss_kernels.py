@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,30 +12,18 @@ from harness import DEVICE, Bench
 from pyspec import synth
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.models.blocks.attention import BoundAttention
+from pyspec.models.bound import Sources
 from pyspec.synth.dims import find, widened
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
-from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
+from emulated.ops import only
 
+OPS = (moe, moe_route)
 EMULATED = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"
 )
-
-
-@contextmanager
-def only(name: str) -> Iterator[None]:
-    """Both ops bound to their kernels, without a GPU, or ("torch") to the references."""
-    with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
-        for op in (moe, moe_route):
-            own = [replace(i, limits=lambda spec: None) for i in op.impls if i.name == name]
-            patch.setattr(op, "impls", own)
-            patch.setattr(op, "check", None)
-            patch.setattr(op, "_decided", {})
-            patch.setattr(op, "verdicts", {})
-        yield
 
 
 @needs_compiler
@@ -60,12 +45,12 @@ def test_logits_are_the_references_in_chunks_and_verifies(tmp_path: Path) -> Non
             bench.commit(seqs[1], 1)
         return torch.cat(out)
 
-    with only("torch"):
+    with only("torch", OPS):
         want = run()
-        assert all(impl.name == "torch" for op in (moe, moe_route) for impl in op.decided.values())
-    with only("cuda"):
+        assert all(impl.name == "torch" for op in OPS for impl in op.decided.values())
+    with only("cuda", OPS):
         got = run()
-        assert all(impl.name == "cuda" for op in (moe, moe_route) for impl in op.decided.values())
+        assert all(impl.name == "cuda" for op in OPS for impl in op.decided.values())
     off = (got - want).abs().amax(-1) / want.std()
     assert float(off.median()) < 0.01, off
     assert float((off < 0.05).float().mean()) > 0.9, off  # a near tie of experts may turn
@@ -88,15 +73,19 @@ def test_packed_files_give_the_logits_of_unpacked_ones_on_a_gpu(tmp_path: Path) 
     assert float(off.median()) < 0.02 and float((off < 0.1).float().mean()) > 0.9, off
 
 
-def test_biases_of_few_rows_go_with_their_product(tmp_path: Path) -> None:
-    """As a residual: the same sums."""
-    bench = Bench(synth.write("gpt-oss", tmp_path / "m.gguf", tiny=True, quant="f32"))
-    own = [
-        part for block in bench.target.blocks for part in block.parts if isinstance(part, BoundAttention)
-    ]
-    want = bench.forward(bench.seq(0, [5, 6, 7], keep=False)).logits
-    for part in own:
-        assert part.few is None or DEVICE.type == "cuda"
-        assert part.bias is not None
-        part.few = part.bias.repeat(2, 1) if DEVICE.type == "cuda" else part.bias.repeat(3, 1)
-    assert own and torch.equal(bench.forward(bench.seq(0, [5, 6, 7], keep=False)).logits, want)
+def test_biases_of_few_rows_go_with_their_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a residual: the same sums, also where there are more rows than biases are ready for."""
+    path = synth.write("gpt-oss", tmp_path / "m.gguf", tiny=True, quant="f32")
+
+    def run() -> tuple[list[str], list[torch.Tensor]]:
+        bench = Bench(path)
+        made = [bench.forward(bench.seq(0, rows, keep=False)).logits for rows in ([5, 6, 7], [5, 6])]
+        return [call.op for block in bench.target.blocks for call in block.program.calls], made
+
+    ops, want = run()
+    assert ("biased" in ops) == (DEVICE.type == "cuda")
+    monkeypatch.setattr(Sources, "few", lambda self, bias: self.weight(bias).repeat(2, 1))
+    ops, got = run()
+    assert "biased" in ops and all(map(torch.equal, got, want))

@@ -4,8 +4,6 @@ references, whichever way rows came in."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,37 +23,21 @@ from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.rope_latent.op import rope_latent
 from pyspec.cuda.ops.short_conv.op import short_conv
 from pyspec.gguf import open_gguf
-from pyspec.models.blocks.mla import BoundMla
-from pyspec.models.blocks.short_conv import BoundShortConv
+from pyspec.models.bound import Block
 from pyspec.models.weights import Weights
 from pyspec.synth.decoders import Deepseek2
 from pyspec.synth.dims import find
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
-from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
+from emulated.ops import only
 
 EMULATED = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"
 )
 CPU = torch.device("cpu")
 OPS: tuple[Op[Any, Any], ...] = (attend, rope_latent, heads, short_conv)
-
-
-@contextmanager
-def only(name: str, ops: tuple[Op[Any, Any], ...]) -> Iterator[None]:
-    """The ops bound to their kernels, without a GPU, or ("torch") to the references."""
-    with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
-        for op in ops:
-            own = [replace(i, limits=lambda spec: None) for i in op.impls if i.name == name]
-            patch.setattr(op, "impls", own)
-            patch.setattr(op, "check", None)
-            patch.setattr(op, "_decided", {})
-            patch.setattr(op, "verdicts", {})
-        yield
-        assert all(op.decided for op in ops)
-        assert all(impl.name == name for op in ops for impl in op.decided.values())
 
 
 def rounds(path: Path, kv: torch.dtype = torch.float16) -> torch.Tensor:
@@ -75,10 +57,12 @@ def rounds(path: Path, kv: torch.dtype = torch.float16) -> torch.Tensor:
 
 
 def compare(path: Path, ops: tuple[Op[Any, Any], ...], kv: torch.dtype = torch.float16) -> None:
-    with only("torch", ops):
-        want = rounds(path, kv)
-    with only("cuda", ops):
-        got = rounds(path, kv)
+    found = []
+    for name in ("torch", "cuda"):
+        with only(name, ops):
+            found.append(rounds(path, kv))
+            assert all({impl.name for impl in op.decided.values()} == {name} for op in ops)
+    want, got = found
     steps = 1 if kv is torch.float16 else 8  # of fewer bits, which keys of later layers may fall into
     off = (got - want).abs().amax(-1) / want.std() / steps
     assert float(off.median()) < 0.01, off
@@ -112,13 +96,15 @@ def test_gated_short_convolutions_give_the_references_logits() -> None:
     compare(FIXTURES / "lfm2moe.gguf", (short_conv,))
 
 
-def bound(path: Path) -> list[object]:
-    return [part for block in Bench(path).target.blocks for part in block.parts]
+def bound(bench: Bench, op: str) -> list[Block]:
+    """Blocks that are bound to an op, and have no experts."""
+    blocks = [block for block in bench.target.blocks if not block.parts]
+    return [block for block in blocks if any(own.name == op for own, _ in block.ops)]
 
 
 def test_graphs_and_recordings_hold_both_where_kernels_run() -> None:
-    latent = [p for p in bound(FIXTURES / "deepseek2.gguf") if isinstance(p, BoundMla)]
-    convolved = [p for p in bound(FIXTURES / "lfm2moe.gguf") if isinstance(p, BoundShortConv)]
+    latent = bound(Bench(FIXTURES / "deepseek2.gguf"), "rope_latent")
+    convolved = bound(Bench(FIXTURES / "lfm2moe.gguf"), "short_conv")
     assert latent and convolved
     if DEVICE.type == "cpu":  # a GPU's kernel takes no keys as narrow as this file's
         assert build.compiler() is None or all(p.capturable for p in latent)
@@ -179,5 +165,4 @@ def test_kernels_give_the_references_logits_on_a_gpu(tmp_path: Path) -> None:
         off = (got - want).abs().amax(-1) / want.std()
         assert float(off.median()) < 0.02 and float((off < 0.1).float().mean()) > 0.9, off
     bench = Bench(latent, kv=torch.float16)
-    parts = [part for block in bench.target.blocks for part in block.parts]
-    assert all(p.capturable for p in parts if isinstance(p, BoundMla))
+    assert all(block.capturable for block in bound(bench, "rope_latent"))

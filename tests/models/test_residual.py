@@ -10,11 +10,14 @@ import torch
 from harness import DEVICE, FIXTURES, Bench
 
 from pyspec.cuda.ops.streams.ref import StreamMix
-from pyspec.models import residual
-from pyspec.models.block import BlockSpec, Mix, Step
+from pyspec.models import block, residual
+from pyspec.models.block import BlockSpec, Mix
 from pyspec.models.decoder import Decoder, ModelSpec
+from pyspec.models.part import LoadTypes
 from pyspec.models.residual import Residual
 from pyspec.models.weights import Weights
+from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import F32
 
 
 def even(n: int, n_embd: int) -> StreamMix:
@@ -35,10 +38,16 @@ def test_two_even_streams_are_one_stream(name: str, monkeypatch: pytest.MonkeyPa
     streams, made = Residual(2, n_iter=3, floor=0.0), even(2, config.n_embd)
     head = StreamMix(made.fn[:2], made.scale[:1], made.base[:2])
     monkeypatch.setattr(residual, "mix_of", lambda weights, of: head)
-    monkeypatch.setattr(Step, "mixed", made)
+    monkeypatch.setattr(block, "mix_of", lambda weights, of: made)
+    mixed = tuple(
+        replace(b, parts=tuple(replace(p, mix=Mix(f"hc_{p.norm}", 2)) for p in b.parts))
+        for b in config.blocks
+    )
     bench = Bench(path)
     bench.target = Decoder(
-        replace(config, residual=streams), Weights(bench.file, DEVICE, torch.float32), bench.memory
+        replace(config, residual=streams, blocks=mixed),
+        Weights(bench.file, DEVICE, torch.float32),
+        bench.memory,
     )
     got = bench.forward(bench.seq(0, tokens), taps=(1,))
     assert got.taps is not None and want.taps is not None
@@ -67,6 +76,6 @@ def test_a_model_of_streams_wants_their_coefficients_and_room_for_their_rows() -
     assert more == {
         f"{name}_{x}.weight" for name in ("output_hc", *parts) for x in ("fn", "base", "scale")
     }
-    cpu = torch.device("cpu")
-    assert model.scratch_bytes(2, 64, torch.float32, cpu) == 2 * 4 * 3 * 4 * config.n_embd
-    assert config.scratch_bytes(2, 64, torch.float32, cpu) == 0
+    on = LoadTypes(torch.device("cpu"), KvFormat.both(F32), None)
+    assert model.scratch_bytes(file, on, 2, 64) == 2 * 4 * 3 * 4 * config.n_embd
+    assert config.scratch_bytes(file, on, 2, 64) == 0

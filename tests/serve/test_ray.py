@@ -315,7 +315,7 @@ def test_the_number_of_replicas_follows_their_requests() -> None:
 def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="modle"):
         app({"modle": "demo"})
-    with pytest.raises(ConfigError, match="no setting 'tpp'; did you mean 'tp'"):
+    with pytest.raises(ConfigError, match="no engine setting 'tpp'; did you mean 'tp'"):
         app({"model": "demo", "engine": {"tpp": 2}})
     with pytest.raises(ConfigError, match=r"server: .*'alias'"):
         app({"model": "demo", "server": {"alias": "tiny"}})

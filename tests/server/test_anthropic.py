@@ -51,6 +51,16 @@ def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def test_models_are_listed_in_anthropics_form(client: anthropic.Anthropic, app: App) -> None:
+    (found,) = client.models.list()
+    assert (found.type, found.id, found.display_name) == ("model", "fake-1", "fake-1")
+    assert found.created_at.year > 2000 and found.created_at.tzinfo is not None
+    assert client.models.retrieve("fake-1") == found
+    page = app.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert (page["first_id"], page["last_id"], page["has_more"]) == ("fake-1", "fake-1", False)
+    assert app.get("/v1/models").json()["data"][0]["object"] == "model"
+
+
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 

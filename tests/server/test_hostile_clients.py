@@ -251,6 +251,27 @@ def test_a_client_with_much_text_waits_for_its_own() -> None:
     )
 
 
+def test_clients_that_come_once_do_not_keep_others_from_their_threads() -> None:
+    async def go() -> int:
+        turns = FairThreads(1)
+        await turns.take("old")
+        late = asyncio.create_task(turns.take("old"))
+        waiting = [asyncio.create_task(turns.take(f"first {i}")) for i in range(5)]
+        await asyncio.sleep(0)
+        turns.give("old", 3.0)
+        for i in range(500):
+            waiting.append(asyncio.create_task(turns.take(f"once {i}")))
+            await asyncio.sleep(0)
+            if late.done():
+                return i
+            done = next(n for n, task in enumerate(waiting) if task.done())
+            waiting.pop(done)
+            turns.give(next(c for c in turns._here if c not in turns._waiting and c != "old"), 0.5)
+        return 500
+
+    assert asyncio.run(go()) < 100
+
+
 def test_one_client_s_requests_never_take_all_places(engine: FakeEngine) -> None:
     service = create_app(engine, ServerSettings()).state.service
     with ExitStack() as held:

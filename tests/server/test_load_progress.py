@@ -10,7 +10,8 @@ import httpx
 import pytest
 from test_server_loading import Start, start  # noqa: F401  (a fixture)
 
-from pyspec.config import settings_from
+from pyspec.catalog import resolve
+from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.load.load import load
 from pyspec.engine.process.supervisor import Supervisor
 from pyspec.progress import listening, report
@@ -19,6 +20,15 @@ from pyspec.server.http.door import Door, LoadLog
 from pyspec.server.settings import ServerSettings
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3.gguf"
+
+
+def resolved(name: str) -> tuple[Path, EngineSettings]:
+    target, draft = resolve(name)
+    return target, settings_from(
+        {"np": 1, "ctx": 64, "device": "cpu", "draft_path": draft, "warm_up": False}
+    )
+
+
 SMALL = {"np": 1, "ctx": 64, "device": "cpu", "spec_type": "none"}
 
 
@@ -33,6 +43,15 @@ def test_a_load_tells_its_stages_in_order_and_weights_by_their_bytes():
     n = len(heard)
     report("late", 0.5)
     assert len(heard) == n
+
+
+def test_what_is_read_of_a_drafter_is_told_as_the_drafter():
+    heard: list[tuple[str, float]] = []
+    with listening(lambda *said: heard.append(said)):
+        load(*resolved("demo"))
+    for stage in ("weights", "drafter"):
+        shares = [part for told, part in heard if told == stage]
+        assert shares == sorted(shares) and len(set(shares)) > 5, stage
 
 
 @pytest.mark.slow

@@ -332,6 +332,39 @@ def test_an_answer_is_regenerated_and_takes_the_place_of_the_last(browser: Brows
     assert "Hello" not in sent(live), "the answer that goes is no part of the question"
 
 
+def test_line_breaks_stay(browser: Browser, live: Live) -> None:
+    live.engine.script = Script(
+        text="Roses are red,\nviolets are blue.\n\n* a\n  b\n\n> c\n> d", width=100
+    )
+    ask(browser)
+    until(lambda: answered(browser))
+    for at, lines in (
+        ("p", "Roses are red,\nviolets are blue."),
+        ("li", "a\nb"),
+        ("blockquote p", "c\nd"),
+    ):
+        assert browser.run(f"return document.querySelector('.assistant {at}').innerText") == lines
+
+
+def test_a_conversation_is_saved_as_text(browser: Browser, live: Live) -> None:
+    live.engine.script = Script(text="An **answer**.", width=100)
+    ask(browser, "why? / because\n")
+    until(lambda: answered(browser))
+    browser.run(
+        "window.kept = []; const made = URL.createObjectURL;"
+        "URL.createObjectURL = blob => { blob.text().then(text => window.kept.push(text)); return made(blob); };"
+        "HTMLAnchorElement.prototype.click = function () { window.kept.push(this.download); };"
+    )
+    browser.click("#save")
+    until(lambda: browser.run("return window.kept.length") == 2)
+    name, text = browser.run("return window.kept")
+    assert (name, text) == (
+        "why_ _ because.md",
+        "## user\n\nwhy? / because\n\n## assistant\n\nAn **answer**.\n",
+    )
+    assert not browser.complaints()
+
+
 def test_an_answer_is_copied_as_it_was_written(browser: Browser, live: Live) -> None:
     live.engine.script = Script(text="**bold** and\n\n- a list", width=100)
     ask(browser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,8 @@ def test_without_drafting_no_draft_figures_are_given(app: App, engine: FakeEngin
         ({"speculative": {"n_max": 4}}, 4),
         ({"speculative": {"type": "none"}}, 0),
         ({"speculative.n_max": 2}, 2),
+        ({"speculative.n_max": -1}, None),
+        ({"speculative": {"n_max": -1}}, None),
         ({"speculative.type": "draft-ngram", "speculative.n_max": 0}, 0),
         ({"speculative.type": "ngram-simple", "speculative.n_max": 3}, 3),
     ],
@@ -89,6 +92,12 @@ def test_a_request_can_set_its_draft_length(
 ) -> None:
     assert app.post("/completion", {"prompt": "x"} | body).status_code == 200
     assert engine.seen[0].n_draft_max == n_draft_max
+
+
+@pytest.mark.parametrize("kind", ["ngram-simple,suffix", "suffix", "ngram", "auto,suffix"])
+def test_a_request_can_name_any_of_the_drafters(app: App, engine: FakeEngine, kind: str) -> None:
+    engine.info = replace(engine.info, has_suffixes=True)
+    assert app.post("/completion", {"prompt": "x", "speculative.type": kind}).status_code == 200
 
 
 def test_a_chat_stream_is_role_then_text_then_usage_then_done(app: App, engine: FakeEngine) -> None:
@@ -197,7 +206,8 @@ def test_choices_of_one_prompt_share_it_and_differ_in_seed(app: App, engine: Fak
     assert value["usage"]["completion_tokens"] == 36 and value["usage"]["prompt_tokens"] == len(
         engine.seen[0].prompt
     )
-    assert all("timings" in c for c in value["choices"]) and "timings" not in value
+    assert all("timings" in c for c in value["choices"])
+    assert value["timings"] == value["choices"][0]["timings"], "as in llama-server"
 
 
 def test_streamed_choices_are_told_apart_by_index(app: App) -> None:

@@ -88,10 +88,18 @@ def test_a_template_that_does_not_compile_is_bad_and_refuses_requests():
 LONG = "x" * (2**20 + 1), "has 1048577 characters; at most 1048576 are allowed"
 
 
-@pytest.mark.parametrize(
-    ("source", "why"), [LONG, (["x"], "is an array of 1 texts; want text"), (7, "is 7; want text")]
-)
-def test_an_invalid_template_fails_chats_but_not_the_load(source, why):
+@pytest.mark.parametrize("source", [["x"], 7, True, []])
+def test_a_template_that_is_no_text_is_none(source, caplog):
+    """As in llama.cpp: chats are then written as ChatML."""
+    assert ChatTemplate.from_metadata(bpe() | {"tokenizer.chat_template": source}) is None
+    assert "chat_template is no text: it is not used" in caplog.text
+    odd_tools = {"tokenizer.chat_template": "x", "tokenizer.chat_template.tool_use": source}
+    template = ChatTemplate.from_metadata(bpe() | odd_tools)
+    assert template is not None and template.tool_use is None
+
+
+def test_an_invalid_template_fails_chats_but_not_the_load():
+    source, why = LONG
     template = ChatTemplate.from_metadata(bpe() | {"tokenizer.chat_template": source})
     assert template is not None
     with pytest.raises(BadTemplate, match=why):

@@ -6,7 +6,6 @@
 #include "matrix.h"
 #include "pool.h"
 #include "product.h"
-#include "product_tiles.h"
 #include "sixteen.h"
 #include "unpacked.h"
 
@@ -22,14 +21,12 @@ constexpr int64_t FEW = 12;   // rows that one pass over a panel multiplies
 constexpr int64_t TILE = 6;
 constexpr int64_t FEW = 7;
 #endif
-constexpr int64_t IN_L2 = 128 << 10;  // values of rows
 #if defined(__AVX512VNNI__)
 constexpr int64_t MANY = 4;  // panels that many rows are multiplied with at a time
 #else
 constexpr int64_t MANY = 2;
 #endif
-constexpr int64_t PANELS = 8;         // of a task: as often is a block's chunk read from L2
-constexpr int64_t SPLIT_ALONE = 64;   // chunks of rows that a thread makes bytes for tiles of while another one would wake
+constexpr int64_t PANELS = 32;        // of a task at most: as often is a block's chunk read from L2, where its sums lie, too
 
 using Pair = f8[2];
 
@@ -166,38 +163,10 @@ void many(const ProductArgs &p, const Rows &rows, const Matrix &matrix, int64_t 
     for (int64_t o = first_o, k = 0; o < last_o; o += LANES, k++) put(p, first + r, o, acc[k / 2 * ROWS + r][k % 2]);
 }
 
-#if PYSPEC_TILES
-// A part whose rows are split here
-template <typename T>
-void tiled_part(const ProductArgs &p, const Rows &rows, const Matrix &matrix, const Part &part) {
-  const SplitRows<T> split(part.n, rows.n_chunk);
-  for (int64_t t = 0; t < split.n_tile; t++)
-    for (int64_t c = 0; c < split.n_chunk; c++) split.fill_chunk(rows, part.first, t, c);
-  tiled<T>(p, matrix, split, part.first, part.first_o, part.last_o);
-}
-
-// All outputs, with rows that are split once for all threads
-template <typename T>
-void tiled_product(const ProductArgs &p, const Rows &rows) {
-  const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
-  const SplitRows<T> split(p.n_row, rows.n_chunk);
-  each_range(split.n_tile * split.n_chunk, SPLIT_ALONE / split.m, [&](int64_t a, int64_t b) {
-    for (int64_t i = a; i < b; i++) split.fill_chunk(rows, 0, i / split.n_chunk, i % split.n_chunk);
-  });
-  const int64_t n_panel = (p.n_out + LANES - 1) / LANES, fair = n_panel / (8 * n_thread) / 2 * 2, size = std::clamp<int64_t>(fair, 2, PANELS);
-  each((n_panel + size - 1) / size, [&](int64_t k) {
-    tiled<T>(p, matrix, split, 0, k * size * LANES, std::min((k + 1) * size * LANES, p.n_out));
-  });
-}
-#endif
-
 template <typename T>
 void part_of(const ProductArgs &p, const Rows &rows, const Part &part) {
   const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
   const int64_t last = part.first + part.n;
-#if PYSPEC_TILES
-  if (by_tiles<T>(part.n)) return tiled_part<T>(p, rows, matrix, part);
-#endif
   if (part.n <= FEW) {
     if (part.n > 0) some<T>(p, rows, matrix, part);
     return;
@@ -210,20 +179,13 @@ void part_of(const ProductArgs &p, const Rows &rows, const Part &part) {
 template <typename T>
 void packed(const ProductArgs &p) {
   const Rows rows{p.x, p.q, p.scales, p.sums, p.n_in, (p.n_in + CHUNK - 1) / CHUNK};
+  const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
   const int64_t n_panel = (p.n_out + LANES - 1) / LANES;
-#if PYSPEC_TILES
-  if (by_tiles<T>(p.n_row)) return tiled_product<T>(p, rows);
-#endif
   if (p.n_row <= FEW) {
     each_range(n_panel, 2, [&](int64_t a, int64_t b) { part_of<T>(p, rows, {0, p.n_row, a * LANES, std::min(b * LANES, p.n_out)}); });
     return;
   }
-  // Neighbouring panels to a task, because each asks for the next one's bytes, and enough of them if rows do not fit in L2, because each MANY
-  // panels read all rows
-  const int64_t n_many = (n_panel + MANY - 1) / MANY;
-  each_range(n_many, p.n_row * p.n_in > IN_L2 ? PANELS / MANY : 1, [&](int64_t a, int64_t b) {
-    part_of<T>(p, rows, {0, p.n_row, a * MANY * LANES, std::min(b * MANY * LANES, p.n_out)});
-  });
+  each_block(p, ROWS, PANELS, MANY, [&](const Part &b) { many<T>(p, rows, matrix, b.first, b.n, b.first_o, b.last_o); });
 }
 
 struct RowsArgs {

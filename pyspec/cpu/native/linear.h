@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "pool.h"
 #include "rows.h"
 
 namespace pyspec {
@@ -50,6 +51,20 @@ inline void put(const ProductArgs &p, int64_t row, int64_t o, f8 y) {
   if (p.bias) y += load(p.bias + o);
   if (p.residual) y += load(p.residual + row * p.residual_stride + o);
   store(to, y);
+}
+
+// body(part) for all outputs of all rows. A task is a block of at most `most_rows` rows and of neighbouring panels, `most` down to `least`, a power of
+// two between them: as many as leave each thread several tasks, so that the last ones end together. Rows come from memory once for a task's panels,
+// and tasks that run together read the same weights.
+template <typename F>
+void each_block(const ProductArgs &p, int64_t most_rows, int64_t most, int64_t least, F &&body) {
+  const int64_t n_block = (p.n_row + most_rows - 1) / most_rows, n_panel = (p.n_out + LANES - 1) / LANES;
+  int64_t size = most;
+  while (size > least && n_block * ((n_panel + size - 1) / size) < 8 * n_thread) size /= 2;
+  each(n_block * ((n_panel + size - 1) / size), [&](int64_t i) {
+    const int64_t first = p.n_row * (i % n_block) / n_block, last = p.n_row * (i % n_block + 1) / n_block, o = i / n_block * size * LANES;
+    body(Part{first, last - first, o, std::min(o + size * LANES, p.n_out)});
+  });
 }
 
 }  // namespace pyspec

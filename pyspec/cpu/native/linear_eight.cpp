@@ -1,6 +1,5 @@
 // linear: rows as 8-bit whole numbers times a packed matrix, from the bytes of the file.
 #include "eight.h"
-#include "eight_tiles.h"
 #include "matrix.h"
 #include "pool.h"
 
@@ -10,8 +9,7 @@ namespace {
 
 constexpr int64_t ROWS = 128;         // of a block
 constexpr int64_t TILE = 8;            // rows whose sums stay in registers
-constexpr int64_t IN_L2 = 256 << 10;  // values of rows
-constexpr int64_t PANELS = 16;        // of a task if rows do not fit there: as often is a block's chunk read from L2
+constexpr int64_t PANELS = 16;        // of a task at most: as often is a block's chunk read from L2
 
 template <typename S>
 void tile(const Panel &panel, const Row8 *x, int64_t n, f8 *acc) {
@@ -52,20 +50,7 @@ void block(const ProductArgs &p, const Matrix &matrix, int64_t first, int64_t n,
 template <typename T>
 void product(const ProductArgs &p) {
   const Matrix matrix(p.weights, p.n_in / T::BLOCK * T::BYTES, p.n_out);
-  const int64_t n_panel = (p.n_out + LANES - 1) / LANES, most = p.n_row * p.n_in > IN_L2 ? PANELS : 1;
-  const int64_t size = std::clamp<int64_t>(n_panel / (8 * n_thread), 1, most);
-#if PYSPEC_TILES
-  if (by_tiles<T>(p.n_row)) {
-    const EightRows<T> rows(reinterpret_cast<const Row8 *>(p.q), p.n_row, (p.n_in + CHUNK - 1) / CHUNK);
-    const int64_t pairs = std::clamp<int64_t>(n_panel / (8 * n_thread) / 2, 1, TiledRoom::PAIRS), width = 2 * LANES * pairs;
-    return each((p.n_out + width - 1) / width, [&](int64_t k) { tiled<T>(p, matrix, rows, 0, k * width, std::min((k + 1) * width, p.n_out)); });
-  }
-#endif
-  each_range((n_panel + size - 1) / size, size == 1 ? 2 : 1, [&](int64_t from, int64_t to) {
-    for (int64_t k = from; k < to; k++)
-      for (int64_t r = 0; r < p.n_row; r += ROWS)
-        block<T>(p, matrix, r, std::min(ROWS, p.n_row - r), k * size * LANES, std::min((k + 1) * size * LANES, p.n_out));
-  });
+  each_block(p, ROWS, PANELS, 2, [&](const Part &b) { block<T>(p, matrix, b.first, b.n, b.first_o, b.last_o); });
 }
 
 template <typename T>

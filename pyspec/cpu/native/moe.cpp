@@ -6,14 +6,13 @@
 #include "pool.h"
 #include "prep.h"
 #include "scratch.h"
-#include "tiles.h"
 
 using namespace pyspec;
 
 namespace {
 
 constexpr int64_t MOST = 4096;  // pairs of a row and an expert between the loops: moe/cpu.py counts their memory
-constexpr int64_t N_OUT = PYSPEC_TILES ? 256 : 64;  // of a task at most; each splits its rows for tiles
+constexpr int64_t N_OUT = 64;  // of a task at most
 
 // One matrix of every expert
 struct Stack {

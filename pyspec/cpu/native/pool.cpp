@@ -53,6 +53,7 @@ struct Pool {
   int64_t n_chunk = 0;
   std::atomic_flag taken = ATOMIC_FLAG_INIT;  // a loop inside a loop finds it taken, too
   int n_worker = 0;
+  std::atomic<int> awake{0};  // workers that loops of this many threads want; the others sleep on it
   // Written by the thread that has `taken`: threads that loops do without, until when, and for how long the last time
   int spared = 0;
   int64_t spared_until = 0, spare_for = 0;
@@ -79,9 +80,10 @@ struct Pool {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_chunk;) fn(context, i);
   }
 
-  void work() {
+  void work(int index) {
     uint32_t seen = 0;
     while (true) {
+      for (int n; index >= (n = awake.load(std::memory_order_acquire));) awake.wait(n, std::memory_order_acquire);
       uint32_t now;
       int spins = 0;
       while ((now = number.load(std::memory_order_acquire)) == seen) {
@@ -100,7 +102,7 @@ struct Pool {
   }
 
   void grow(int n) {
-    for (n = n < N_MOST ? n : N_MOST; n_worker < n; n_worker++) std::thread([this] { work(); }).detach();
+    for (n = n < N_MOST ? n : N_MOST; n_worker < n; n_worker++) std::thread([this, i = n_worker] { work(i); }).detach();
   }
 };
 
@@ -132,6 +134,10 @@ void share(int64_t n_chunk, Chunk fn, void *context) {
     for (int64_t i = 0; i < n_chunk; i++) fn(context, i);
     p->taken.clear(std::memory_order_release);
     return;
+  }
+  if (p->awake.load(std::memory_order_relaxed) != n_thread - 1) {
+    p->awake.store(n_thread - 1, std::memory_order_release);
+    p->awake.notify_all();
   }
   p->grow(n_thread - 1);
   p->fn = fn, p->context = context, p->n_chunk = n_chunk;

@@ -4,7 +4,6 @@
 
 #include "pool.h"
 #include "simd.h"
-#include "tiles.h"
 
 extern "C" {
 
@@ -34,9 +33,7 @@ void pyspec_replay_timed(const Step *steps, int64_t n_step, int64_t n_thread, in
 }
 
 const char *pyspec_isa() {
-#if PYSPEC_TILES
-  return "amx";
-#elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
   return "avx512";
 #elif defined(__AVXVNNI__)
   return "avxvnni";

@@ -29,13 +29,15 @@ from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.draft.head_copy import make_head
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.disk import open_disk
+from pyspec.engine.load.learned import LearnedDrafting
 from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
+from pyspec.engine.load.threads import usual
 from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan.asks import asks_of
-from pyspec.engine.plan.describe import Description, arena_pages, describe
+from pyspec.engine.plan.describe import Description, arena_pages, describe, pick_device
 from pyspec.engine.plan.longest import here, widened
 from pyspec.engine.plan.memory_plan import (
     MemoryPlan,
@@ -67,6 +69,7 @@ from pyspec.models.gathered import Gathered
 from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
+from pyspec.ranges import printable
 from pyspec.registry import SUFFIX
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import read_rates, synth_of
@@ -91,6 +94,7 @@ class Loaded:
     info: EngineInfo
     ranks: Ranks | None = None
     disk: DiskTier | None = None  # of the loop's prefix cache
+    learned: LearnedDrafting | None = None  # what the next start will know
     kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 
@@ -103,6 +107,8 @@ def load(
     is_isolated  as of `describe`; and kernels that passed their check in an earlier process are not checked again
     """
     n_thread = settings.threads if settings.threads > 0 else torch.get_num_threads()
+    if settings.threads <= 0 and pick_device(settings.device).type == "cpu":
+        n_thread = usual(min(n_thread, n_cores()))
     if settings.threads > n_cores():
         few = f"{n_cores()} processor{'s' * (n_cores() > 1)}"
         log.warning("-t %d: more threads than this process may use (%s) make it slower", n_thread, few)
@@ -203,6 +209,8 @@ def build(
             if d.settings.check_tap_shift:
                 round_ms = loop.controller.verify_ms(1)
                 check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
+    if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
+        learned.recall()
     info = info_of(d, plan)
     disk = open_disk(loop, d.settings, info, ranks) if d.settings.cache_disk else None
     loop.use_disk(disk)
@@ -214,7 +222,7 @@ def build(
     else:
         checker.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
-    return Loaded(loop, d.tokenizer, d.template, info, ranks, disk)
+    return Loaded(loop, d.tokenizer, d.template, info, ranks, disk, learned)
 
 
 def _few_threads(d: Description) -> AbstractContextManager[None]:
@@ -316,7 +324,9 @@ def _timed(stage: str, device: torch.device, release: bool = False) -> Iterator[
     """Log how long a part of the load took. release: return freed memory to the device."""
     began = time.perf_counter()
     progress.report(stage)
+    outer = progress.part.set(stage)
     yield
+    progress.part.reset(outer)
     progress.report(stage, 1.0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -333,7 +343,9 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
         sampling=recommended(fields),
-        model_name=fields.label("general.name", "") or d.path.stem,
+        model_name="-".join(
+            printable(d.path.name).split()
+        ),  # as llama-server's; `general.name` is for people
         model_path=str(d.path),
         arch=c.arch,
         n_vocab=c.n_vocab,
@@ -345,11 +357,12 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
         n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
-        file_type=file_type_words(fields.integer("general.file_type", None)),
+        file_type=file_type_words(d.file.file_type_number),
         device=str(d.device),
         cpu_activations="" if d.is_cuda else d.settings.cpu_activations,
         draft_sampling=d.settings.draft_sampling,
         drafter=d.draft.kind,
+        has_suffixes=d.draft.n_suffix > 0,
         draft_path=str(d.settings.draft_path or ""),
         n_draft_max=d.draft.n_draft,
         draft_note=d.draft.note,

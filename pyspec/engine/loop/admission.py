@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,8 +106,11 @@ class Admission:
         job.sink(Failed(job.id, error))
 
     def _begin(self, job: Job, slot: Slot) -> None:
-        hit = self.cache.find(job.prefill) if job.reuses else NO_HIT
-        saved = self.cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
+        hit, pools = (
+            self.cache.find(job.prefill, job.owner) if job.reuses else NO_HIT,
+            self.worker.pools(),
+        )
+        saved = self.cache.seat(slot, job.n_rows, job.prefill, hit, pools, job.owner)
         if self.disk is not None and job.reuses:
             restore = self.disk.begin(slot, job.prefill, hit)
             if restore is not None:
@@ -192,10 +194,12 @@ class Admission:
         n_stable, worth = request.n_stable or job.n_prefill, worth_on(self.worker.device.type)
         cuts = cuts_of(n_stable, size, slot.n_past, places, cache.every, worth) if files else ()
         job.begin(slot, cuts)
-        if (hit.other or hit.n < hit.n_match) and slot.n_past == hit.n and not job.goes_on:
-            job.cache_break_at = hit.n_match
-            if log.isEnabledFor(logging.DEBUG):
-                self._log_break(job, hit)
+        if hit.break_at >= 0 and slot.n_past == hit.n and not job.goes_on:
+            job.cache_break_at = hit.break_at
+            log.debug(
+                "request %s: %d of %d prompt tokens are in the cache and %d can be used; its client's texts leave the prompt at %d",
+                *(job.id, hit.n_match, job.n_prompt, hit.n, hit.break_at),
+            )
         job.synthetic = self.synthetic
         self.jobs[slot.index] = job
         self.queue.seated(job)
@@ -249,15 +253,3 @@ class Admission:
         if job.is_decoding:  # a time limit or a pinned slot is part of the request
             may = may and job.request.max_predict_ms <= 0 and job.wanted_slot < 0
         return may and job.slot is not None and job.slot.index not in self.speculator.lost_track
-
-    def _log_break(self, job: Job, hit: Hit) -> None:
-        """Log the common part of the request's text and the cache, and how each continues."""
-        decode, at = job.stream.tokenizer.decode, hit.n_match
-        log.debug(
-            "request %s: %d of %d prompt tokens are in the cache and %d can be used; after %r the prompt has %r, the cache %r",
-            *(job.id, at, job.n_prompt, hit.n),
-            *(
-                decode(ids, special=True)
-                for ids in (job.prefill[max(0, at - 8) : at], job.prefill[at : at + 16], hit.other)
-            ),
-        )

@@ -8,6 +8,7 @@ The next round is another prompt alone, or one of all requests that decode, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import FollowingDrafter
@@ -50,7 +51,10 @@ class BehindPrompt:
     ) -> PendingRound | None:
         """Launch the next round. None: the host has to read the prompt first."""
         prompt = pending.work[0].job
-        awake = self.throttle.awake(jobs.values())
+        everyone = list(jobs.values())
+        awake = self.speculator.decide(
+            "the choice of requests that rest", lambda: self.throttle.awake(everyone), everyone
+        )
         decoding = [job for job in awake if job.is_decoding or job is prompt]
         reading = [job for job in awake if not (job.is_decoding or job is prompt)]
         if reading:
@@ -63,7 +67,8 @@ class BehindPrompt:
         """Another prompt alone, if measured times say so again."""
         controller, now, n_read = self.speculator.controller, self.clock(), pending.work[0].seq.width
         n_verify = len(decoding) + sum(controller.drafts_of(job.slot) for job in decoding)
-        alone = alone_of(reading, self.pace, n_verify, controller.verify_ms, now, n_read)
+        pick = partial(alone_of, reading, self.pace, n_verify, controller.verify_ms, now, n_read)
+        alone = self.speculator.decide("the pace of prompts", pick, None)
         if alone is None:
             return None
         self.committer.settle(pending)

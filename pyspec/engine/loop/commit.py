@@ -242,9 +242,10 @@ class Committer:
         slot = job.slot
         assert slot is not None
         slot.left = tuple(slot.tokens) if end.error is None and self._file(job, slot, whole=True) else ()
+        slot.left_owner = slot.owner
         self._let_go_of_start(job, slot if slot.left else None)
         if self.disk is not None and slot.left:
-            self.disk.keep(slot.left, job.n_prompt)
+            self.disk.keep(slot.left, job.n_prompt, slot.owner.salt)
         self.speculator.end(slot)
         self.on_leave(self.jobs.pop(slot.index))
         self.worker.table.release(slot, trusted=end.error is None)

@@ -30,6 +30,7 @@ class KeptText:
     tokens: tuple[int, ...]
     n: int
     ends: tuple[int, ...]
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

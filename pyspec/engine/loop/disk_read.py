@@ -93,7 +93,9 @@ class EntryReader:
         """Find a prompt, and read what is found. Runs on a thread of its own."""
         at_end = self.codec.memory.needs_state
         for _ in range(TRIES):
-            found = folder.find(restore.tokens, restore.n_have, at_end=at_end)
+            found = folder.find(
+                restore.tokens, restore.n_have, at_end=at_end, salt=restore.slot.owner.salt
+            )
             if found is None or found.n - restore.n_have < self.worth or restore.is_stopped:
                 return
             if self._read_all(folder, restore, found):

@@ -116,9 +116,9 @@ class OtherShares:
         tokens = want.text.tokens[at - entry.n : at]
         self.leader.send(StoreEntry(number, entry, tokens, at, want.used, tuple(pages), state))
 
-    def forget(self, tokens: Sequence[int] | None) -> None:
+    def forget(self, tokens: Sequence[int] | None, salt: str = "") -> None:
         """Have them remove a text's entries, or all, behind what they write."""
-        self.leader.tell(ForgetEntries(None if tokens is None else tuple(tokens)))
+        self.leader.tell(ForgetEntries(None if tokens is None else tuple(tokens), salt))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class DiskShare:
         if c.tokens is None:
             self.folder.clear()
         else:
-            self.folder.forget(c.tokens)
+            self.folder.forget(c.tokens, c.salt)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -90,11 +90,11 @@ class DiskTier:
 
     # -- writing: on the engine's thread --------------------------------------------------------------------------
 
-    def keep(self, tokens: Sequence[int], n_prompt: int) -> None:
+    def keep(self, tokens: Sequence[int], n_prompt: int, salt: str = "") -> None:
         """A request has left these tokens in the prefix tree; `n_prompt` of them were its prompt."""
         if self._is_closed or self.clock() < self._no_write_until or len(tokens) < self.worth:
             return
-        nodes, n = self.table.tree.path(tokens)
+        nodes, n = self.table.tree.path(tokens, salt)
         states = [s for node in nodes for s in node.states.values() if s.n_past <= n and not s.is_start]
         ends = {s.n_past for s in states}
         if self.worker.memory.needs_state:
@@ -103,7 +103,7 @@ class DiskTier:
             ends |= {n, min(n, n_prompt // self.table.page_size * self.table.page_size)}
         worth = sorted((at for at in ends if at >= self.worth), reverse=True)
         if n >= self.worth:
-            self._texts.append(KeptText(tuple(tokens), n, tuple(worth)))
+            self._texts.append(KeptText(tuple(tokens), n, tuple(worth), salt))
             self._tasks.put(self._compare)
 
     @property
@@ -137,7 +137,7 @@ class DiskTier:
     def _copy(self, want: WantedEntry) -> Generator[None, None, None]:
         """Copy an entry's content, piece by piece. Filed pages and states never change; what was evicted meanwhile is not written."""
         entry, at = want.entry, want.at
-        nodes, n = self.table.tree.path(want.text.tokens[:at])
+        nodes, n = self.table.tree.path(want.text.tokens[:at], want.text.salt)
         saved = None
         if n == at and entry.kind == END:
             state = next((s for s in (node.states.get(at) for node in nodes) if s is not None), None)
@@ -199,7 +199,7 @@ class DiskTier:
         if not self._texts or self.folder is None:
             return
         text = self._texts.popleft()
-        chain, now = self.folder.chain(text.tokens), time.time_ns()
+        chain, now = self.folder.chain(text.tokens, text.salt), time.time_ns()
         for at, entry in self.folder.missing(chain, text.n, text.ends, now):
             if entry.name not in self._known:
                 self._known.add(entry.name)
@@ -252,13 +252,13 @@ class DiskTier:
                 self._wants.remove(want)
                 self._known.discard(want.entry.name)
 
-    def forget(self, tokens: Sequence[int]) -> None:
+    def forget(self, tokens: Sequence[int], salt: str = "") -> None:
         """Remove the entries of a text."""
         first = tuple(tokens[:SEGMENT])
-        self._drop(lambda text: text.tokens[:SEGMENT] == first)
+        self._drop(lambda text: text.salt == salt and text.tokens[:SEGMENT] == first)
         if self.others is not None:
-            self.others.forget(tokens)
-        self._tasks.put(lambda: None if self.folder is None else self.folder.forget(tokens))
+            self.others.forget(tokens, salt)
+        self._tasks.put(lambda: None if self.folder is None else self.folder.forget(tokens, salt))
 
     def clear(self) -> None:
         """Remove all entries that engines with these models and settings have written."""

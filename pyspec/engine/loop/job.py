@@ -12,6 +12,7 @@ from pyspec.errors import PyspecError, SlotError
 from pyspec.registry import SUFFIX
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.prefix import Owner
 from pyspec.slots.table import Slot
 from pyspec.text.stream import TextStream
 
@@ -90,6 +91,10 @@ class Job:
     @property
     def client(self) -> str:
         return self.request.client
+
+    @property
+    def owner(self) -> Owner:
+        return Owner(self.request.client, self.request.cache_salt)
 
     @property
     def group(self) -> str:
@@ -321,6 +326,7 @@ class Job:
                 full,
                 slot,
                 n_in_stop,
+                self.sampler.seed,
             )
         )
 

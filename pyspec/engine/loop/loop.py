@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -191,17 +192,27 @@ class Loop:
 
     def draft(self) -> dict[int, Drafts]:
         """Draft, by slot."""
-        self.awake = self.throttle.awake(self.turns.awake(self.jobs.values()))
+        jobs, decide = list(self.jobs.values()), self.speculator.decide
+        awake = lambda: self.throttle.awake(self.turns.awake(jobs))  # noqa: E731
+        self.awake = decide("the choice of requests that rest", awake, jobs)
         decoding = [job for job in self.awake if job.is_decoding]
         if len(decoding) == len(self.awake):
             return self.speculator.draft(decoding)
-        n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
-        now, verify_ms = self.clock(), self.controller.verify_ms
-        if (alone := alone_of(self.awake, self.pace, n_verify, verify_ms, now)) is not None:
+        all_together: tuple[Job | None, int] = None, self.limits.decoding
+        alone, n_row = decide("the pace of prompts", self._pace, all_together)
+        if alone is not None:
             self.awake, self.speculator.chosen = [alone], None
             return {}
-        self.limits = replace(self.limits, decoding=self.pace.rows(self.awake, now, n_verify))
+        self.limits = replace(self.limits, decoding=n_row)
         return self.speculator.draft(decoding, n_beside(self.awake, self.limits))
+
+    def _pace(self) -> tuple[Job | None, int]:
+        """The prompt that is read by itself, if one is, and most rows of a forward with prompts and decoding slots."""
+        decoding = [job for job in self.awake if job.is_decoding]
+        n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
+        now, verify_ms = self.clock(), self.controller.verify_ms
+        alone = alone_of(self.awake, self.pace, n_verify, verify_ms, now)
+        return alone, self.limits.decoding if alone else self.pace.rows(self.awake, now, n_verify)
 
     def plan(self, drafts: dict[int, Drafts]) -> list[Work]:
         """Plan the rows of this forward."""
@@ -288,13 +299,17 @@ class Loop:
             self.speculator.take_faults()
         pending.land(self.clock(), self.landed)
         self.landed = pending.arrived
+        pending.is_first = self.worker.has_recorded()
+        self.speculator.decide("the pace of prompts", lambda: self._count_prompts(pending), None)
+        return fault
+
+    def _count_prompts(self, pending: PendingRound) -> None:
+        """Report the times of a round to the policies of prompts."""
         others = len(self.jobs) > len(pending.work)
         rested = others and all(w.is_prompt for w in pending.work)
         self.throttle.landed(self.landed, pending.work, rested=rested)
-        pending.is_first = self.worker.has_recorded()
         if self.controller.force is None:
             pending.count(self.pace, 1e3 * (self.landed - pending.since), others=others)
-        return fault
 
     def _hand_out(self) -> None:
         with self.worker.lock.released():  # listeners are the caller's, and may wait for another engine
@@ -335,6 +350,19 @@ class Loop:
         self.stats.round(
             busy=len(work), times=(pending.began, pending.drafted, pending.arrived, sampled, self.ended)
         )
+        count = partial(self._count_round, pending, work, chosen, n_row, is_last=ahead is None)
+        self.speculator.decide("the times of rounds", count, None)
+
+    def _count_round(
+        self,
+        pending: PendingRound,
+        work: Sequence[Work],
+        chosen: Sequence[Chosen | None],
+        n_row: int,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Report a committed round of so many rows to the policies. work: of requests that ran at its begin; is_last: no other is launched."""
         both = zip(pending.work, chosen, strict=True)
         self.pace.committed([len(c.tokens) for w, c in both if c and not w.is_prompt])
         is_other = pending.is_first or any(w.is_prompt for w in work)
@@ -344,7 +372,7 @@ class Loop:
         live = pending.asked or [
             len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered
         ]
-        until = self.ended if ahead is None else pending.arrived  # the next round hides the rest
+        until = self.ended if is_last else pending.arrived  # the next round hides the rest
         took, draft_ms = 1e3 * (until - pending.since), 1e3 * (pending.drafted - pending.began)
         self.speculator.controller.timed(
             n_row, len(work), took, len(live), max(live, default=0), draft_ms
@@ -412,7 +440,8 @@ class Loop:
     def submit(self, job: Job) -> None:
         """Queue a job. If it has to wait, its place depends on what is cached of its prompt."""
         waits = len(self.queue) > 0 or all(slot.busy for slot in self.table.slots)
-        self.queue.push(job, self.cache.known(job.prefill) if waits and job.reuses else NOT_KNOWN)
+        salt, looks = job.request.cache_salt, waits and job.reuses
+        self.queue.push(job, self.cache.known(job.prefill, salt) if looks else NOT_KNOWN)
 
     def reject(self, job: Job, error: PyspecError) -> None:
         """Fail a job that is not queued."""

@@ -17,6 +17,7 @@ from pyspec.gguf.reader import fingerprint
 from pyspec.repeats import limited
 from pyspec.request import EngineInfo
 from pyspec.slot_action import SlotAction, SlotReport, check_action
+from pyspec.slots.prefix import Owner
 from pyspec.slots.slot_file import SlotFile, write
 from pyspec.slots.table import SlotTable
 
@@ -71,32 +72,33 @@ class SlotActions:
 
     def _take(self, action: SlotAction, on_answer: OnAnswer) -> None:
         began = time.perf_counter()
-        image = self.imager.take(action.slot)
+        image = self.imager.take(action.slot, action.cache_salt)
         _aside(lambda: self._write(action, image, began, on_answer), on_answer)
 
     def _erase(self, action: SlotAction, on_answer: OnAnswer) -> None:
         began = time.perf_counter()
-        n = self.imager.erase(action.slot)
+        n = self.imager.erase(action.slot, action.cache_salt)
         on_answer(SlotReport(action.slot, n, ms=_since(began)))
 
     # -- aside ----------------------------------------------------------------------------------------------------
 
     def _write(self, action: SlotAction, image: Image, began: float, on_answer: OnAnswer) -> None:
         head, pieces = self.imager.encode(image)
-        n_bytes = write(Path(action.path), {"of": self.identity(), **head}, pieces)
+        of = self.identity() | ({"salt": action.cache_salt} if action.cache_salt else {})
+        n_bytes = write(Path(action.path), {"of": of, **head}, pieces)
         log.info("slot %d: %d tokens are saved, %d bytes", action.slot, image.n_token, n_bytes)
         on_answer(SlotReport(action.slot, image.n_token, n_bytes, _since(began)))
 
     def _read(self, action: SlotAction, on_answer: OnAnswer, add: Callable[[SlotTask], None]) -> None:
         began = time.perf_counter()
         with SlotFile(Path(action.path)) as file:
-            self._compare(file)
+            self._compare(file, action.cache_salt)
             image, n_bytes = self.imager.decode(file, self.info.n_vocab, self.info.n_ctx), file.size
         read_ms = _since(began)
 
         def put() -> None:
             began = time.perf_counter()
-            self.imager.put(action.slot, image)
+            self.imager.put(action.slot, image, Owner(action.client, action.cache_salt))
             log.info("slot %d: %d tokens are restored", action.slot, image.n_token)
             on_answer(SlotReport(action.slot, image.n_token, n_bytes, read_ms + _since(began)))
 
@@ -108,10 +110,12 @@ class SlotActions:
             self._identity = {**models_of(self.info), **self.imager.layout()}
         return self._identity
 
-    def _compare(self, file: SlotFile) -> None:
+    def _compare(self, file: SlotFile, salt: str) -> None:
         of = file.head.get("of")
         if not isinstance(of, dict):
             raise file.bad("it does not name its model")
+        if of.get("salt", "") != salt:
+            raise file.bad("it was saved by another client, whose texts are apart (--cache-share)")
         for name, here in self.identity().items():
             there = of.get(name, "")
             if there != here:

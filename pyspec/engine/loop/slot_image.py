@@ -20,7 +20,7 @@ from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Like, planes_of, read_planes, write_planes
-from pyspec.slots.prefix import State, unread_end
+from pyspec.slots.prefix import NOBODY, Owner, State, unread_end
 from pyspec.slots.slot_file import Bytes, SlotFile
 from pyspec.slots.states import Saved, bytes_of
 from pyspec.slots.table import Slot
@@ -97,21 +97,22 @@ class SlotImager:
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
-    def take(self, index: int) -> Image:
-        """Copy the text that the slot's last request left to the host. Nothing changes."""
+    def take(self, index: int, salt: str = "") -> Image:
+        """Copy the text that the slot's last request left to the host, if it had this salt. Nothing changes."""
         if not self.cache.on:
             raise RequestError(
                 "slots hold nothing between requests: the prefix cache is off (--cache-prompt)"
             )
         slot = self.table.slots[index]
-        nodes, n = self.table.tree.path(slot.left)
+        left = slot.left_of(salt)
+        nodes, n = self.table.tree.path(left, salt)
         states = sorted(
             (s for node in nodes for s in node.states.values() if s.n_past <= n), key=lambda s: s.n_past
         )
         if self.worker.memory.needs_state:
             n = states[-1].n_past if states else 0
         pages = [node.page for node in nodes[: self.table.pages_for(n)]]
-        content = [torch.tensor(slot.left[:n], dtype=torch.int32)]
+        content = [torch.tensor(left[:n], dtype=torch.int32)]
         content += self.worker.memory.read_pages(self.table.page_size, pages)
         content += read_planes(self._drafts(), pages)
         heads, has_shares = [], not unread_end(nodes)
@@ -199,14 +200,14 @@ class SlotImager:
 
     # -- putting back ---------------------------------------------------------------------------------------------
 
-    def erase(self, index: int) -> int:
-        """Forget everything that requests in a slot have filed. Returns the number of tokens it held."""
+    def erase(self, index: int, salt: str = "") -> int:
+        """Forget everything that requests of this salt in a slot have filed. Returns the number of tokens it held."""
         slot = self.table.slots[index]
-        if self.disk is not None and slot.left:
-            self.disk.forget(slot.left)
-        return self.table.erase(slot)
+        if self.disk is not None and (left := slot.left_of(salt)):
+            self.disk.forget(left, salt)
+        return self.table.erase(slot, salt)
 
-    def put(self, index: int, image: Image) -> None:
+    def put(self, index: int, image: Image, owner: Owner = NOBODY) -> None:
         """File an image's content as if a request in this slot had left it. Raises RequestError if the pages do not suffice."""
         if not self.cache.on:
             raise RequestError(
@@ -221,7 +222,7 @@ class SlotImager:
                 f"{image.n_token} tokens take {self.table.pages_for(image.n_token)} pages, and those that run leave fewer of "
                 f"{self.table.n_page}: try again when less does, or raise --kv-pool"
             )
-        self.table.acquire(slot, image.n_token)
+        self.table.acquire(slot, image.n_token, owner=owner)
         try:
             self.table.grow(slot, image.n_token)
             slot.tokens.extend(image.content[0].tolist())
@@ -231,7 +232,7 @@ class SlotImager:
             raise
         left = tuple(slot.tokens)
         self.table.release(slot)
-        slot.left = left
+        slot.left, slot.left_owner = left, owner
 
     def _fill(self, slot: Slot, image: Image) -> None:
         content = iter(image.content[1:])

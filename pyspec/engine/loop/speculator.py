@@ -1,7 +1,8 @@
 """Speculation's side of the loop: draft lengths, drafts, and failures of a drafter.
 
 A drafter can cost drafts, but no text and no request. If it misses a slot's tokens, it has lost track of the slot: it drafts no
-more for that request, and the request leaves no drafter state in the cache.
+more for that request, and the request leaves no drafter state in the cache. The same holds for decisions of `engine/policy`: the loop
+asks for every one through `Speculator.decide`, and one that fails means a round without drafts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from pyspec.constrain.constraint import Constraint
 from pyspec.constrain.offer import Offer
 from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Launched, Worker, is_device_error
@@ -34,6 +36,7 @@ from pyspec.engine.policy.collapse import AcceptanceWatch
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
 from pyspec.engine.policy.host_drafts import HostDrafts
+from pyspec.engine.policy.lanes import FAILED, LOST_TRACK
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw
@@ -84,6 +87,9 @@ class Speculator:
         self.found_none: set[int] = set()  # slots for which a drafter on the host found nothing
         # slots and milliseconds of suffix drafts while the device ran
         self.beside: tuple[Sequence[int], float] | None = None
+        self.failed: set[tuple[str, str]] = (
+            set()
+        )  # decisions that failed, each with the kind of its error
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
         self._windowed: tuple[Drafter | None, WindowedDrafter | None] = None, None
 
@@ -107,6 +113,26 @@ class Speculator:
         """The drafter knows the tokens of the request in this slot."""
         return index not in self.lost_track and index not in self.read.unread
 
+    def decide(self, what: str, do: Callable[[], T], otherwise: T, *, is_of_one: bool = False) -> T:
+        """Returns what `do` decides, or `otherwise` if it fails. A failure costs a round's drafts, but no request, and is logged once.
+
+        what: names the decision in the log. is_of_one: it is about one request's grammar, and what is chosen for others stands
+        """
+        try:
+            return do()
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            self.stats.guard_trips += 1
+            if (what, type(e).__name__) not in self.failed:
+                self.failed.add((what, type(e).__name__))
+                log.exception("%s failed, so the round has no drafts; later ones are not logged", what)
+            if not is_of_one:
+                self.controller.give_up(FAILED)
+                self.offers, self.refused, self.found_none = {}, {}, set()
+                self.chosen, self.asked, self.waits_for_offers = None, [], False
+        return otherwise
+
     # -- before a verify -----------------------------------------------------------------------------------------
 
     def lengths(
@@ -116,8 +142,18 @@ class Speculator:
 
         whole: they will be cut when they are known. beside: rows of prompts in the same forward
         """
-        for slot in self.read.due(self.controller.mute | self.lost_track) if self.read.unread else ():
-            self._or_lose_track(partial(self.read.join, slot), [slot])
+        if self.read.unread:
+            due = partial(self.read.due, self.controller.mute | self.lost_track)
+            nobody: Sequence[Slot] = ()
+            for slot in self.decide("the choice of requests that the drafter reads", due, nobody):
+                self._or_lose_track(partial(self.read.join, slot), [slot])
+        none = [(job.slot.index, 0) for job in jobs if job.slot is not None]
+        choose = partial(self._lengths, jobs, taken, whole=whole, beside=beside)
+        return self.decide("the choice of draft lengths", choose, none)
+
+    def _lengths(
+        self, jobs: Sequence[Job], taken: Sequence[int], *, whole: bool, beside: int
+    ) -> list[tuple[int, int]]:
         self._set_windows(jobs)
         under_way = taken or [0] * len(jobs)
         caps = [
@@ -127,6 +163,8 @@ class Speculator:
         ]
         offers = {} if taken else {slot: offer.survival for slot, offer in self.offers.items()}
         picked = self.controller.choose(caps, offers, beside)
+        for slot in self.lost_track:
+            self.controller.lanes[slot].reason = LOST_TRACK
         if whole:
             picked = self.controller.whole(caps, picked)
         return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
@@ -155,6 +193,16 @@ class Speculator:
 
     def draft(self, jobs: Sequence[Job], beside: int = 0) -> dict[int, Drafts]:
         """Draft for these decoding jobs, by slot. A failure costs only this round's drafts. beside: as in `lengths`"""
+        none: tuple[list[tuple[int, int]], dict[int, Drafts]] = ([], {})
+        chosen, found = self.decide("the choice of drafts", lambda: self._choose(jobs, beside), none)
+        asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
+        found |= self._ask(jobs, asked)
+        return self.decide("the cut of drafts", lambda: self._trim(jobs, chosen, asked, found), {})
+
+    def _choose(
+        self, jobs: Sequence[Job], beside: int
+    ) -> tuple[list[tuple[int, int]], dict[int, Drafts]]:
+        """The length of each slot's draft, and the drafts that are offered."""
         chosen, self.chosen, began = self.chosen, None, self.clock()
         held = [job for job in jobs if job.constraint is not None]
         looked_up, ms = self._collect_offers(jobs if self.suffixes.is_on else held)
@@ -174,20 +222,29 @@ class Speculator:
         )
         self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
-        asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
         if looked_up:
             self.host.plans(len(jobs), [(slot, n) for slot, n in chosen if n and slot in found])
             all_ms = (
                 ms if self.controller.n_own else 1e3 * (self.clock() - began)
             )  # a drafter needs a choice, too
             self.host.took(looked_up, all_ms, len(jobs))
-        found |= self._ask(jobs, asked)
+        return chosen, found
+
+    def _trim(
+        self,
+        jobs: Sequence[Job],
+        chosen: list[tuple[int, int]],
+        asked: Sequence[tuple[int, int]],
+        found: dict[int, Drafts],
+    ) -> dict[int, Drafts]:
+        """Cut drafts where their drafter is unsure, or a grammar refuses them. asked: lengths that the drafter was asked for."""
         chosen = self._cut(chosen, found)
         if self.needs.on_host:
             self.asked = [n for _, n in asked if n]
             self.found_none = {slot for slot, n in asked if n and not found.get(slot, NO_DRAFTS).tokens}
-        for job in held:
-            self._fit(job, dict(chosen), found)
+        for job in (job for job in jobs if job.constraint is not None):
+            fit = partial(self._fit, job, dict(chosen), found)
+            self.decide("a grammar's cut of a draft", fit, None, is_of_one=True)
         if self.controller.force is not None:  # a warm-up times rows, whatever their tokens
             found = {
                 slot: found.get(slot, NO_DRAFTS).then([0] * (n - len(found.get(slot, NO_DRAFTS).tokens)))
@@ -200,7 +257,20 @@ class Speculator:
         drafter = self.drafter
         if drafter is None or not any(n for _, n in chosen):
             return {}
-        asks = [
+        none: list[DraftRequest] = []
+        ask = partial(self._requests, jobs, chosen)
+        if not (asks := self.decide("the requests to the drafter", ask, none)):
+            return {}
+
+        def by_slot() -> dict[int, Drafts]:
+            found = zip(asks, drafter.draft(asks), strict=True)
+            return {ask.slot.index: drafts.first(ask.n_draft) for ask, drafts in found if ask.n_draft}
+
+        return self._attempt("no drafts this round", by_slot, [ask.slot for ask in asks]) or {}
+
+    def _requests(self, jobs: Sequence[Job], chosen: Sequence[tuple[int, int]]) -> list[DraftRequest]:
+        """What the drafter is asked for, of every slot that it follows."""
+        return [
             DraftRequest(
                 job.slot,
                 job.anchor,
@@ -211,12 +281,6 @@ class Speculator:
             for job, (slot, n) in zip(jobs, chosen, strict=True)
             if job.slot is not None and job.anchor is not None and self.follows(slot)
         ]
-
-        def by_slot() -> dict[int, Drafts]:
-            found = zip(asks, drafter.draft(asks), strict=True)
-            return {ask.slot.index: drafts.first(ask.n_draft) for ask, drafts in found if ask.n_draft}
-
-        return self._attempt("no drafts this round", by_slot, [ask.slot for ask in asks]) or {}
 
     def _cut(self, chosen: list[tuple[int, int]], found: dict[int, Drafts]) -> list[tuple[int, int]]:
         """Cut drafts whose drafter tells how sure it is; the lengths of all then."""
@@ -273,17 +337,18 @@ class Speculator:
         for job, index, constraint in held:
             if not (most := self._most_offered(job)):
                 continue
-            offer = drafts.get(index, NO_SUFFIX_DRAFT)
-            if offer.tokens:
-                offer = offer.first(len(constraint.usable(offer.tokens)))
-            own = constraint.offer(most)
-            found[index] = own if sum(own.survival) >= offer.expected else offer
+            best = partial(_better, constraint, most, drafts.get(index, NO_SUFFIX_DRAFT))
+            none: Offer | SuffixDraft = NO_SUFFIX_DRAFT
+            found[index] = self.decide("a grammar's offer", best, none, is_of_one=True)
         return found, (slots, ms)
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
         """A grammar or an earlier text offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
-        if self.waits_for_offers:
-            return True
+        return self.waits_for_offers or self.decide(
+            "the look for offers", lambda: self._has_offers(jobs), False
+        )
+
+    def _has_offers(self, jobs: Iterable[Job]) -> bool:
         looks_up = self.looks_up
         asked = [job for job in jobs if looks_up or job.constraint is not None]
         if not asked:
@@ -304,7 +369,7 @@ class Speculator:
         """Count the time of suffix drafts beside this forward, unless the device still runs it: then no one waited."""
         beside, self.beside = self.beside, None
         if beside is not None and launched.is_over:
-            self.host.took(*beside, busy)
+            self.decide("the host's account", lambda: self.host.took(*beside, busy), None)
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
@@ -327,6 +392,9 @@ class Speculator:
 
     def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Report a slot's verdict to the source of its drafts."""
+        self.decide("a verdict", lambda: self._judge(slot, n_draft, n_accepted), None)
+
+    def _judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
         if slot in self.controller.offered:
             offer = self.offers[slot]
             if isinstance(offer, Offer):
@@ -367,8 +435,8 @@ class Speculator:
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Report accepted rows to the drafter, before the slots' tokens grow. If this fails, its state for these slots is unknown."""
-        drafter = self.drafter
-        self._enter_texts(batch.n_row, len(batch.seqs))
+        drafter, busy = self.drafter, len(batch.seqs)
+        self.decide("the host's account", lambda: self._enter_texts(batch.n_row, busy), None)
         known = [i for i, seq in enumerate(batch.seqs) if self.follows(seq.slot) and kept[i]]
         if drafter is None or not known:
             return
@@ -426,9 +494,13 @@ class Speculator:
         self.suffixes.begin(slot, text)
         if self.drafter is not None:
             self._or_lose_track(lambda: self.read.begin(slot, saved, n_unread), [slot])
-        self.decay.begin(slot.index, n_prompt)
-        self.controller.begin(slot.index, grammar, may_draft=may_draft)
-        self.host.begin(slot.index)
+
+        def begin() -> None:
+            self.decay.begin(slot.index, n_prompt)
+            self.controller.begin(slot.index, grammar, may_draft=may_draft)
+            self.host.begin(slot.index)
+
+        self.decide("a request's start", begin, None)
 
     def checkpoint(self, slot: Slot) -> object | None:
         """The drafter's share of a checkpoint. The drafter may lose track of the slot here."""
@@ -486,7 +558,16 @@ class Speculator:
 
     def has_collapsed(self, job: Job) -> bool:
         """True once if a good drafter was bad for many requests, up to `job`."""
-        return self.watch.add(sum(job.drafted), sum(job.accepted))
+        add = partial(self.watch.add, sum(job.drafted), sum(job.accepted))
+        return self.decide("the watch over acceptance", add, False)
+
+
+def _better(constraint: Constraint, most: int, offer: SuffixDraft) -> Offer | SuffixDraft:
+    """A grammar's own offer of up to `most` tokens, or the part of a suffix draft that it accepts, whichever promises more."""
+    if offer.tokens:
+        offer = offer.first(len(constraint.usable(offer.tokens)))
+    own = constraint.offer(most)
+    return own if sum(own.survival) >= offer.expected else offer
 
 
 def _drafts_of(offer: Offer | SuffixDraft, n: int) -> Drafts:

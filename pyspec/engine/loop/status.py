@@ -53,6 +53,7 @@ def _slot_row(slot: Slot, job: Job | None, host: HostDrafts, decay: Decay, n_ctx
         drafted_per_pos=tuple(job.drafted),
         accepted_per_pos=tuple(job.accepted),
         params=job.request.params,
+        cache_salt=job.request.cache_salt,
     )
 
 

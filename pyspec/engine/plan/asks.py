@@ -43,9 +43,9 @@ ORDER = {
 
 def asks_of(d: Description) -> list[Request]:
     """(op, spec), each once."""
-    on = LoadTypes(d.device, d.kv, d.dense)
+    on = d.on
     found = [*_embedding(d), *_products(d, on), *_rings(d), *d.own.requests(d.file, on)]
-    found += [*_head_copy(d), *d.draft.requests(replace(on, kv=d.draft_kv))]
+    found += [*_head_copy(d), *d.draft.requests(replace(on, kv=d.draft_kv, n_rank=d.draft.n_rank))]
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
     found.sort(key=lambda ask: ORDER.get(ask[0].name, 0))
     return list({(op.name, spec): (op, spec) for op, spec in found}.values())

@@ -20,6 +20,7 @@ from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks, surplus
+from pyspec.models.part import LoadTypes
 from pyspec.models.rope import RopeFlags, trained_length
 from pyspec.models.target import ModelConfig
 from pyspec.models.wants import check_read, check_tensors
@@ -81,6 +82,11 @@ class Description:
     @property
     def kv(self) -> KvFormat:
         return KvFormat.named(self.settings.kv_type, self.settings.kv_type_v)
+
+    @property
+    def on(self) -> LoadTypes:
+        """Choices that the target's kernels depend on."""
+        return LoadTypes(self.device, self.kv, self.dense, self.rope, self.settings.tp)
 
     @property
     def draft_kv(self) -> KvFormat:
@@ -214,6 +220,7 @@ def resized(d: Description, np: int, n_ctx: int) -> Description:
     settings = replace(d.settings, np=np, ctx=n_ctx)
     given = None if d.draft.file is d.file else d.draft.file
     draft = plan_draft(given, TargetFile(d.file, d.config, d.device), settings)
+    draft = replace(draft, remark=d.draft.remark)  # of its check, which is made once
     n_page = pages_of(settings, n_ctx, overhang_of(draft))
     return replace(d, settings=settings, draft=draft, n_ctx=n_ctx, n_page=n_page)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.engine.plan.describe import Description, describe, resized
-from pyspec.engine.plan.longest import STEP, here, most_tokens, usable_bytes, widened
+from pyspec.cpu.kernels import planning
+from pyspec.engine.plan.describe import START_CTX, Description, describe, resized
+from pyspec.engine.plan.longest import here, usable_bytes, widened
 from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, checkpoint_bytes, room_on
 from pyspec.engine.plan.planned_bytes import plan_memory
 
@@ -18,7 +19,7 @@ FEW = 4096  # a slot with fewer tokens is of little use
 
 @dataclass(frozen=True)
 class Fit:
-    """A number of slots, the most tokens of each, and their memory. n_ctx 0: not even the smallest context fits."""
+    """A number of slots, the tokens of each, and their memory. n_ctx 0: not even the smallest context fits."""
 
     np: int
     n_ctx: int
@@ -32,7 +33,7 @@ class FitReport:
     asked       the plan for the given, or default, slots and tokens
     kv_per_slot, state_per_slot, draft_per_slot, checkpoint   bytes of one slot: pages, recurrent state, the drafter's, and of one checkpoint
     usable      bytes for a plan: free memory less a reserve for other processes
-    fits        for several numbers of slots, the largest context
+    fits        for several numbers of slots, the context that a load without `-c` has
     """
 
     description: Description
@@ -55,15 +56,22 @@ class FitReport:
         np     0: up to 8
         n_ctx  tokens of each slot; 0: a few thousand if `np` is given, else those of a long chat
         """
-        able = [f for f in self.fits if f.n_ctx and f.np <= (np or 8)]
-        enough = n_ctx or min(FEW if np else ENOUGH, self.description.n_ctx_train)
+        d = self.description
+        asked = [Fit(d.settings.np, d.n_ctx, self.asked)] if self.fits_as_asked else []
+        able = [f for f in (*asked, *self.fits) if f.n_ctx and f.np <= (np or 8)]
+        enough = n_ctx or min(FEW if np else ENOUGH, d.n_ctx_train)
         long = [f for f in able if f.n_ctx >= enough]
         return max(long, key=lambda f: f.np) if long else max(able, key=lambda f: f.n_ctx, default=None)
 
 
 def fit(path: Path, settings: EngineSettings, vram: int = 0) -> FitReport:
     """Plan a load of `path`. vram: bytes free on an assumed GPU. Raises the errors of `describe`."""
-    d = widened(describe(path, settings, AssumedGpu(vram) if vram else None))
+    with planning():
+        return _fit(path, settings, vram)
+
+
+def _fit(path: Path, settings: EngineSettings, vram: int) -> FitReport:
+    d = widened(describe(path, settings, AssumedGpu(vram) if vram else None), tells=False)
     usable = usable_bytes(d)
     one, two = (plan_memory(resized(d, np, d.n_ctx)) for np in (1, 2))
     counts = sorted({*SLOTS, settings.np})
@@ -81,10 +89,8 @@ def fit(path: Path, settings: EngineSettings, vram: int = 0) -> FitReport:
 
 
 def _largest(d: Description, np: int, usable: int) -> Fit:
-    """The largest context that fits with `np` slots, at most the model's training length."""
-
-    def planned(n_ctx: int) -> MemoryPlan:
-        return here(d, plan_memory(resized(d, np, n_ctx)))
-
-    n_ctx = most_tokens(planned, d.n_ctx_train, lambda plan: plan.total <= usable)
-    return Fit(np, n_ctx, planned(max(n_ctx, min(STEP, d.n_ctx_train))))
+    """The tokens that a load with `np` slots and without `-c` gives each of them."""
+    start = resized(d, np, min(START_CTX, d.n_ctx_train))
+    wide = widened(replace(start, settings=replace(start.settings, ctx=0)), tells=False)
+    plan = here(wide, plan_memory(wide))
+    return Fit(np, wide.n_ctx if plan.total <= usable else 0, plan)

@@ -60,8 +60,9 @@ def most_tokens(
     return low * STEP
 
 
-def widened(d: Description) -> Description:
-    """Set the length of a request to the most tokens that fit, if none is given. A plan for very few tokens is left for the load to refuse."""
+def widened(d: Description, *, tells: bool = True) -> Description:
+    """Set the length of a request to the most tokens that fit, if none is given, and log it. A plan for very few tokens is left for the load to
+    refuse."""
     s, trained = d.settings, d.n_ctx_train
     if s.ctx:
         return d
@@ -85,6 +86,8 @@ def widened(d: Description) -> Description:
         n = d.n_ctx if short.holds(first) else most_tokens(planned, min(most, d.n_ctx), short.holds)
     if n < min(LEAST, most):
         return d
+    if not tells:
+        return resized(d, s.np, n)
     why = (
         "as the model was trained"
         if n == d.config.n_ctx_train

@@ -61,13 +61,15 @@ def instead(report: FitReport, named: Named) -> str:
     """One sentence with alternatives: fewer slots or tokens, another quantisation of the repository, a smaller model of the catalogue."""
     if (best := report.best()) is not None:
         return f"This fits: -np {best.np} -c {best.n_ctx}"
+    known = ""  # of the repository's other files; of a single local file nothing is known
     try:
         if (other := smaller_quant(report, named)) is not None:
             return f"This fits, from the same repository: {other}"
+        known = "No file of the repository fits here; " if named.repository else ""
     except PyspecError:  # the repository is not available, but the catalogue is
         pass
     if (model := smaller_model(report.usable)) is not None:
-        return f"No quantisation of it fits here; this model does: {model} (`pyspec models`)"
+        return f"{known or 'By its size '}this model {'does' if known else 'fits'}: {model} (`pyspec models`)"
     return "A smaller model is needed (`pyspec models` lists some)"
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-from pyspec.catalog import Entry, find, lookup
+from pyspec.catalog import Entry, lookup
 from pyspec.config import EngineSettings
 from pyspec.engine.children import child_environment
+from pyspec.engine.named import Named
 from pyspec.errors import DoesNotFit, PyspecError
-from pyspec.hub import split_name
+from pyspec.hub import Repository, split_name
 from pyspec.hub.heads import Seen
 
 log = logging.getLogger(__name__)
@@ -23,35 +24,6 @@ log = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.plan.look_apart")
 
 Plan = Callable[[], tuple[Path, EngineSettings]]
-
-
-@dataclass(frozen=True)
-class Named:
-    """A model's name: of the catalogue (`model`, perhaps with a colon and a quantisation), or of a repository (`repo`, likewise, or with
-    the name of a `file`)."""
-
-    model: str = ""
-    repo: str = ""
-    file: str = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it leaves the quantisation to pyspec."""
-        return not self.file and ":" not in (self.model or self.repo)
-
-    @property
-    def repository(self) -> str:
-        """Its repository; "" for a local file."""
-        entry = find(self.model) if self.model else None
-        if entry is not None and entry.target is not None:
-            return entry.target.repo
-        return split_name(self.repo)[0] if self.repo else ""
-
-    def with_quant(self, quant: str) -> str:
-        """The argument for another quantisation."""
-        return (
-            f"{self.model.partition(':')[0]}:{quant}" if self.model else f"-hf {self.repository}:{quant}"
-        )
 
 
 @dataclass(frozen=True)
@@ -82,25 +54,31 @@ def _looked(plan: Plan, named: Named) -> HeadsRead:
     return found
 
 
-def look_at_name(model: str, plan: Plan, *, apart: bool) -> str:
-    """For programs: refuse a name of the catalogue that does not run or fit here, before its download. Paths pass. Raises PyspecError.
+def look_at_name(named: Named, plan: Plan, *, apart: bool) -> Named:
+    """For programs: refuse a name of the catalogue or of a repository that does not run or fit here, before its download. Paths pass.
+    Raises PyspecError.
 
-    Returns the name to load: with another quantisation, where none is in `model` and only another one fits.
+    Returns the name to load: with another quantisation, where none is named and only another one fits.
     """
-    entry = lookup(model)
-    if not (isinstance(entry, Entry) and entry.target is not None and entry.target.repo):
-        return model
-    entry.target.locate()
-    named = Named(model)
+    if named.repo:
+        repo, quant = split_name(named.repo)
+        Repository.open(repo).choose(quant)
+    else:
+        entry = lookup(named.model)
+        if not (isinstance(entry, Entry) and entry.target is not None and entry.target.repo):
+            return named
+        entry.target.locate()
     found = looked(plan, named, apart=apart)
     if found.quant:
         log.warning("%s", found.advice)
-        return named.with_quant(found.quant)
+        other = named.with_quant(found.quant)
+        return Named(repo=other.removeprefix("-hf ")) if named.repo else Named(other)
     if found.advice:
+        name = named.model or f"--hf-repo {named.repo}"  # a command, no argument
         raise DoesNotFit(
-            f"{found.advice}. Nothing was downloaded; `pyspec pull {model}` does it all the same"
+            f"{found.advice}. Nothing was downloaded; `pyspec pull {name}` does it all the same"
         )
-    return model
+    return named
 
 
 def _asked(question: bytes) -> HeadsRead:

@@ -220,9 +220,8 @@ def _prompt_rows(d: Description) -> int:
 def _scratch(d: Description) -> int:
     """Bytes of an architecture's mixers while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
-    return d.own.scratch_bytes(
-        max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv.k.dtype, d.device
-    )
+    n_row = max(d.batch, bucket_of(n_row, most) or n_row)
+    return d.own.scratch_bytes(d.file, d.on, n_row, d.n_ctx + d.n_overhang)
 
 
 def _ring_tables(d: Description) -> int:

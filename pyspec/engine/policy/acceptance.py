@@ -8,7 +8,7 @@ differ, a few verdicts change much. Deeper positions may be harder or easier tha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ PRIOR_COMMON, PRIOR_PLACE = 0.07, 10.0  # weights of the initial assumptions, in
 ALIKE = 0.5  # prior chance that all texts have one level; this is learned soonest
 FORGET = 0.998  # decay per verdict of everything learned from all slots
 MOST_GRAMMARS = 64  # grammars whose acceptance is kept
+LEARNED = "weights", "right", "meant", "seen", "alike"  # of a prior: what verdicts taught
 INHERIT = 0.25  # part of a slot's last belief that the next text inherits
 
 
@@ -103,6 +104,27 @@ class Acceptance:
         self.pending: dict[int, tuple[int, int, int, float]] = {}
         self.n_verdict = 0  # verdicts on drafts
         self.quiet = np.zeros(n_slot)  # tokens without a verdict
+
+    def known(self) -> dict[str, list[float]]:
+        """What is known of all texts without a grammar, for `recall`."""
+        self.learn()
+        return {name: getattr(self.free, name).tolist() for name in LEARNED}
+
+    def recall(self, known: Mapping[str, Floats]) -> None:
+        """Begin with what another start knew, as one assumption beside the others: its texts may have been of another kind. Raises ValueError
+        if it can not be."""
+        if any(known[name].shape != getattr(self.free, name).shape for name in LEARNED):
+            raise ValueError("the drafter was another one")
+        weights, right, meant, seen, alike = (known[name] for name in LEARNED)
+        counts = np.stack([right, meant, seen - right, seen - meant])
+        if min(weights.min(), counts.min(initial=0.0)) < -1e-6 or alike.max() > 1e-6:
+            raise ValueError("a count can not be")
+        alike = alike - alike.max()
+        self.free.weights = weights * min(1.0, PRIOR_COMMON / max(weights.sum(), PRIOR_COMMON))
+        self.free.alike = alike / max(-alike.min(), 1.0)
+        self.free.right, self.free.meant, self.free.seen = right, meant, seen
+        self.free.tabulate()
+        self.beliefs[:] = self.free.common
 
     def held_texts(self) -> AcceptancePrior:
         """The prior for a new grammar: an even mix of free text and other grammars."""

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from pyspec.request import Request
+
 BLOCK = 32  # tokens that are known or unknown together
 WORTH = 512  # tokens to read that weigh as much as one more open request, while no request waits (tools/simulate_routing.py)
 MOST = 4  # a known prefix weighs no more than this many times the slots
 
 
-def chain(tokens: Sequence[int]) -> list[int]:
-    """A key for each whole block of a text, which also depends on all blocks before it."""
-    keys, key, tokens = [], 0, tuple(tokens)
+def chain(tokens: Sequence[int], salt: str = "") -> list[int]:
+    """A key for each whole block of a text, which also depends on all blocks before it, and on the text's salt."""
+    keys, key, tokens = [], hash(salt), tuple(tokens)
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         key = hash((key, tokens[end - BLOCK : end]))
         keys.append(key)
     return keys
+
+
+def chain_of(request: Request) -> list[int]:
+    """`chain` of a request's prompt; empty if it does not use the cache."""
+    return chain(request.prompt, request.cache_salt) if request.cache_prompt else []
 
 
 class KnownTexts:

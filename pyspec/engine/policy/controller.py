@@ -25,7 +25,7 @@ from pyspec.engine.policy.acceptance import Acceptance
 from pyspec.engine.policy.certainty import Certainty
 from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.lanes import MUTE, NO_CAP, NO_OFFER, UNREAD, Lane
+from pyspec.engine.policy.lanes import MUTE, NO_CAP, NO_DRAFTER, NO_OFFER, UNREAD, Lane
 from pyspec.engine.policy.reading import DraftReading
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
 from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
@@ -100,6 +100,12 @@ class Controller:
         self.force = self._plain = None
         self.offered: dict[int, Sequence[float]] = {}
 
+    def give_up(self, reason: str) -> None:
+        """A decision failed: nobody drafts until the next choice, and estimates start anew, because they may be the cause."""
+        self.forget_acceptance()
+        for lane in self.lanes:
+            lane.reason = reason
+
     def _question(self) -> None:
         slack = SLACK * self.verify_ms(1)
         self.verify_ms.mark_unverified(slack)
@@ -131,7 +137,7 @@ class Controller:
         """
         self.beside = beside if self.forward_costs.is_known else 0
         n_most = self.n_own if self.force is None else self.n_max
-        caps = [(slot, min(cap, n_most)) for slot, cap in caps]
+        own_caps = caps = [(slot, min(cap, n_most)) for slot, cap in caps]
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
         if self.offered:
             caps = [(slot, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
@@ -156,13 +162,21 @@ class Controller:
                 self.pays = self._would_pay(caps)
             is_due = self.silent >= self.try_in and self._may_try(len(caps))
             if is_due or (rests and self.reading.is_hopeful):
-                tried = self._tried(caps, picked) if self.n_own else self._tried_offer(caps, picked)
+                tried = self._tried(own_caps, picked) if self.n_own else self._tried_offer(caps, picked)
                 picked, why = tried, f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
             if not cap:
-                unable = UNREAD if slot in self.unread else NO_CAP if self.n_own else NO_OFFER
+                unable = (
+                    UNREAD
+                    if slot in self.unread
+                    else NO_CAP
+                    if self.n_own
+                    else NO_OFFER
+                    if self.n_max
+                    else NO_DRAFTER
+                )
                 lane.reason = MUTE if slot in self.mute else unable
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
@@ -290,7 +304,7 @@ class Controller:
         return self.try_in < TRY_FREE or self._may_ask(self._verify_ms(busy, busy))
 
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
-        """Have some slots draft, others each time: texts or times may have changed."""
+        """Have some slots draft, others each time: texts or times may have changed. caps: the drafter's own, of all slots."""
         able = [i for i, (slot, cap) in enumerate(caps) if cap and slot not in self.unread]
         n_unread = sum(slot in self.unread for slot, _ in caps)
         tried, before = picked.copy(), self._costs(caps, picked)
@@ -451,6 +465,8 @@ class Controller:
         only the likeliest slots.
         """
         best, ms = NO_WAY, np.zeros(2)
+        if not len(rows.slot):  # no slot may draft
+            return best
         for depth in self._depths(busy):
             draft = self._draft_ms(busy, depth)
             way = rows.up_to(depth).best(busy, verify, draft, price)

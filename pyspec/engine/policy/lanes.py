@@ -7,6 +7,9 @@ from dataclasses import dataclass
 MUTE = "none: drafts are switched off for the request"
 NO_CAP = "none: the request is at its last token, or past the drafter's length"
 NO_OFFER = "none: the last tokens stand nowhere before"
+NO_DRAFTER = "none: no drafter is loaded"
+FAILED = "none: the choice of drafts failed, as the log says"
+LOST_TRACK = "none: the drafter failed at the request, as the log says"
 UNREAD = "none: drafts have not paid for long, so the drafter does not read this request"
 
 

@@ -7,12 +7,17 @@ slows them by a ninth.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import median_low
 from typing import Protocol, TypeVar
 
+from pyspec.engine.policy.prompt_pace import PAUSE_MS
 from pyspec.slots.table import Slot
 
 LONG = 8192  # uncached tokens of a long prompt
+N_CHUNK = 5  # chunks whose median says how long one takes
+PAUSE = 2.0  # factor of that median beyond which a chunk's time is a pause of the machine, for which no prompt waits
 NEWER = 0.25  # weight of the last round in the mean time of a round
 
 
@@ -48,7 +53,7 @@ class RoundPart(Protocol):
 class PromptThrottle:
     """weight: time of a long prompt in units of a decoding slot's; 0: no limit. n_free: rows of it that are never delayed.
 
-    owed  milliseconds due to the decoding slots before the next chunk
+    owed  milliseconds due to the decoding slots before the next chunk: at most what `PAUSE` usual chunks take from those that decode now
     own   milliseconds of a round of theirs
     """
 
@@ -57,6 +62,7 @@ class PromptThrottle:
         self.owed = self.own = 0.0
         self.n_resting = 0  # prompts left out of the last plan
         self._landed = 0.0
+        self._chunks: deque[float] = deque(maxlen=N_CHUNK)  # milliseconds of each beyond `own`
         self._follows = False  # the round before had decoding slots, too, so they waited for this one
 
     def awake(self, jobs: Iterable[R]) -> list[R]:
@@ -90,10 +96,19 @@ class PromptThrottle:
             return
         n_long = sum(w.is_prompt and self._is_long(w.job) for w in work)
         if n_long:
-            self.owed += max(0.0, took - self.own) * n_decoding / (self.weight * n_long) - self.own
+            self._chunks.append(max(0.0, took - self.own))
+            chunk = min(self._chunks[-1], self._usual)
+            self.owed += chunk * n_decoding / (self.weight * n_long) - self.own
         elif n_prompt:
             self.owed -= self.own
         else:
             self.own += (took - self.own) * (NEWER if self.own else 1.0)
             self.owed -= took
-        self.owed = max(self.owed, -self.own)  # credit for a pause that was too long, up to one round
+        # credit for a rest that was too long, up to one round
+        most = self._usual * n_decoding / self.weight if self.weight else 0.0
+        self.owed = max(min(self.owed, most), -self.own)
+
+    @property
+    def _usual(self) -> float:
+        """Most milliseconds that a chunk counts: of the first one, what the pace lets a forward take."""
+        return PAUSE * median_low(self._chunks) if len(self._chunks) > 1 else PAUSE_MS

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from pyspec.slots.prefix import NOT_KNOWN, Known
+from pyspec.slots.prefix import NOT_KNOWN, Known, Owner
 from pyspec.slots.table import SlotTable
 
 
@@ -31,6 +31,9 @@ class Waiting(Protocol):
 
     @property
     def client(self) -> str: ...
+
+    @property
+    def owner(self) -> Owner: ...
 
     @property
     def group(self) -> str: ...
@@ -100,6 +103,7 @@ class Queue(Generic[W]):
         self.limit = limit
         self.running: Callable[[], Iterable[W]] = tuple
         self._places: list[_Place[W]] = []
+        self._shared = 0.0  # of the requests that have ended, see `_share`
         # by client: tokens it was given, by all its requests; after an absence, at least the minimum of the others
         self._given: dict[str, float] = {}
         self._clock: dict[str, float] = {}  # by client: tokens it was given, per waiting request
@@ -126,12 +130,12 @@ class Queue(Generic[W]):
     def _tag(self, item: W, size: int) -> float:
         """The request's finish in its client's time."""
         here = {p.item.client for p in self._places}
-        if (
-            item.client not in here
-        ):  # a client that was idle starts at the current minimum, so it gains no credit
+        # A client that was idle starts at the current minimum, so it gains no credit, or at an equal share. Only the latter rises with
+        # every request that is served, so those that come pass those that wait for a bounded time
+        if item.client not in here:
             took = self._taken()
             least = min((took[client] for client in here), default=max(took.values(), default=0.0))
-            self._given[item.client] = max(self._given.get(item.client, 0.0), least)
+            self._given[item.client] = max(self._given.get(item.client, 0.0), least, self._share())
             self._forget(here | {item.client})
         start = self._clock.setdefault(item.client, 0.0)
         group = item.client, item.group
@@ -158,11 +162,19 @@ class Queue(Generic[W]):
             took[item.client] = took.get(item.client, 0.0) - max(0, item.charged - item.work)
         return took
 
+    def _share(self) -> float:
+        """Tokens that a client was given which was always here, if all had equal shares (virtual time, Parekh and Gallager 1993)."""
+        return self._shared + sum(item.work for item in self.running()) / max(1, len(self._clients()))
+
+    def _clients(self) -> set[str]:
+        """Clients with requests that run or wait."""
+        return {p.item.client for p in self._places} | {item.client for item in self.running()}
+
     def _forget(self, here: set[str]) -> None:
-        """Forget clients that have no request here, but not at once those that were given more than others."""
+        """Forget clients that have no request here, but not at once those that were given more than their share."""
         gone = self._given.keys() - here - {item.client for item in self.running()}
-        least = min((self._given[client] for client in here), default=0.0)
-        more = sorted((-self._given[client], client) for client in gone if self._given[client] > least)
+        share = self._share()
+        more = sorted((-self._given[client], client) for client in gone if self._given[client] > share)
         kept = [client for _, client in more[:MOST_AWAY]]
         for client in gone.difference(kept):
             del self._given[client]
@@ -212,7 +224,7 @@ class Queue(Generic[W]):
             )
             if now == self._refused:
                 return None
-            if table.can_admit(item.n_rows, item.reusable):
+            if table.can_admit(item.n_rows, item.reusable, item.owner):
                 return item
             self._refused = now
             return None
@@ -238,6 +250,7 @@ class Queue(Generic[W]):
     def leave(self, item: W) -> None:
         """A request has ended, in a slot that still has its tokens or without one: it was given what it took."""
         self._charge(item, item.work)
+        self._shared += item.work / len(self._clients() | {item.client})
 
     def _charge(self, item: W, n_token: int) -> None:
         """A request counts so many tokens from now on."""

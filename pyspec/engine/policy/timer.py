@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +114,22 @@ class Timer:
         for size in self.early.keys() - self.fresh:
             self.samples.pop(size, None)
         self.early.clear()
+        self._tabulate()
+
+    def known(self) -> dict[int, float]:
+        """Milliseconds of the trusted sizes that were in use, for `recall`."""
+        all_ = zip(self._sizes, self._ms, strict=True)
+        return {
+            size: ms for size, ms in all_ if ms > 0 and (size in self.used or self._by_busy is not None)
+        }
+
+    def recall(self, known: Mapping[int, float]) -> None:
+        """Take the times that an earlier start had in use in place of the warm-up's, whose texts are short and whose rounds are few."""
+        for size, ms in known.items():
+            if size == self.bucket(size):
+                self.samples[size] = deque([(ms, 0)] * N_TRUST, N_SAMPLE)
+                self.early[size], self._was_warmed = ms, True
+        self._by_busy = None
         self._tabulate()
 
     def _tabulate(self) -> None:

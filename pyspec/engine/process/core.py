@@ -18,6 +18,7 @@ from math import inf
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.cpu.kernels import here
 from pyspec.cuda import kernel_context
 from pyspec.device.worker import failure_of
 from pyspec.engine.load.load import Loaded, load
@@ -100,7 +101,7 @@ class EngineCore:
         self._trimmed = time.monotonic()
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
-        self._disk = loaded.disk
+        self._disk, self._learned = loaded.disk, loaded.learned
         if self._disk is not None:
             self._disk.on_work = self._nudge
         self._error: PyspecError | None = None
@@ -288,6 +289,7 @@ class EngineCore:
                 self._round()
             if self._disk is not None:
                 self._disk.flush(FLUSH_S)
+            self._keep_learned()
             self._die(Unavailable("the engine was closed"))
         except PyspecError as e:
             self._die(e)
@@ -341,9 +343,19 @@ class EngineCore:
             return self._wake.wait_for(self._has_news, REST_S)
 
     def _rest(self) -> None:
+        self._keep_learned()
+        here.kept.clear()
         give_back_memory()
         self.on_rest()
         self._is_rested, self._trimmed = True, time.monotonic()
+
+    def _keep_learned(self) -> None:
+        if self._learned is not None:
+            try:
+                self._learned.keep()
+            except Exception:  # it is worth no request
+                log.exception("what was learned is not kept for the next start")
+                self._learned = None
 
     def _pass_slot_tasks(self) -> None:
         tasks, self._slot_tasks = self._slot_tasks, []

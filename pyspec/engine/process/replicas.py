@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from pyspec import progress
+from pyspec.cache import n_cores
 from pyspec.config import EngineSettings
-from pyspec.engine.policy.affinity import BLOCK, Affinity, chain
+from pyspec.engine.policy.affinity import BLOCK, Affinity, chain_of
 from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.process.metrics_sum import metrics_together
 from pyspec.engine.process.replica_place import ReplicaPlace
@@ -120,7 +121,7 @@ class Replicas:
 
         Raises QueueFull if no place is left.
         """
-        keys = chain(request.prompt) if request.cache_prompt else []
+        keys = chain_of(request)
         with self._lock:
             n = sum(load is not None for load in self._loads())
             limit = max(1, n) * self.settings.queue_limit
@@ -191,7 +192,7 @@ class Replicas:
         """Give an engine's requests to others in the first of the states `to` that any other has. Called with the lock."""
         n = 0
         for record in records:
-            keys = chain(record.request.prompt) if record.request.cache_prompt else []
+            keys = chain_of(record.request)
             states = [s.state() if j != i else "" for j, s in enumerate(self.supervisors)]
             wanted = next((state for state in to if state in states), None)
             loads = [
@@ -281,13 +282,8 @@ def shared_settings(settings: EngineSettings) -> EngineSettings:
     n = settings.replicas
     threads = settings.threads
     if threads <= 0 and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, n_cpu() // (n * settings.tp))
+        threads = max(1, n_cores() // (n * settings.tp))
     return replace(settings, threads=threads, cache_ram=settings.cache_ram // n)
-
-
-def n_cpu() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def later_device(first: str, n: int) -> str:

@@ -224,7 +224,7 @@ class SupervisedRequest:
         """The last event of a request that was cancelled while no engine had it."""
         n = len(self.request.resumed) + len(self.tokens)
         timings = self.timings(Timings(predicted_n=len(self.tokens) - self._n_before))
-        return Done(self.name, "cancelled", len(self.request.prompt), n, timings)
+        return Done(self.name, "cancelled", len(self.request.prompt), n, timings, seed=self.seed)
 
 
 def _sum(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:

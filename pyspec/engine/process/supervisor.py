@@ -27,7 +27,7 @@ from pyspec.engine.messages import (
     SlotActed,
     unpack,
 )
-from pyspec.engine.policy.affinity import chain
+from pyspec.engine.policy.affinity import chain_of
 from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.policy.left_texts import LeftTexts
 from pyspec.engine.process.ahead import COMMAND
@@ -140,7 +140,7 @@ class Supervisor:
             )
         seed = resolve_seed(request.params.seed)
         if keys is None:
-            keys = chain(request.prompt) if request.cache_prompt else []
+            keys = chain_of(request)
         with self._lock:
             if self._state == "stopped" or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")

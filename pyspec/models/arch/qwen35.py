@@ -17,8 +17,7 @@ from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.decoder import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import check_rope, read_attention, trunk_layers, vocab_size
-from pyspec.models.rope import RopeSpec, read_scaling
+from pyspec.models.read import read_attention, read_rope, trunk_layers, vocab_size
 
 NORM = "post_attention_norm"  # before the feed-forward
 
@@ -52,8 +51,8 @@ def read(file: GGUFFile) -> ModelSpec:
 def check_sections(file: GGUFFile) -> None:
     """Sections of an interleaved rope must be in the file, and cover all frequencies."""
     sections, n_rot = (
-        file.hparams.integers("rope.dimension_sections"),
-        file.hparams.integer("rope.dimension_count"),
+        file.hparams.each("rope.dimension_sections", 4),
+        file.hparams.integer("rope.dimension_count", read_attention(file, gated=True).head_dim),
     )
     if 2 * sum(sections) < n_rot:
         raise ModelError(f"rope sections {sections[:8]} cover fewer than {n_rot // 2} frequencies")
@@ -63,9 +62,7 @@ def read_hybrid(file: GGUFFile, feed: PartSpec, n_ff: int, mixer: DeltaNet) -> M
     """A model of this family with any kind of feed-forward, of `n_ff` inner values."""
     h, shape = file.hparams, read_attention(file, gated=True)
     n_layer, n_nextn = trunk_layers(file)
-    n_rot = h.integer("rope.dimension_count")
-    check_rope(n_rot, shape.head_dim)
-    rope = RopeSpec(n_rot, h.number("rope.freq_base"), True, read_scaling(file))
+    rope = read_rope(file, shape, neox=True)
     after = Part(NORM, feed)
     full = BlockSpec((Part("attn_norm", Attention(shape, rope, qk_norm=True)), after))
     recurrent = BlockSpec((Part("attn_norm", mixer), after))

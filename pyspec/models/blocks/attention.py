@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyspec.cpu.tensors import add, side_by_side, times_rows
-from pyspec.cuda import fuse
-from pyspec.cuda.kernel_context import current
-from pyspec.cuda.ops.angles.op import angles
-from pyspec.cuda.ops.angles.ref import AnglesSpec
-from pyspec.cuda.ops.attend.op import attend
-from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, takes_prompts, with_prompts
-from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
-from pyspec.cuda.ops.hadamard.op import hadamard
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.hadamard.ref import HadamardSpec
-from pyspec.cuda.ops.norms.op import norms
-from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import HeadGate, PrepKind, RowsSpec
+from pyspec.forward.call import Value, Weight
+from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Divided, Keys, Readers
-from pyspec.models.matrices import Matrix, sum_of
-from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
-from pyspec.models.rope import Angles, RopeSpec
+from pyspec.models.part import AttentionShape, Place, Plain
+from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
-from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
 
 SINKS = "attn_sinks.weight"  # one logit a head
-FEW = 32  # rows whose biases are ready
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class Attention(Plain):
     """Attention as data. Optional tensors (fused q, k, v, biases, sinks) are found in the file.
 
     window   a row sees itself and the window - 1 rows before it; 0: all rows before it
@@ -64,7 +49,6 @@ class Attention:
     norms_v: bool = False
     may_share_keys: bool = False
     reads: int | None = None
-    scratch = None
 
     @property
     def captures_prompts(self) -> bool:
@@ -154,28 +138,6 @@ class Attention:
     def share(self, n: int) -> Attention:
         return replace(self, shape=self.shape.share(n))
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        s, has_sinks = self.shape, at.has(SINKS)
-        yield angles, AnglesSpec(on.device)
-        spec = self.attend_spec(on.device, on.kv, has_sinks=has_sinks)
-        yield attend, spec
-        if n := on.kv.turned_v(s.head_dim):
-            yield hadamard, HadamardSpec(on.device, s.head_dim, n)
-        if on.is_cuda and not has_sinks:
-            yield attend_prompt, spec
-            yield attend_blocks, spec
-        turned = self.rope_spec(on.device, at.eps, on.kv, at.has)
-        if self.row_norm:
-            for n in self.row_widths:
-                yield norms, NormsSpec(on.device, n, at.eps)
-        yield rope_kv, turned
-        if self.reads is None:
-            yield rope_kv, _keys_alone(turned)
-        if on.streams and s.gated:
-            yield rows, RowsSpec(on.device, s.n_head * s.head_dim, PrepKind.GATE, s.head_dim)
-        if on.streams:
-            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
-
     @property
     def row_widths(self) -> tuple[int, int]:
         """Values of q and of k in a row."""
@@ -207,140 +169,92 @@ class Attention:
             not reads and self.keys_are_values(has),
         )
 
-    def bind(self, at: Binding) -> BoundAttention:
-        return BoundAttention(self, at)
-
-
-def _keys_alone(spec: RopeKvSpec) -> RopeKvSpec:
-    return replace(spec, n_q=0, gated=False)
-
-
-class BoundAttention:
-    """Attention over pages whose entries are of the load's types."""
-
-    fold = None
-
-    def __init__(self, spec: Attention, at: Binding) -> None:
-        w = at.weights
-        self.spec = spec
-        self.shape = spec.shape
-        self.layer = at.layer if spec.reads is None else spec.reads
-        self.norm, self.rope = at.optional_norm(), at.ropes.place(spec.rope, is_near=spec.window > 0)
-        names = [at.name("attn_qkv.weight")]
-        if not w.has(names[0]):
-            names = [at.name(f"attn_{x}.weight") for x in spec.products(at.has)]
-        self.qkv: Matrix = w.matrix(*names)
-        self.bias = _bias(w, at.prefix)
-        self.few = _few(self.bias)
-        self.out: Matrix = w.summed(at.name("attn_output.weight"))
-        self.out_bias = w.optional(at.name("attn_output.bias"))
-        self.reads = None if self.norm is None else (self.qkv, self.norm)
-        self.gives = None if self.out_bias is not None else sum_of(self.out)
-        self.q_norm, self.k_norm = (w.optional(at.name(f"attn_{p}_norm.weight")) for p in "qk")
-        self.row_norms: RowNorms | None = None
-        if spec.row_norm:
-            assert self.q_norm is not None and self.k_norm is not None, "wanted of the file"
-            self.row_norms = RowNorms(spec, at, (self.q_norm, self.k_norm))
-            self.q_norm = self.k_norm = None
-        self.sinks = w.optional(at.name(SINKS))
-        attends = spec.attend_spec(w.device, at.kv, has_sinks=self.sinks is not None)
-        own = attend.bind(attends)
-        self.attend = turned_back(with_prompts(own, attends), attends)
-        self.read_next = fuse.read_next(own, self.out)
-        roped = spec.rope_spec(w.device, at.eps, at.kv, at.has)
-        self.rope_kv = self.store = rope_kv.bind(roped)
-        if spec.reads is None:
-            self.store = rope_kv.bind(_keys_alone(roped))
-        self.capturable = attend.chosen(attends).capturable and rope_kv.chosen(roped).capturable
-        if self.row_norms is not None:
-            self.capturable = self.capturable and self.row_norms.capturable
-        self.captures_prompts = self.capturable and spec.captures_prompts and takes_prompts(attends)
-
-    def write(self, kv: Tensor, angles: Angles, pool: KVPool, rows: Tensor) -> None:
-        """Keys and values alone: kv [row, 2 * n_kv * dim] raw products go to `rows` [row] of the pool."""
-        self.store(kv, None, self.k_norm, angles, pool, rows)
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """Writes the rows' K and V, then attends."""
-        s, n, pool = self.shape, x.shape[0], run.memory.kv[self.layer]
-        batch = run.placed(pool)
-        y = self._projected(x)
-        if self.row_norms is not None:
-            y = self.row_norms(y)
-        q = self.rope_kv(y, self.q_norm, self.k_norm, run.angles[self.rope], pool, batch.kv_rows)
-        factors = None if self.spec.rope.queries is None else run.queries[self.rope]
-        if factors is not None:
-            q = times_rows(q, factors)
-        o = self.attend(q, pool, batch, self.spec.window, self.sinks, **self.read_next).view(n, -1)
-        gate = None
+        y = f.biased(self.projected(f, f.normed(x)), _bias(f), few=True)
+        if self.row_norm:
+            y = self._row_normed(f, y)
+        return self.attended(f, y, stream, x.width)
+
+    def projected(self, f: Forward, n: Value) -> Value:
+        """q, k and v of normed rows, side by side."""
+        s, parts = self.shape, self.products(f.at.has)
+        names = [f"attn_{x}.weight" for x in parts]
+        if f.at.has("attn_qkv.weight"):
+            names = ["attn_qkv.weight"]
+        n_q, n_k = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
+        return f.product(n, *names, n_out=n_q + (len(parts) - 1) * n_k)
+
+    def _row_normed(self, f: Forward, y: Value) -> Value:
+        names, widths = [f"attn_{x}_norm.weight" for x in "qk"], self.row_widths
+        if f.at.n_rank > 1:
+            both = f.read(RankNorms, *names, widths=widths, eps=f.eps)
+            return f.op("rank_norms", both, y, shape=y.shape)
+        q, k, v = f.split(y, (*widths, widths[1]))
+        q, k = (f.norm_apart(x, f.vector(name)) for x, name in zip((q, k), names, strict=True))
+        return f.side_by_side(q, k, v)
+
+    def attended(self, f: Forward, y: Value, stream: Value | None, n_out: int) -> Value:
+        """Of products q, k, v of rows, side by side."""
+        s, at, is_near = self.shape, f.at, self.window > 0
+        norms = [None if self.row_norm else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
+        pool = f.pool(self.reads)
+        given = *norms, f.angles(self.rope, is_near=is_near), pool, f.kv_rows(pool)
+        heads = s.n_head, s.head_dim
+        q = f.op("rope_kv", self.rope_spec(f.device, f.eps, f.kv, at.has), y, *given, shape=heads)
+        if self.rope.queries is not None:
+            q = f.op("times_rows", None, q, f.queries(self.rope, is_near=is_near), shape=heads)
+        sinks = f.optional(SINKS)
+        spec = self.attend_spec(f.device, f.kv, has_sinks=sinks is not None)
+        o = f.op("attend", spec, q, pool, f.placed(pool), self.window, sinks, shape=heads)
+        if turned := f.kv.turned_v(s.head_dim):
+            o = f.op("hadamard", HadamardSpec(f.device, s.head_dim, turned), o, shape=heads)
+        o = f.flat(o)
         if s.gated:
-            gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])
-        y = self.out(o, gate, residual=residual)
-        return y if self.out_bias is None else add(y, self.out_bias)
+            both = f"[:, :{2 * s.n_head * s.head_dim}].view(-1, {s.n_head}, {2 * s.head_dim})"
+            o = f.head_gate(o, f.view(y, f"{both}[..., {s.head_dim}:]", heads))
+        o = f.add(stream, f.summed(o, "attn_output.weight", n_out))
+        return f.biased(o, f.optional("attn_output.bias"))
 
-    def _projected(self, x: Tensor) -> Tensor:
-        """q, k and v with their biases."""
-        if self.few is not None and x.shape[0] <= len(self.few):
-            return self.qkv(x, self.norm, residual=self.few[: x.shape[0]])
-        y = self.qkv(x, self.norm)
-        return y if self.bias is None else add(y, self.bias)
-
-
-def turned_back(run: Attend, spec: AttendSpec) -> Attend:
-    """`run`, and its sums of values turned back, where the pool's values are turned (`KvFormat.turned_v`)."""
-    if not (n := spec.kv.turned_v(spec.head_dim)):
-        return run
-    back = hadamard.bind(HadamardSpec(spec.device, spec.head_dim, n))
-
-    def attend(q: Tensor, pool: KVPool, batch: Batch, *args: Any, **more: Any) -> Tensor:
-        return back(run(q, pool, batch, *args, **more))
-
-    return attend
+    def write(self, f: Forward, c: Value, rows: Value) -> Value:
+        """Keys and values alone, of normed c [row, n_embd], to `rows` [row] of the pool."""
+        spec = replace(self.rope_spec(f.device, f.eps, f.kv, f.at.has), n_q=0, gated=False)
+        n_key = 2 * self.shape.n_kv_head * self.shape.head_dim
+        kv = f.product(c, "attn_k.weight", "attn_v.weight", n_out=n_key)
+        given = None, f.optional("attn_k_norm.weight"), f.angles(self.rope, is_near=self.window > 0)
+        return f.op("rope_kv", spec, kv, *given, f.pool(), rows, shape=())
 
 
-class RowNorms:
-    """Norms of all heads of q at once, and of all of k. Several ranks sum the squares of their heads."""
+def _bias(f: Forward) -> Weight | None:
+    """Biases of q, k, v side by side, if the file has them."""
+    if f.at.has("attn_qkv.bias"):
+        return f.vector("attn_qkv.bias")
+    if not f.at.has("attn_q.bias"):
+        return None
+    return f.read(_row, *(f"attn_{p}.bias" for p in "qkv"))
 
-    def __init__(self, spec: Attention, at: Binding, weights: tuple[Tensor, Tensor]) -> None:
-        self.widths, self.weights, self.eps, self.ranks = (
-            spec.row_widths,
-            weights,
-            at.eps,
-            at.weights.ranks,
-        )
-        device = at.weights.device
-        names = [at.name(f"attn_{x}_norm.weight") for x in "qk"]
-        self.whole = [at.weights.file.tensors[name].shape[-1] for name in names]  # of all ranks
-        self.capturable = self.ranks is None or device.type != "cpu"  # sums of ranks are torch's
-        if self.ranks is None:
-            self.norms = [norms.bind(NormsSpec(device, n, at.eps)) for n in self.widths]
+
+def _row(w: Weights, *names: str) -> Tensor:
+    return torch.cat([w.vector(name) for name in names])
+
+
+class RankNorms:
+    """Norms of all heads of q at once, and of all of k, of which each rank has some: their squares are summed. widths: of this rank's q and k."""
+
+    def __init__(self, w: Weights, q: str, k: str, widths: tuple[int, int], eps: float) -> None:
+        assert w.ranks is not None, "one rank norms its rows by an op"
+        self.widths, self.eps, self.ranks = widths, eps, w.ranks
+        self.weights = w.vector(q), w.vector(k)
+        self.whole = [w.file.tensors[name].shape[-1] for name in (q, k)]  # of all ranks
+        self.capturable = w.device.type != "cpu"  # sums of ranks are torch's there
 
     def __call__(self, y: Tensor) -> Tensor:
         """y [row, q | k | v] -> the same, normed."""
         n_q, n_k = self.widths
         q, k, v = y[:, :n_q], y[:, n_q : n_q + n_k], y[:, n_q + n_k :]
-        if self.ranks is None:
-            parts = [run(x, w) for run, x, w in zip(self.norms, (q, k), self.weights, strict=True)]
-            return side_by_side([*parts, v])
         squares = torch.stack([q.square().sum(-1), k.square().sum(-1)], -1)
         squares = self.ranks.sum(squares)
         parts = []
         for i, (x, w) in enumerate(zip((q, k), self.weights, strict=True)):
             parts.append(x * (squares[:, i : i + 1] / self.whole[i] + self.eps).rsqrt() * w)
         return torch.cat([*parts, v], -1)
-
-
-def _few(bias: Tensor | None) -> Tensor | None:
-    """[FEW, n] the biases of a few rows on a GPU: a product adds them as its residual, which saves a launch of its own."""
-    if bias is None or bias.device.type != "cuda" or current().is_exact:
-        return None
-    return bias.repeat(FEW, 1)
-
-
-def _bias(w: Weights, prefix: str) -> Tensor | None:
-    """Biases of q, k, v side by side, if the file has them."""
-    if w.has(f"{prefix}.attn_qkv.bias"):
-        return w.vector(f"{prefix}.attn_qkv.bias")
-    if not w.has(f"{prefix}.attn_q.bias"):
-        return None
-    return torch.cat([w.vector(f"{prefix}.attn_{p}.bias") for p in "qkv"])

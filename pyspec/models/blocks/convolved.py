@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from pyspec.cuda.ops.convolve.op import convolve
+from pyspec.cuda import fuse
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
-from pyspec.cuda.ops.norms.op import norms
-from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.models.part import (
-    AttentionShape,
-    Binding,
-    ForwardSize,
-    LoadTypes,
-    PartSpec,
-    Pass,
-    Place,
-    ReadsBlocks,
-    Request,
-)
+from pyspec.forward.call import Given, Value
+from pyspec.forward.trace import Forward
+from pyspec.models.part import AttentionShape, PartSpec, Place, Plain, ReadsBlocks
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts
 
 
 @dataclass(frozen=True, slots=True)
-class Convolved:
+class Convolved(Plain):
     """The part as data.
 
     part   takes normed rows (`Binding.norm` of "")
@@ -49,10 +36,6 @@ class Convolved:
     def attends(self) -> AttentionShape | None:
         return self.part.attends
 
-    @property
-    def scratch(self) -> Callable[[ForwardSize], int] | None:
-        return self.part.scratch
-
     def tensors(self, at: Place) -> dict[str, Want]:
         n = at.n_embd
         own = {
@@ -71,35 +54,15 @@ class Convolved:
         """As of ReadsBlocks."""
         return replace(self, part=self.part.of_file(at)) if isinstance(self.part, ReadsBlocks) else self
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        yield from self.part.requests(at, on)
-        yield norms, NormsSpec(on.device, at.n_embd, at.eps)
-        yield convolve, ConvolveSpec(on.device, at.n_embd, self.n_tap, self.group)
+    @property
+    def folds(self) -> fuse.Folding | None:
+        return self.part.folds
 
-    def bind(self, at: Binding) -> BoundConvolved:
-        return BoundConvolved(self, at)
-
-
-class BoundConvolved:
-    """residual + after(part(before(n))) with n = norm(x). Weights of both convolutions are made of n."""
-
-    reads = gives = None
-
-    def __init__(self, spec: Convolved, at: Binding) -> None:
-        w, name = at.weights, at.name(spec.name)
-        own = ConvolveSpec(w.device, at.n_embd, spec.n_tap, spec.group)
-        self.norm, self.norms = (
-            w.vector(at.name(f"{at.norm}.weight")),
-            norms.bind(NormsSpec(w.device, at.n_embd, at.eps)),
-        )
-        self.proj, self.base = w.matrix(f"{name}_proj.weight"), w.vector(f"{name}_base")
-        self.part, self.convolve = spec.part.bind(replace(at, norm="")), convolve.bind(own)
-        self.fold = self.part.fold
-        self.capturable = self.part.capturable and convolve.chosen(own).capturable
-        self.captures_prompts = self.capturable and self.part.captures_prompts
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        n, row_seq = self.norms(x, self.norm), run.batch.row_seq
-        given = self.proj(n)
-        y = self.part(self.convolve(n, given, self.base, row_seq, 0), None, run)
-        return self.convolve(y, given, self.base, row_seq, 1, residual)
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        spec = ConvolveSpec(f.device, x.width, self.n_tap, self.group)
+        n = f.norm_apart(x, f.vector(f"{f.at.norm}.weight"))
+        given = f.product(n, f"{self.name}_proj.weight", n_out=2 * self.n_tap * (x.width // self.group))
+        base, rows = f.vector(f"{self.name}_base"), Given("row_seq")
+        y = f.op("convolve", spec, n, given, base, rows, 0, shape=x.shape)
+        y = self.part.forward(f.behind(""), y, None)
+        return f.op("convolve", spec, y, given, base, rows, 1, stream, shape=x.shape)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from pyspec.cuda import fuse
-from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.gdn.ref import GdnSpec, flush
 from pyspec.cuda.ops.gdn.shape import GdnShape
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind, RowsSpec, head_power
+from pyspec.forward.call import Value
+from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, KeyGroups, Keys, Readers
-from pyspec.models.matrices import sum_of
-from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.matrices import Matrix
+from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
+from pyspec.models.weights import Weights
 from pyspec.slots.memory import STATE
 from pyspec.slots.parts import LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class DeltaNet(Plain):
     """Gated DeltaNet as data.
 
     Where value heads are grouped by key heads (`shape.grouped`), files join matrices by key head: `ssm_ba` has the strengths and then the
@@ -33,7 +31,6 @@ class DeltaNet:
 
     shape: GdnShape
     captures_prompts = True
-    attends = scratch = None
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
@@ -71,15 +68,22 @@ class DeltaNet:
         s = self.shape
         return KeyGroups(s.n_k_head, s.n_v_head // s.n_k_head, even=s.dim == 128)
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        s = self.shape
-        yield gdn, GdnSpec(on.device, s, at.eps)
-        if on.streams:
-            yield rows, RowsSpec(on.device, s.n_v_head * s.dim, PrepKind.HEADS, s.dim)
-            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+    @property
+    def folds(self) -> fuse.Folding:
+        return "gdn", partial(flush, grouped=self.shape.grouped)
 
-    def bind(self, at: Binding) -> BoundDeltaNet:
-        return BoundDeltaNet(self.shape, at)
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        s = self.shape
+        widths = s.n_channel, s.n_v_head * s.dim, s.n_v_head, s.n_v_head
+        names = [f"{part}.weight" for part in _projections(s, f.at.has("ssm_in.weight"))]
+        by_head = s.n_k_head, s.n_v_head // s.n_k_head if s.grouped else 0, s.dim
+        proj = f.product_by(f.read(_by_kind, *names, by_head=by_head), f.normed(x), sum(widths))
+        m, z, alpha, beta = f.split(proj, widths)
+        own = [f.vector(name) for name in ("ssm_a", "ssm_dt.bias", "ssm_conv1d.weight")]
+        spec, shape = GdnSpec(f.device, s, f.eps), (s.n_v_head, s.dim)
+        y = f.op("gdn", spec, m, alpha, beta, *own, f.state, f.batch, shape=shape)
+        y = f.head_norm(f.flat(y), f.vector("ssm_norm.weight"), z, s.dim)
+        return f.add(stream, f.summed(y, "ssm_out.weight", x.width))
 
 
 def _projections(s: GdnShape, joined: bool) -> tuple[str, ...]:
@@ -89,44 +93,17 @@ def _projections(s: GdnShape, joined: bool) -> tuple[str, ...]:
     return ("ssm_in", "ssm_ba") if joined else ("attn_qkv", "attn_gate", "ssm_ba")
 
 
-def _by_kind(n_head: int, widths: Sequence[int], kinds: Sequence[int]) -> Tensor:
-    """Rows of a matrix that has one part of each of `widths` rows by head -> its parts of each kind for all heads, in the order `kinds`."""
-    parts = torch.arange(n_head * sum(widths)).view(n_head, -1).split(list(widths), 1)
-    return torch.cat([parts[i].flatten() for i in kinds])
-
-
-class BoundDeltaNet:
-    """Gated DeltaNet over the slot's state."""
-
-    def __init__(self, shape: GdnShape, at: Binding) -> None:
-        w = at.weights
-        self.eps = at.eps
-        self.layer = at.layer
-        self.norm = at.bound_norm()
-        parts = _projections(shape, w.has(at.name("ssm_in.weight")))
-        if shape.grouped:
-            each = shape.n_v_head // shape.n_k_head
-            wide = each * shape.dim
-            ba = _by_kind(shape.n_k_head, (each, each), (1, 0))
-            w.reorder(at.name("ssm_ba.weight"), ba)
-            joined = _by_kind(shape.n_k_head, (shape.dim, shape.dim, wide, wide), range(4))
-            w.reorder(at.name("ssm_in.weight"), joined)
-        self.proj = w.matrix(*(at.name(f"{part}.weight") for part in parts))
-        self.out = w.summed(at.name("ssm_out.weight"))
-        self.conv = w.vector(at.name("ssm_conv1d.weight"))
-        self.a, self.dt_bias = w.vector(at.name("ssm_a")), w.vector(at.name("ssm_dt.bias"))
-        self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)
-        self.gate_norm = w.vector(at.name("ssm_norm.weight"))
-        self.gate_power = head_power(self.gate_norm)
-        spec = GdnSpec(w.device, shape, at.eps)
-        self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
-        self.captures_prompts = gdn.runs_as("cuda", spec)
-        self.fold = fuse.folder(self.gdn, partial(flush, grouped=shape.grouped))
-        self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
-        state = run.memory.states[self.layer]
-        args = (m, alpha, beta, self.a, self.dt_bias, self.conv, state, run.batch)
-        prep = HeadNorm(self.gate_norm, self.eps, z, self.gate_power)
-        return fuse.then(self.gdn, args, self.out, prep, residual)
+def _by_kind(w: Weights, *names: str, by_head: tuple[int, int, int]) -> Matrix:
+    """The projections side by side. by_head: key heads, value heads of each and their dims, where matrices are joined by key head: their rows
+    go by kind first."""
+    n_head, each, dim = by_head
+    kinds = {
+        "ssm_ba.weight": ((each, each), (1, 0)),
+        "ssm_in.weight": ((dim, dim, each * dim, each * dim), range(4)),
+    }
+    for name in names:
+        widths, order = kinds.get(name.split(".", 2)[-1], ((), ())) if each else ((), ())
+        if widths:
+            parts = torch.arange(n_head * sum(widths)).view(n_head, -1).split(list(widths), 1)
+            w.reorder(name, torch.cat([parts[i].flatten() for i in order]))
+    return w.matrix(*names)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, flush
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import GroupNorm, PrepKind, RowsSpec, norm_power
+from pyspec.forward.call import Value
+from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, KeyGroups, Keys
-from pyspec.models.matrices import sum_of
-from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
+from pyspec.models.weights import Weights
 from pyspec.slots.memory import STATE
 from pyspec.slots.parts import LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(Plain):
     """Mamba-2 as data."""
 
     shape: Mamba2Shape
-    captures_prompts = False  # its chunks have not run with room for more of them than there are
-    attends = scratch = None
+    folds = "mamba2", flush
 
     def tensors(self, at: Place) -> dict[str, Want]:
         """`ssm_a` holds -exp(A_log) already."""
@@ -62,47 +58,23 @@ class Mamba2:
     def share(self, n: int) -> Mamba2:
         return Mamba2(self.shape.share(n))
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         s = self.shape
         inner = s.n_head * s.head_dim
-        yield mamba2, Mamba2Spec(on.device, s)
-        if on.streams:
-            yield rows, RowsSpec(on.device, inner, PrepKind.GROUPS, inner // s.n_group)
-            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
+        widths = inner, s.n_channel, s.n_head
+        m = f.product(f.normed(x), "ssm_in.weight", n_out=sum(widths))
+        gate, m, dt = f.split(m, widths)
+        params = f.read(_params, "ssm_a", "ssm_dt.bias", "ssm_d", "ssm_conv1d.weight", "ssm_conv1d.bias")
+        spec, shape = Mamba2Spec(f.device, s), (s.n_head, s.head_dim)
+        y = f.op("mamba2", spec, m, dt, params, f.state, f.batch, shape=shape)
+        y = f.group_norm(f.flat(y), f.read(_flat, "ssm_norm.weight"), gate, s.n_group)
+        return f.add(stream, f.summed(y, "ssm_out.weight", x.width))
 
-    def bind(self, at: Binding) -> BoundMamba2:
-        return BoundMamba2(self.shape, at)
+
+def _flat(w: Weights, name: str) -> Tensor:
+    return w.vector(name).flatten()
 
 
-class BoundMamba2:
-    """Mamba-2 over the slot's state."""
-
-    captures_prompts = False
-
-    def __init__(self, shape: Mamba2Shape, at: Binding) -> None:
-        w = at.weights
-        self.shape = shape
-        self.eps = at.eps
-        self.layer = at.layer
-        self.norm = at.bound_norm()
-        self.proj = w.matrix(at.name("ssm_in.weight"))
-        self.out = w.summed(at.name("ssm_out.weight"))
-        self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)
-        conv_w, conv_b = (w.vector(at.name(f"ssm_conv1d.{name}")) for name in ("weight", "bias"))
-        a, dt_bias, d = (w.vector(at.name(name)).flatten() for name in ("ssm_a", "ssm_dt.bias", "ssm_d"))
-        self.params = Params(a, dt_bias, d, conv_w, conv_b)
-        self.group_norm = w.vector(at.name("ssm_norm.weight")).flatten()
-        self.group_power = norm_power(self.group_norm)
-        spec = Mamba2Spec(w.device, shape)
-        self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
-        self.fold, self.read_next = (
-            fuse.folder(self.mamba2, flush),
-            fuse.read_next(self.mamba2, self.out),
-        )
-        self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        gate, m, dt = self.proj(x, self.norm).split(self.split, -1)
-        o = self.mamba2(m, dt, self.params, run.memory.states[self.layer], run.batch, **self.read_next)
-        prep = GroupNorm(self.group_norm, self.eps, gate, self.shape.n_group, self.group_power)
-        return self.out(o.flatten(1), prep, residual=residual)
+def _params(w: Weights, a: str, dt_bias: str, d: str, conv: str, conv_bias: str) -> Params:
+    of_heads = _flat(w, a), _flat(w, dt_bias), _flat(w, d)
+    return Params(*of_heads, w.vector(conv), w.vector(conv_bias))

@@ -6,39 +6,26 @@ attention itself has one key head, whose keys are its values, too: the first par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from pyspec.cuda.ops.angles.op import angles
-from pyspec.cuda.ops.angles.ref import AnglesSpec
-from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.hadamard.op import hadamard
 from pyspec.cuda.ops.hadamard.ref import HadamardSpec
-from pyspec.cuda.ops.heads.op import asked, heads
-from pyspec.cuda.ops.heads.ref import HeadsSpec
-from pyspec.cuda.ops.norms.op import norms
-from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.cuda.ops.rope_latent.op import rope_latent
 from pyspec.cuda.ops.rope_latent.ref import RopeLatentSpec
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.forward.call import Value
+from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.matrices import sum_of
-from pyspec.models.part import AttentionShape, Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.part import AttentionShape, Place, Plain
 from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
-from pyspec.models.weights import OF_HEADS
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import KV
 from pyspec.slots.parts import LayerParts, Paged
 
 
 @dataclass(frozen=True, slots=True)
-class Mla:
+class Mla(Plain):
     """Latent attention as data.
 
     n_plain  dimensions of a head's query that do not turn; rope.n_rot behind them do
@@ -54,8 +41,6 @@ class Mla:
     q_rank: int
     rope: RopeSpec
     plain_scale: float
-    captures_prompts = False
-    scratch = None
 
     @property
     def row(self) -> int:
@@ -95,22 +80,6 @@ class Mla:
     def share(self, n: int) -> Mla:
         return replace(self, n_head=self.n_head // n)
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        yield angles, AnglesSpec(on.device)
-        yield attend, self.attend_spec(on.device, on.kv)
-        yield rope_latent, self.rope_spec(on.device, at.eps, on.kv)
-        if n := on.kv.turned_k(self.row):
-            yield hadamard, HadamardSpec(on.device, self.summed(on.kv), n)
-        for name in OF_HEADS:
-            info = at.file.tensors.get(at.name(name.removeprefix(".")))
-            if info is not None and len(info.shape) == 3 and on.dense is None:
-                of_rank = HeadsSpec(on.device, info.type, self.n_head, *info.shape[1:])
-                yield heads, asked(of_rank)
-        if self.q_rank:
-            yield norms, NormsSpec(on.device, self.q_rank, at.eps)
-        if on.streams:
-            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
-
     def attend_spec(self, device: torch.device, kv: KvFormat) -> AttendSpec:
         return AttendSpec(device, self.n_head, 1, self.row, self.scale, kv, n_value=self.summed(kv))
 
@@ -122,54 +91,30 @@ class Mla:
         n_rot, neox = self.rope.n_rot, self.rope.neox
         return RopeLatentSpec(device, self.n_head, self.n_plain, self.rank, n_rot, neox, eps, kv)
 
-    def bind(self, at: Binding) -> BoundMla:
-        return BoundMla(self, at)
-
-
-class BoundMla:
-    """Latent attention over the slot's pages."""
-
-    captures_prompts = False
-    fold = None
-
-    def __init__(self, spec: Mla, at: Binding) -> None:
-        w = at.weights
-        self.norm, self.rope = at.bound_norm(), at.ropes.place(spec.rope)
-        spec = replace(spec, rope=spec.rope.flagged(w.rope))
-        self.spec, self.layer = spec, at.layer
-        first = "attn_q_a" if spec.q_rank else "attn_q"
-        self.queries, self.latent = (
-            w.matrix(at.name(f"{name}.weight")) for name in (first, "attn_kv_a_mqa")
-        )
-        self.q_b = w.matrix(at.name("attn_q_b.weight")) if spec.q_rank else None
-        self.q_norm = w.optional(at.name("attn_q_a_norm.weight")) if spec.q_rank else None
-        self.kv_norm = w.vector(at.name("attn_kv_a_norm.weight"))
-        (self.k_b, holds_k), (self.v_b, holds_v) = (w.heads(at.name(name[1:])) for name in OF_HEADS)
-        self.out = w.summed(at.name("attn_output.weight"))
-        self.reads, self.gives = None, sum_of(self.out)
-        attends, ropes = spec.attend_spec(w.device, at.kv), spec.rope_spec(w.device, at.eps, at.kv)
-        self.attend, self.rope_latent = attend.bind(attends), rope_latent.bind(ropes)
-        capturable = attend.chosen(attends).capturable and rope_latent.chosen(ropes).capturable
-        self.back: Callable[[Tensor], Tensor] | None = None
-        if n := at.kv.turned_k(spec.row):
-            back = HadamardSpec(w.device, attends.n_value, n)
-            self.back = hadamard.bind(back)
-            capturable = capturable and hadamard.chosen(back).capturable
-        if spec.q_rank:
-            of_queries = NormsSpec(w.device, spec.q_rank, at.eps)
-            self.of_queries = norms.bind(of_queries)
-            capturable = capturable and norms.chosen(of_queries).capturable
-        self.capturable = capturable and holds_k and holds_v
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """Writes the rows' latent keys, then attends."""
-        s, pool = self.spec, run.memory.kv[self.layer]
-        kv, q = self.latent(x, self.norm), self.queries(x, self.norm)
-        if self.q_b is not None and self.q_norm is not None:
-            q = self.q_b(self.of_queries(q, self.q_norm))
-        plain = self.k_b(q.view(len(x), s.n_head, -1)[..., : s.n_plain])
-        rows, angles = run.batch.kv_rows, run.angles[self.rope]
-        q = self.rope_latent(kv, q, plain, self.kv_norm, angles, pool, rows)
-        o = self.attend(q, pool, run.batch)
-        o = o if self.back is None else self.back(o)
-        return self.out(self.v_b(o[..., : s.rank]).flatten(1), residual=residual)
+        s, n, k = (
+            replace(self, rope=self.rope.flagged(f.at.flags)),
+            x.width,
+            self.n_plain + self.rope.n_rot,
+        )
+        h = f.normed(x)
+        kv = f.product(h, "attn_kv_a_mqa.weight", n_out=s.row)
+        if s.q_rank:
+            q = f.product(h, "attn_q_a.weight", n_out=s.q_rank)
+            q = f.norm_apart(q, f.vector("attn_q_a_norm.weight"))
+            q = f.product(q, "attn_q_b.weight", n_out=s.n_head * k)
+        else:
+            q = f.product(h, "attn_q.weight", n_out=s.n_head * k)
+        plain = f.view(q, f".view(-1, {s.n_head}, {k})[..., :{s.n_plain}]", (s.n_head, s.n_plain))
+        plain = f.heads(plain, "attn_k_b.weight", s.rank)
+        pool, norm = f.pool(), f.vector("attn_kv_a_norm.weight")
+        spec, row = s.rope_spec(f.device, f.eps, f.kv), (s.n_head, s.row)
+        given = norm, f.angles(self.rope), pool, f.kv_rows(pool)
+        q = f.op("rope_latent", spec, kv, q, plain, *given, shape=row)
+        attends = s.attend_spec(f.device, f.kv)
+        o = f.op("attend", attends, q, pool, f.batch, shape=(s.n_head, attends.n_value))
+        if turned := f.kv.turned_k(s.row):
+            o = f.op("hadamard", HadamardSpec(f.device, attends.n_value, turned), o, shape=o.shape)
+        o = f.heads(f.view(o, f"[..., :{s.rank}]", (s.n_head, s.rank)), "attn_v_b.weight", s.n_value)
+        return f.add(stream, f.summed(f.flat(o), "attn_output.weight", n))

@@ -30,6 +30,8 @@ from pyspec.models.part import (
     Pass,
     Place,
     Request,
+    Site,
+    Whole,
     column_block,
 )
 from pyspec.models.wants import Want, scale_of
@@ -40,7 +42,7 @@ LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where t
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class Experts(Whole):
     """A feed-forward of experts as data.
 
     n_ff         width of an expert; n_ff_shared that of the shared one, 0 for none
@@ -72,8 +74,6 @@ class Experts:
     router_norm: str = ""
     block: int = 1
     block_shared: int = 1
-    captures_prompts = False  # how many rows an expert gets of a prompt decides how they are multiplied
-    attends = None
 
     def __post_init__(self) -> None:
         if not 0 < self.n_used <= self.n_expert:
@@ -157,7 +157,7 @@ class Experts:
         own, shared = (column_block(at, f"ffn_down_{x}.weight") for x in ("exps", "shexp"))
         return replace(self, block=own, block_shared=shared)
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+    def kernels(self, at: Site, on: LoadTypes) -> Iterator[Request]:
         has_bias = at.has("exp_probs_b.bias")
         yield moe_route, self.route_spec(on.device, at.n_embd, at.eps, has_bias=has_bias)
         if on.streams:
@@ -283,19 +283,13 @@ def _same(x: Tensor) -> Tensor:
 class BoundExperts:
     """experts(n) + shared(n) with n = norm(x)."""
 
-    captures_prompts = False
-    fold = None
-
     def __init__(self, shape: Experts, at: Binding) -> None:
         w = at.weights
         p = at.prefix
         self.shape = shape
         self.leads = w.ranks is None or w.ranks.rank.leads
         self.into: Callable[[Tensor], Tensor] = _same if w.ranks is None else w.ranks.sum
-        self.gives, self.reads = (
-            None if w.ranks is None else self,
-            None,
-        )  # its router reads the stream itself
+        self.gives = None if w.ranks is None else self
         self.norm = self.of_router = at.bound_norm()
         if shape.router_norm:
             scale = w.vector(at.name(shape.router_norm))

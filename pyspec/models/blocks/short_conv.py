@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
-from pyspec.cuda.ops.short_conv.op import short_conv
 from pyspec.cuda.ops.short_conv.ref import ShortConvSpec, flush
 from pyspec.cuda.ops.short_conv.shape import ShortConvShape
+from pyspec.forward.call import Value
+from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Units, each_of
-from pyspec.models.matrices import sum_of
-from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request, column_block
+from pyspec.models.part import Place, Plain, column_block
 from pyspec.models.wants import Want
 from pyspec.slots.memory import STATE
 from pyspec.slots.parts import LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv:
+class ShortConv(Plain):
     """A gated short convolution as data. block: columns of its last matrix that stand together in the file."""
 
     shape: ShortConvShape
     block: int = 1
-    captures_prompts = False  # not tried
-    attends = scratch = None
+    folds = "short_conv", flush
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
@@ -49,32 +42,9 @@ class ShortConv:
         """As of ReadsBlocks."""
         return replace(self, block=column_block(at, "shortconv.out_proj.weight"))
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        yield short_conv, ShortConvSpec(on.device, self.shape)
-        if on.streams:
-            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
-
-    def bind(self, at: Binding) -> BoundShortConv:
-        return BoundShortConv(self.shape, at)
-
-
-class BoundShortConv:
-    """A gated short convolution over the slot's window."""
-
-    captures_prompts = False
-
-    def __init__(self, shape: ShortConvShape, at: Binding) -> None:
-        w = at.weights
-        self.layer, self.norm = at.layer, at.bound_norm()
-        self.proj = w.matrix(at.name("shortconv.in_proj.weight"))
-        self.out = w.summed(at.name("shortconv.out_proj.weight"))
-        self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)
-        self.taps = w.vector(at.name("shortconv.conv.weight"))
-        spec = ShortConvSpec(w.device, shape)
-        self.short_conv, self.capturable = short_conv.bind(spec), short_conv.chosen(spec).capturable
-        self.fold = fuse.folder(self.short_conv, flush)
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        m = self.proj(x, self.norm)
-        y = self.short_conv(m, self.taps, run.memory.states[self.layer], run.batch)
-        return self.out(y, residual=residual)
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        n, spec = self.shape.n_channel, ShortConvSpec(f.device, self.shape)
+        m = f.product(f.normed(x), "shortconv.in_proj.weight", n_out=3 * n)
+        taps = f.vector("shortconv.conv.weight")
+        y = f.op("short_conv", spec, m, taps, f.state, f.batch, shape=(n,))
+        return f.add(stream, f.summed(y, "shortconv.out_proj.weight", x.width))

@@ -6,8 +6,8 @@ The maths of each part is the reference of the op it calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.compressor import BoundCompressor, Compressor
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.part import AttentionShape, Binding, ForwardSize, LoadTypes, Pass, Place, Request
+from pyspec.models.part import AttentionShape, Binding, ForwardSize, Pass, Place, Whole
 from pyspec.models.rope import RopeFlags, turning_dimension
 from pyspec.models.wants import Want
 from pyspec.slots.batch import Batch
@@ -98,7 +98,7 @@ class IndexerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseAttention:
+class SparseAttention(Whole):
     """The mixer as data.
 
     q_rank     width of a row's low-rank query
@@ -108,7 +108,7 @@ class SparseAttention:
     in_pages   keys stand in pages, one row a token, and not in a ring; for blocks without compressed rows
     """
 
-    attends: AttentionShape
+    attends: AttentionShape = field()  # of `Plain` it is a property
     rope: TailRope
     q_rank: int
     n_group: int
@@ -117,7 +117,6 @@ class SparseAttention:
     ratio: int = 0
     indexer: IndexerShape | None = None
     in_pages: bool = False
-    captures_prompts = False  # attention of many rows has counts of the host
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
@@ -162,10 +161,6 @@ class SparseAttention:
         """Heads by the groups of their outputs. All share one key, so each rank has all keys, compressed rows and choices."""
         return replace(self, attends=self.attends.share(n), n_group=self.n_group // n)
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
-        """None: the ops are compiled and checked when they are bound."""
-        return iter(())
-
     def scratch(self, size: ForwardSize) -> int:
         """Heads (the product, attended), and partial sums of kernels."""
         a, x, n_row = self.attends, self.indexer, size.n_row
@@ -201,8 +196,7 @@ class SparseAttention:
 class BoundSparse:
     """The mixer bound to its weights. Implements `WorksForStreams`."""
 
-    captures_prompts = False
-    fold = gives = None
+    gives = None
 
     def __init__(self, spec: SparseAttention, at: Binding) -> None:
         w = at.weights
@@ -241,7 +235,6 @@ class BoundSparse:
             self.sizes.append(x.n_head)
             self.query_sizes[1] = x.n_head * x.dim
         self.first, self.second = (at.weights.matrix(*map(at.name, names)) for names in (first, second))
-        self.reads = (self.first, self.norm)
 
     def _bind_output(self, at: Binding) -> None:
         """The product in groups, and the last one."""

@@ -17,7 +17,7 @@ from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.moe import Experts, stacks_of
-from pyspec.models.part import Binding, ForwardSize, LoadTypes, Pass, Place, Request
+from pyspec.models.part import Binding, ForwardSize, LoadTypes, Pass, Place, Request, Site
 from pyspec.models.wants import Want
 
 TABLE = "ffn_gate_tid2eid.weight"  # the experts of each token
@@ -47,7 +47,7 @@ class StreamExperts(Experts):
             return Experts.scratch(self, size)
         return moe_op.buffer_bytes(self.n_used, self.n_expert, size.n_embd, self.n_ff)
 
-    def requests(self, at: Place, on: LoadTypes) -> Iterator[Request]:
+    def kernels(self, at: Site, on: LoadTypes) -> Iterator[Request]:
         """None: the ops are compiled and checked when they are bound."""
         return iter(())
 
@@ -58,8 +58,7 @@ class StreamExperts(Experts):
 class BoundStreamExperts:
     """experts(n) + shared(n) with n = norm(y). Implements `WorksForStreams`."""
 
-    captures_prompts = False
-    fold = gives = reads = None
+    gives = None
 
     def __init__(self, spec: StreamExperts, at: Binding) -> None:
         w = at.weights

@@ -160,9 +160,9 @@ class OpenAIAnswer(ABC):
         return f"data: {self._open},{inner}}}\n\n".encode()
 
     def _figures(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Timings of a single choice; several choices have their own."""
+        """Timings of the first choice, as in llama-server; several choices have their own, too."""
         done = choices[0].done
-        return measured(done.timings) if len(choices) == 1 and done else {}
+        return measured(done.timings) if done else {}
 
     def _with_figures(
         self,

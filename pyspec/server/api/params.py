@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pyspec.errors import RequestError
-from pyspec.registry import spelt_here
+from pyspec.registry import SUFFIX, spelt_here, split_spec_type
 from pyspec.request import DEFAULT_SAMPLERS, EngineInfo, SamplingParams
 from pyspec.samplers import sampler_of
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, TextBody
@@ -215,13 +215,17 @@ def draft_limit(body: Generate, info: EngineInfo) -> int | None:
     kind = body.spec_type or spec.get("type")
     if wanted is False or kind == "none":
         return 0
-    if kind is not None and spelt_here(kind.removesuffix(",suffix")) not in (info.drafter, "auto"):
-        raise RequestError(
-            f"speculative.type: {kind[:40]!r} is not loaded; this engine drafts with {info.drafter}",
-        )
+    if kind is not None:
+        name, with_suffixes = split_spec_type(kind)
+        asked = {spelt_here(name)} - {"auto", "none"} | ({SUFFIX} if with_suffixes else set())
+        loaded = [info.drafter, *[SUFFIX] * (info.has_suffixes and info.drafter != SUFFIX)]
+        if missing := ", ".join(sorted(asked.difference(loaded))):
+            raise RequestError(
+                f"speculative.type: {missing[:40]!r} is not loaded; this engine drafts with {', '.join(loaded)}",
+            )
     for limit in (body.spec_n_max, spec.get("n_max"), spec.get("k_max")):
         if limit is not None:
-            return limit
+            return limit if limit >= 0 else None
     return None
 
 

@@ -110,8 +110,8 @@ def _check_speculative(value: Any) -> Any:
         raise _bad("speculative is true, false or an object such as {n_max: 4}")
     value = {name: to_integer(each) for name, each in value.items()}
     for name in ("n_max", "k_max"):
-        if name in value and not (is_id(value[name]) and 0 <= value[name] <= 1024):
-            raise _bad(f"speculative.{name} is an integer between 0 and 1024")
+        if name in value and not (is_id(value[name]) and -1 <= value[name] <= 1024):
+            raise _bad(f"speculative.{name} is an integer between -1 (the default) and 1024")
     if "type" in value and not isinstance(value["type"], str):
         raise _bad("speculative.type is a string")
     return value
@@ -181,8 +181,8 @@ Speculative = Annotated[
                 {
                     "type": "object",
                     "properties": {
-                        "n_max": {"type": "integer", "minimum": 0, "maximum": 1024},
-                        "k_max": {"type": "integer", "minimum": 0, "maximum": 1024},
+                        "n_max": {"type": "integer", "minimum": -1, "maximum": 1024},
+                        "k_max": {"type": "integer", "minimum": -1, "maximum": 1024},
                         "type": _STR,
                     },
                 },
@@ -281,7 +281,7 @@ class Generate(Body):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     speculative: Speculative | None = None
-    spec_n_max: Annotated[int, Field(ge=0, le=1024), WHOLE] | None = Field(
+    spec_n_max: Annotated[int, Field(ge=-1, le=1024), WHOLE] | None = Field(
         None, alias="speculative.n_max"
     )
     spec_type: str | None = Field(None, alias="speculative.type")

@@ -45,11 +45,15 @@ def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
             raise RequestError(
                 f"action is {kind[:40]!r}; want save, restore or erase, as in /slots/0?action=save",
             )
-        with service.admitted(service.client_of(request)):
+        client = service.client_of(request)
+        with service.admitted(client):
             raw = await read_body(request, service.settings.limits)
             name = "" if kind == "erase" else file_name(raw, service)
             path = str(Path(service.settings.slot_save_path).absolute() / name) if name else ""
-            action = SlotAction(cast(Literal["save", "restore", "erase"], kind), int(slot), path)
+            action = SlotAction(
+                cast(Literal["save", "restore", "erase"], kind),
+                *(int(slot), path, client, service.salt_of(client)),
+            )
             report = await while_connected(_done(service, action), request.receive)
         return JSON(view(action, name, report))
 

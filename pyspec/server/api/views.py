@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,23 @@ def models_view(service: Service) -> dict[str, Any]:
     named["capabilities"] = ["completion"]
     models = [named | {"details": details}]
     return {"object": "list", "data": [model_view(service)], "models": models}
+
+
+def anthropic_model_view(service: Service) -> dict[str, Any]:
+    """The model as Anthropic's clients read it: those that send `anthropic-version`."""
+    began = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": service.model, "display_name": service.model, "created_at": began}
+
+
+def anthropic_models_view(service: Service) -> dict[str, Any]:
+    """`/v1/models`, a page of Anthropic's list."""
+    name = service.model
+    return {
+        "data": [anthropic_model_view(service)],
+        "has_more": False,
+        "first_id": name,
+        "last_id": name,
+    }
 
 
 def props_view(service: Service) -> dict[str, Any]:
@@ -123,6 +141,12 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
         params = settings_dict(slot.params, info.eog_ids)
         view["params"] = params | {"speculative.types": info.drafter}
     return view
+
+
+def of_another(slot: SlotInfo) -> SlotInfo:
+    """What a client sees of a slot that another one uses."""
+    given = {name: getattr(slot, name) for name in ("slot", "n_ctx", "is_processing", "speculative")}
+    return SlotInfo(**given)
 
 
 def _task_number(request: str) -> int:

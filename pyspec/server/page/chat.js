@@ -167,6 +167,7 @@ $('colour').addEventListener('change', () => {
 });
 $('new').addEventListener('click', () => { start(); drawAll(); $('text').focus(); });
 $('chats').addEventListener('change', () => { chat = chats.find(c => c.id === $('chats').value) ?? chat; list(); drawAll(); });
+$('save').addEventListener('click', download);
 $('delete').addEventListener('click', () => {
   if (running?.chat === chat) running.controller.abort();
   chats = chats.filter(c => c !== chat);

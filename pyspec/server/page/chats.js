@@ -45,3 +45,13 @@ function retitle() {
   list();
   save();
 }
+
+// The open conversation as a file of Markdown.
+function download() {
+  const text = chat.turns.map(turn => '## ' + turn.role + '\n\n' + turn.content + '\n').join('\n');
+  const link = make('a', '');
+  link.href = URL.createObjectURL(new Blob([text], {type: 'text/markdown'}));
+  link.download = chat.title.replace(/[^\p{L}\p{N} .-]/gu, '_') + '.md';
+  link.click();
+  URL.revokeObjectURL(link.href);
+}

@@ -1,5 +1,5 @@
-// Markdown as models write it, to DOM nodes: headings, lists, quotes, tables, rules, code, emphasis, strikethrough, links. An unclosed
-// mark counts as text, so that a growing answer can be shown.
+// Markdown as models write it, to DOM nodes: headings, lists, quotes, tables, rules, code, emphasis, strikethrough, links. Line breaks stay
+// (style.css). An unclosed mark counts as text, so that a growing answer can be shown.
 
 const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]*)\]\((https?:\/\/[^\s)]+)\)|~~(?=\S)([\s\S]*?\S)~~/;
 
@@ -60,7 +60,7 @@ function listOf(lines, i) {
     const match = LINE.test(lines[i]) ? null : BULLET.exec(lines[i]);
     if (!match) {
       if (!lines[i].trim() || !/^\s+/.test(lines[i]) || !list.lastChild) break;
-      list.lastChild.append(' ', inline(lines[i].trim(), make('span', '')));
+      list.lastChild.append('\n', inline(lines[i].trim(), make('span', '')));
       i += 1;
     } else if (match[1].length > indent.length + 1 && list.lastChild) {
       const [node, end] = listOf(lines, i);

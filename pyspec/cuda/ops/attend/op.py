@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.op import Ask, Impl, Op
 from pyspec.cuda.ops.attend import cpu as attend_cpu
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.cases import Case, make, worst
-from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt
+from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, takes_prompts, with_prompts
 from pyspec.cuda.ops.attend.ref import Attend
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.kv_types import F8, Q4_0, Q8_0
@@ -49,6 +50,18 @@ def shapes(device: torch.device) -> list[attend_ref.AttendSpec]:
     return whole + [replace(whole[0], kv=kv) for kv in few_bits] + latent
 
 
+def also(spec: attend_ref.AttendSpec) -> Iterator[Ask]:
+    """The library, which takes prompts (`prompt.py`)."""
+    if spec.device.type == "cuda" and not spec.has_sinks and not spec.n_value:
+        yield attend_prompt, spec
+        yield attend_blocks, spec
+
+
+def beside(launch: Attend, spec: attend_ref.AttendSpec) -> Attend:
+    """With the library for prompts; keys that are values are no keys of it."""
+    return launch if spec.n_value else with_prompts(launch, spec)
+
+
 attend: Op[attend_ref.AttendSpec, Attend] = Op(
     "attend",
     Impl("torch", attend_ref.bind),
@@ -62,6 +75,9 @@ attend: Op[attend_ref.AttendSpec, Attend] = Op(
     check,
     guard=attend_ref.GUARD,
     shapes=shapes,
+    beside=beside,
+    also=also,
+    holds_prompts=takes_prompts,
 )
 
 OPS = (attend, attend_prompt, attend_blocks)

@@ -10,14 +10,14 @@ from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.norms.ref import GUARD, Norms, NormsSpec
-from pyspec.cuda.ops.rows.cuda import BLOCKED, TALL, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import BLOCKED, TALL, RowsLaunch, aligned
 from pyspec.cuda.ops.rows.ref import Norm
 
 OP_ID = GUARD.number
 MAX_THREADS = 512  # as rows.cu's, so that squares have one order
 MAX_COLUMNS = 16384  # eight times 4 columns in each thread's registers
 MAX_INTO = 8192  # of rows that also go to the next product
-ARGS, INTO_ARGS = "ppp" + "pppp" + "lif" + "pf" + "p", "pf" + "ppp" + "if"
+ARGS, INTO_ARGS = "ppp" + "pppp" + "lllif" + "pf" + "p", "pf" + "ppp" + "if"
 MAX_ROWS = 1 << 30
 ALONE = np.int64(0), np.float32(1.0)  # nothing is added
 OFF = 1e-5  # of a row, relative to its size: another order of sums
@@ -145,16 +145,20 @@ class NormsLaunch:
     ) -> None:
         """Rows of the first input, then of the second; `step` is the distance of rows in both outputs. after: what is added to the first
         ones, and then multiplies them."""
-        for x, weight in (first[:2], second[:2]):
+        given: list[Arg] = []
+        steps = [np.int64(0), np.int64(0), np.int64(step)]
+        for i, (x, weight, *to) in enumerate((first, second)):
             if isinstance(x, Tensor) and isinstance(weight, Tensor):
+                x = aligned(x)
                 assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (
                     self.n,
                 )
-                assert x.is_contiguous() and weight.is_contiguous()
-                assert x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+                assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
+                steps[i] = np.int64(x.stride(0))
+            given += [x, weight, *to]
         assert n_first + n_second <= MAX_ROWS
         if n_first + n_second:
-            args = (*first, *second, np.int64(step), np.int32(n_first), self.eps, *after, self.fault)
+            args = (*given, *steps, np.int32(n_first), self.eps, *after, self.fault)
             kernel = self.kernel if kernel is None else kernel
             kernel.launch((n_first + n_second,), self.threads, (*args, *more), overlap=self.overlap)
 
@@ -183,11 +187,12 @@ def _apart(got: Tensor, want: Tensor) -> float:
 
 
 def check(launch: Norms, reference: Norms, spec: NormsSpec) -> str | None:
-    """Each of the four, from one row on; a row comes out the same wherever it goes."""
+    """Each of the four, from one row on, the first input a part of wider rows; a row comes out the same wherever it goes."""
     gen = torch.Generator().manual_seed(0)
     weights = [(1 + 0.1 * torch.randn(spec.n, generator=gen)).to(spec.device) for _ in range(2)]
     for n_row in (1, 9):
-        a, b = (rows_of(n_row, spec.n, gen).to(spec.device) for _ in range(2))
+        wide, b = (rows_of(n_row, spec.n + more, gen).to(spec.device) for more in (16, 0))
+        a = wide[:, 8 : 8 + spec.n]
         rows = torch.randint(0, n_row, (5,), generator=gen).to(spec.device)
         alone, (all_rows, some) = launch(a, weights[0]), launch.picked(a, weights[0], rows)
         pair, want = (

@@ -1,6 +1,6 @@
 // norms: RMSNorm or LayerNorm of rows that stay f32. Meaning: norms_ref.py.
 //
-//   x, x2            [row, COLUMNS]   f32   two inputs, or one twice
+//   x, x2            [row, COLUMNS]   f32   two inputs, or one twice; rows `x_step` and `x2_step` elements apart
 //   weight, weight2  [COLUMNS]        f32
 //   out, out2        [row, COLUMNS]   f32   rows `step` elements apart
 //   rows             [row of out2]    i64   which of x2's go to out2; null: all in their order. Of the batch's layout
@@ -41,7 +41,7 @@ __device__ __forceinline__ float summed(float stream, float y, float factor) { r
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     norms(const float* x, const float* weight, float* out, const float* x2, const float* weight2, float* out2,
-          const i64* rows, i64 step, int n_row, float eps, const float* stream, float factor, int* fault
+          const i64* rows, i64 x_step, i64 x2_step, i64 step, int n_row, float eps, const float* stream, float factor, int* fault
 #if INTO
           , const float* next_weight, float next_eps, u16* blocks, float* block_sums, float* powers, int pad, float power
 #endif
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
   wait_for_predecessor();
 
-  const float4* const own = reinterpret_cast<const float4*>((is_first ? x : x2) + from * COLUMNS);
+  const float4* const own = reinterpret_cast<const float4*>(is_first ? x + from * x_step : x2 + from * x2_step);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     const int quad = i * THREADS + threadIdx.x;

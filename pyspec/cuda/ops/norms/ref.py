@@ -29,7 +29,8 @@ class NormsSpec:
 
 
 class Norms(Protocol):
-    """The launch that the op binds. Rows x [row, n] f32, a weight [n] f32; a norm's bits depend on its row alone."""
+    """The launch that the op binds. Rows x [row, n] f32, which may be parts of wider rows, a weight [n] f32; a norm's bits depend on its
+    row alone."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[row, n] f32."""

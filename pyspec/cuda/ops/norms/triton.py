@@ -67,12 +67,13 @@ class NormsTriton:
 
         for x, weight in (first[:2], second[:2]):
             assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (self.n,)
-            assert x.is_contiguous() and weight.is_contiguous()
+            assert x.stride(1) == 1 and weight.is_contiguous()
         n_first = first[0].shape[0]
         if n_first + n_second:
             picks = self.fault if rows is None else rows
             stream, factor = after or (first[0], 1.0)
-            args = (*first, *second, picks, stream, self.fault, step, n_first, self.eps, factor)
+            steps = first[0].stride(0), second[0].stride(0), step
+            args = (*first, *second, picks, stream, self.fault, *steps, n_first, self.eps, factor)
             constants = {**self.constants, "PICKS": rows is not None, "ADDS": after is not None}
             tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps)
 

@@ -9,11 +9,11 @@ from pyspec.cuda.tri_guards import kernel, report
 
 @kernel
 def norms(
-    x, weight, out, other, other_weight, other_out, rows, stream, fault, step, n_row, eps, factor,
+    x, weight, out, other, other_weight, other_out, rows, stream, fault, x_step, other_step, step, n_row, eps, factor,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr, LAYER: tl.constexpr, PICKS: tl.constexpr, ADDS: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of out, then of other_out), which lie `step` apart. PICKS: `rows` says which of the other input's. ADDS: `stream` is
-    added to the rows of out, which `factor` then multiplies."""
+    """Grid (rows of out, then of other_out), which lie `step` apart, those of x and other `x_step` and `other_step`. PICKS: `rows` says which
+    of the other input's. ADDS: `stream` is added to the rows of out, which `factor` then multiplies."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDE)
     is_column, is_first = column < COLUMNS, program < n_row
@@ -28,10 +28,10 @@ def norms(
                 )
                 own = own * 0
     if is_first:
-        y = tl.load(x + own * COLUMNS + column, mask=is_column, other=0.0)
+        y = tl.load(x + own * x_step + column, mask=is_column, other=0.0)
         w = tl.load(weight + column, mask=is_column, other=0.0)
     else:
-        y = tl.load(other + own * COLUMNS + column, mask=is_column, other=0.0)
+        y = tl.load(other + own * other_step + column, mask=is_column, other=0.0)
         w = tl.load(other_weight + column, mask=is_column, other=0.0)
     if LAYER:
         y = tl.where(is_column, y - tl.sum(y, 0) / COLUMNS, 0.0)

@@ -1,9 +1,10 @@
-"""The drafter beside a target in its repository: the chosen file, and the reasons against the others."""
+"""A model as it was named, and the drafter beside it in its repository: the chosen file, and the reasons against the others."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,39 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEHIND_MTP = ("dspark", "eagle3")  # kinds that give way to MTP
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model's name: of the catalogue (`model`, perhaps with a colon and a quantisation), or of a repository (`repo`, likewise, or with
+    the name of a `file`)."""
+
+    model: str = ""
+    repo: str = ""
+    file: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it leaves the quantisation to pyspec."""
+        return not self.file and ":" not in (self.model or self.repo)
+
+    @property
+    def repository(self) -> str:
+        """Its repository; "" for a local file."""
+        from pyspec.catalog import find
+
+        entry = find(self.model) if self.model else None
+        if entry is not None and entry.target is not None:
+            return entry.target.repo
+        from pyspec.hub import split_name
+
+        return split_name(self.repo)[0] if self.repo else ""
+
+    def with_quant(self, quant: str) -> str:
+        """The argument for another quantisation."""
+        return (
+            f"{self.model.partition(':')[0]}:{quant}" if self.model else f"-hf {self.repository}:{quant}"
+        )
 
 
 def find_sidecar(name: str, file: str, target: str, spec_type: str) -> str:

@@ -1,0 +1,106 @@
+"""What a controller has learned, kept in the cache folder for the next start of the same model, drafter, machine and settings.
+
+It holds how common levels of acceptance are, and the times of rounds and drafts by size. It is an estimate and decides how much is drafted,
+never a text. A file that is damaged, of another version or of anything else is not read, and the next one takes its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyspec import __version__
+from pyspec.cache import cache_root, write_json
+from pyspec.cuda.machine import machine
+from pyspec.engine.plan.describe import Description
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.timer import Timer
+
+log = logging.getLogger(__name__)
+
+LEAST = 128  # rounds that are worth a file
+MOST_FILES, MOST_BYTES = 64, 1 << 20  # in the folder, and of a file
+MOST_MS, MOST_SIZE = 1e6, 1 << 20  # of a round that is believed, and of its rows
+
+
+class LearnedDrafting:
+    """Reads the file into a controller, and writes it. Nothing is raised: without the file a start learns as the first one did."""
+
+    def __init__(self, controller: Controller, key: dict[str, Any]) -> None:
+        self.controller, self.key = controller, json.loads(json.dumps(key, default=str))
+        name = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:40]
+        self.path, self._n_kept = cache_root() / "learned" / f"{name}.json", controller.n_round
+
+    @classmethod
+    def of(cls, d: Description, controller: Controller) -> LearnedDrafting | None:
+        """None where nothing may be kept: without a warm-up an engine starts bare, and made-up acceptance teaches nothing."""
+        s = d.settings
+        if not s.warm_up or s.synth_len or s.synth_rates or not d.draft.needs.n_draft:
+            return None
+        files = [*d.file.paths, *(d.draft.file.paths if d.draft.file is not None else ())]
+        about = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        versions = (__version__, torch.__version__)
+        return cls(
+            controller,
+            {"versions": versions, "files": about, "settings": asdict(s), "kind": d.draft.kind}
+            | asdict(machine(d.device)),
+        )
+
+    def recall(self) -> None:
+        """Begin with what was learned. Call it behind the warm-up."""
+        try:
+            if self.path.stat().st_size > MOST_BYTES:
+                raise ValueError("it is too large")
+            kept = json.loads(self.path.read_text())
+            if kept["key"] != self.key:
+                raise ValueError("it is of another start")
+            times = [_times(kept[name]) for name in ("verify_ms", "draft_ms")]
+            texts = _numbers(kept["acceptance"])
+            self.controller.texts.recall(texts)  # refuses what can not be
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            log.debug("what %s has learned is not read: %s", self.path, e)
+            return
+        for timer, known in zip(self._timers, times, strict=True):
+            timer.recall(known)
+        log.info("drafts begin with what an earlier start has learned of this model and drafter")
+
+    @property
+    def _timers(self) -> tuple[Timer, Timer]:
+        return self.controller.verify_ms, self.controller.draft_ms
+
+    def keep(self) -> None:
+        """Write what is known now, if there is something new. On the engine's thread."""
+        if self.controller.n_round - self._n_kept < LEAST:
+            return
+        self._n_kept = self.controller.n_round
+        verify, draft = self._timers
+        content = {"key": self.key, "verify_ms": verify.known(), "draft_ms": draft.known()}
+        write_json(self.path, content | {"acceptance": self.controller.texts.known()})
+        try:
+            files = sorted(self.path.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for path in files[:-MOST_FILES]:
+                path.unlink(missing_ok=True)
+        except OSError as e:
+            log.debug("old files in %s stay: %s", self.path.parent, e)
+
+
+def _times(kept: dict[str, float]) -> dict[int, float]:
+    times = {int(size): float(ms) for size, ms in kept.items()}
+    if not all(0 < size <= MOST_SIZE and 0 < ms < MOST_MS for size, ms in times.items()):
+        raise ValueError("a time can not be")
+    return times
+
+
+def _numbers(kept: dict[str, list[float]]) -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
+    found = {str(name): np.array(values, np.float64) for name, values in kept.items()}
+    if not all(np.isfinite(values).all() for values in found.values()):
+        raise ValueError("a number is not finite")
+    return found

@@ -1,0 +1,200 @@
+"""Lowering: a block's program becomes one plain function over its launches and weights, which every device runs.
+
+The function is written as text, one line a call, and compiled. Blocks of one form share the compiled text. A value ends with the
+line that reads it last, so its memory serves the next calls. Called on batches it runs eagerly; CUDA graphs capture it, and recordings of a CPU take its
+calls (`cuda/graph.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyspec.cpu.tensors import add, gelu_times, scaled, side_by_side, times_rows
+from pyspec.cuda import fuse
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.rows.ref import (
+    RELU2,
+    GroupNorm,
+    HeadGate,
+    HeadNorm,
+    Norm,
+    Prep,
+    head_power,
+    norm_power,
+)
+from pyspec.forward import rewrite
+from pyspec.forward.call import Call, Given, Program, Value, Weight
+
+HELPERS = {
+    "add": add,
+    "side_by_side": side_by_side,
+    "times_rows": times_rows,
+    "gelu_times": gelu_times,
+    "scaled": scaled,
+    "HeadNorm": HeadNorm,
+    "HeadGate": HeadGate,
+    "GroupNorm": GroupNorm,
+    "then": fuse.then,
+}
+
+
+class Sources(Protocol):
+    """Where launches, weights and what a forward brings come from."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def weight(self, weight: Weight) -> Any: ...
+    def launch(self, op: str, spec: Any) -> Any: ...
+    def called(self, op: str, spec: Any) -> Any:
+        """The launch, joined with those of other ops where the op says so."""
+        ...
+
+    def norm(self, weight: Weight, eps: float) -> Norm: ...
+    def part(self, spec: Any) -> Any:
+        """A part that is one call, bound."""
+        ...
+
+    def added_norm(self, call: Call) -> Any:
+        """What runs a sum with a norm before it, for which `fuse.added` may prepare the rows of its reader."""
+        ...
+
+    def few(self, bias: Weight) -> Tensor | None: ...
+    def given(self, x: Given) -> str:
+        """What reads it of the forward's argument `run`."""
+        ...
+
+
+def few_biased(
+    product: Callable[..., Tensor], bias: Tensor, few: Tensor, x: Tensor, prep: Prep | None
+) -> Tensor:
+    """product(prep(x)) + bias. few: the biases repeated for some rows."""
+    if x.shape[0] <= len(few):
+        return product(x, prep, few[: x.shape[0]])
+    return add(product(x, prep), bias)
+
+
+class Text:
+    """The text of a program's function, and the objects that it names."""
+
+    def __init__(self, program: Program, sources: Sources) -> None:
+        self.sources = sources
+        self.names: dict[int, str] = {}
+        self.objects: dict[str, Any] = dict(HELPERS)
+        self.given: dict[Given, str] = {}
+        self.lines: list[str] = []
+        inputs = ", ".join(self._named(v) for v in program.inputs)
+        last = {id(v): i for i, call in enumerate(program.calls) for v in call.reads()}
+        for i, call in enumerate(program.calls):
+            self._line(call)
+            ends = [v for v in {id(v): v for v in call.reads()}.values() if last[id(v)] == i]
+            ends += [v for v in call.outputs if id(v) not in last and v is not program.output]
+            gone = [self.names[id(v)] for v in ends if v not in program.inputs]
+            if gone:
+                self.lines.append(f"del {', '.join(gone)}")
+        self.lines.append(f"return {self.names[id(program.output)]}")
+        self.text = f"def forward({inputs}, run):\n " + "\n ".join(self.lines)
+
+    def function(self) -> Callable[..., Tensor]:
+        exec(_compiled(self.text), self.objects)
+        made: Callable[..., Tensor] = self.objects["forward"]
+        return made
+
+    def _named(self, value: Value) -> str:
+        return self.names.setdefault(id(value), f"v{len(self.names)}")
+
+    def _object(self, x: Any) -> str:
+        name = f"c{len(self.objects)}"
+        self.objects[name] = x
+        return name
+
+    def _line(self, call: Call) -> None:
+        text = self._call(call)
+        made = ", ".join(map(self._named, call.outputs))
+        self.lines.append(f"{made} = {text}" if made else text)
+
+    def _arg(self, x: Any) -> str:
+        if isinstance(x, Value):
+            return self.names[id(x)]
+        if isinstance(x, Call):
+            return self._prep(x)
+        if isinstance(x, Given):
+            return self._given(x)
+        if isinstance(x, tuple):
+            return f"({''.join(f'{self._arg(one)}, ' for one in x)})"
+        if x is None or isinstance(x, int | float | bool):
+            return repr(x)
+        return self._object(self.sources.weight(x) if isinstance(x, Weight) else x)
+
+    def _given(self, x: Given) -> str:
+        if x not in self.given:
+            self.given[x] = f"g{len(self.given)}"
+            self.lines.append(f"{self.given[x]} = {self.sources.given(x)}")
+        return self.given[x]
+
+    def _args(self, call: Call) -> str:
+        more = [f"{name}={self._arg(x)}" for name, x in call.more.items()]
+        return ", ".join([*map(self._arg, call.inputs), *more])
+
+    def _call(self, call: Call) -> str:
+        if call.op == "view":
+            return f"{self._arg(call.inputs[0])}{call.spec}"
+        if call.op in rewrite.PREPARES:
+            if call.op == "norm":
+                spec = NormsSpec(self.sources.device, call.output.width, call.spec.eps)
+                return f"{self._object(self.sources.launch('norms', spec))}({self._args(call)})"
+            return f"{self._prep(call)}({self._arg(call.inputs[0])})"
+        if call.op == "biased":
+            matrix, (x, prep, bias) = self.sources.weight(call.spec), call.inputs
+            few = self.sources.few(bias)
+            assert few is not None, "asked by the rule"
+            both = partial(few_biased, matrix, self.sources.weight(bias), few)
+            return f"{self._object(both)}({self._arg(x)}, {self._arg(prep)})"
+        if call.op in ("product", "unfinished"):
+            matrix = self._object(self.sources.weight(call.spec))
+            x, prep, residual = map(self._arg, call.inputs)
+            if call.op == "unfinished":
+                return f"{matrix}.unfinished({x}, {prep})"
+            return f"{matrix}({x}, {prep}" + (")" if residual == "None" else f", {residual})")
+        if call.op == "then":
+            launch, prep, residual = call.inputs
+            runs = self._object(self.sources.launch(launch.op, launch.spec))
+            given = self._arg(launch.inputs)
+            matrix = self._object(self.sources.weight(call.spec))
+            return f"then({runs}, {given}, {matrix}, {self._arg(prep)}, {self._arg(residual)})"
+        if call.op in HELPERS:
+            return f"{call.op}({self._args(call)})"
+        if isinstance(call.spec, Weight):
+            return f"{self._object(self.sources.weight(call.spec))}({self._args(call)})"
+        if call.op == "part":
+            return f"{self._object(self.sources.part(call.spec))}({self._args(call)}, run)"
+        if call.op == "norms.added":
+            return f"{self._object(self.sources.added_norm(call))}({self._args(call)})"
+        op, _, method = call.op.partition(".")
+        launch = self.sources.called(op, call.spec)
+        return f"{self._object(getattr(launch, method) if method else launch)}({self._args(call)})"
+
+    def _prep(self, call: Call) -> str:
+        """What `pyspec.cuda.ops.rows` calls a preparation."""
+        eps, (_, *given) = call.spec.eps, call.inputs
+        if call.op == "norm":
+            return self._object(self.sources.norm(given[0], eps))
+        if call.op == "relu2":
+            return self._object(RELU2)
+        if call.op == "head_gate":
+            return f"HeadGate({self._arg(given[0])})"
+        weight = self.sources.weight(given[0])
+        args = f"{self._object(weight)}, {eps!r}, {self._arg(given[1])}"
+        if call.op == "head_norm":
+            return f"HeadNorm({args}, {head_power(weight)!r})"
+        return f"GroupNorm({args}, {given[2]}, {norm_power(weight)!r})"
+
+
+@cache
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<forward of a block>", "exec")

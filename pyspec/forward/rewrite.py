@@ -1,0 +1,156 @@
+"""Rules: several calls of a program become one that a launch can do at once. Each rule keeps the program's result.
+
+Rules of the first list hold for every device. Those of the second ask the launches that a block is bound to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pyspec.cuda import fuse
+from pyspec.forward.call import Call, Program, Value, Weight
+
+PREPARES = ("norm", "head_norm", "group_norm", "head_gate", "relu2")
+
+
+class Launches(Protocol):
+    """What the calls of a program run as."""
+
+    def weight(self, weight: Weight) -> Any: ...
+    def launch(self, op: str, spec: Any) -> Any: ...
+    def few(self, bias: Weight) -> Any: ...
+
+
+def rows_into_products(program: Program) -> None:
+    """A norm, gate or activation that only products read is done by them, on the way to their rows."""
+    for prep in [call for call in program.calls if call.op in PREPARES]:
+        readers = program.readers(prep.output)
+        fits = all(c.op == "product" and c.inputs[:2] == (prep.output, None) for c in readers)
+        if prep.output is program.output or not readers or not fits:
+            continue
+        inner = Call(prep.op, prep.spec, (None, *prep.inputs[1:]), ())  # of its reader's rows
+        for product in readers:
+            product.inputs = (prep.inputs[0], inner, product.inputs[2])
+        program.calls.remove(prep)
+
+
+def sums_into_products(program: Program) -> None:
+    """A stream is added by the product whose output alone it is added to."""
+    for add in [call for call in program.calls if call.op == "add"]:
+        stream, y = add.inputs
+        product = program.maker(y)
+        if product is None or product.op != "product" or product.inputs[2] is not None:
+            continue
+        if (
+            product.spec.kind == "gated"
+            or not program.read_once(y)
+            or not _before(program, stream, product)
+        ):
+            continue
+        product.inputs, product.outputs = (*product.inputs[:2], stream), add.outputs
+        program.calls.remove(add)
+
+
+def sums_into_norms(program: Program) -> None:
+    """A stream, which others read, too, is added by the norm behind a part, and multiplied with a factor."""
+    for add in [call for call in program.calls if call.op == "add"]:
+        stream, y = add.inputs
+        norm = program.maker(y)
+        if norm is None or norm.op != "norms" or not program.read_once(y):
+            continue
+        if program.read_once(stream) or not _before(program, stream, norm):
+            continue
+        norm.op, norm.inputs, norm.outputs = "norms.added", (*norm.inputs, stream), add.outputs
+        program.calls.remove(add)
+        (scale,) = program.readers(norm.output)[:1] or (None,)
+        if scale is not None and scale.op == "scaled" and program.read_once(norm.output):
+            norm.inputs, norm.outputs = (*norm.inputs, scale.inputs[1]), scale.outputs
+            program.calls.remove(scale)
+
+
+def _before(program: Program, x: Any, call: Call) -> bool:
+    """Whether x is made before this call; weights are not summed in products."""
+    if not isinstance(x, Value):
+        return False
+    maker = program.maker(x)
+    return maker is None or program.calls.index(maker) < program.calls.index(call)
+
+
+def activations_into_products(program: Program, bound: Launches) -> None:
+    """The last step of a gated product may be left to the preparation of the next product's rows."""
+    for product in [call for call in program.calls if call.op == "product"]:
+        first = program.maker(product.inputs[0])
+        if first is None or first.op != "product" or product.inputs[1] is not None:
+            continue
+        if not program.read_once(first.output):
+            continue
+        if not fuse.leaves_rest(bound.weight(first.spec)):
+            continue
+        left = Value(())
+        first.op, first.outputs = "unfinished", (first.output, left)
+        product.inputs = (product.inputs[0], left, product.inputs[2])
+
+
+def sums_of_few_rows(program: Program, bound: Launches) -> None:
+    """The biases of a product go with it as the residual of its few rows, which saves a launch of its own, where kernels are a GPU's."""
+    for add in [call for call in program.calls if (call.op, call.spec) == ("add", "few")]:
+        y, bias = add.inputs
+        product = program.maker(y)
+        if product is None or product.op != "product":
+            continue
+        if product.inputs[2] is not None or not program.read_once(y) or bound.few(bias) is None:
+            continue
+        product.op, product.inputs, product.outputs = "biased", (*product.inputs[:2], bias), add.outputs
+        program.calls.remove(add)
+
+
+def rows_from_launches(program: Program, bound: Launches) -> None:
+    """Of few rows, a launch writes the rows of the product that reads its heads, prepared."""
+    for product in [call for call in program.calls if call.op == "product"]:
+        prep, flat = product.inputs[1], program.maker(product.inputs[0])
+        if not isinstance(prep, Call) or prep.op != "head_norm" or flat is None:
+            continue
+        launch = program.maker(flat.inputs[0])
+        if (flat.op, flat.spec) != ("view", ".flatten(1)") or launch is None or launch.op == "view":
+            continue
+        if not program.read_once(flat.output) or not program.read_once(launch.output):
+            continue
+        runs = bound.launch(launch.op, launch.spec)
+        if fuse.writes_rows_of(runs, bound.weight(product.spec)):
+            product.op, product.inputs = "then", (launch, *product.inputs[1:])
+            program.calls.remove(flat)
+            program.calls.remove(launch)
+
+
+def weights_ahead(program: Program, bound: Launches) -> None:
+    """A launch fetches the weights of the product that reads its output."""
+    for product in [call for call in program.calls if call.op == "product"]:
+        launch = program.maker(product.inputs[0])
+        while launch is not None and launch.op in ("view", "hadamard"):
+            launch = program.maker(launch.inputs[0])
+        if launch is not None and launch.op in FETCH:
+            runs = bound.launch(launch.op, launch.spec)
+            launch.more |= fuse.read_next(runs, bound.weight(product.spec))
+
+
+FETCH = ("attend", "mamba2")
+
+EVERYWHERE: tuple[Callable[[Program], None], ...] = (
+    rows_into_products,
+    sums_into_products,
+    sums_into_norms,
+)
+BOUND: tuple[Callable[[Program, Launches], None], ...] = (
+    activations_into_products,
+    sums_of_few_rows,
+    rows_from_launches,
+    weights_ahead,
+)
+
+
+def plain(program: Program) -> Program:
+    """The program after the rules that hold everywhere."""
+    for rule in EVERYWHERE:
+        rule(program)
+    return program

@@ -1,0 +1,206 @@
+"""Tracing: a block's function runs once on symbolic values, and what it calls becomes a program. No weights are read, and no device is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.forward.call import Call, Given, Program, Value, Weight
+from pyspec.slots.kv import KvFormat
+
+
+class Site(Protocol):
+    """Where a block stands: what its function may ask before anything is read.
+
+    norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed
+    layer  the number of its memory
+    flags  what changes the model's ropes
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def kv(self) -> KvFormat: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def norm(self) -> str: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def flags(self) -> Any: ...
+    @property
+    def n_rank(self) -> int: ...
+
+    def has(self, tensor: str) -> bool: ...
+    def behind(self, norm: str) -> Self:
+        """The same with another norm."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrepSpec:
+    """A norm, gate or activation of rows: eps of norms, and columns of a head or group, 0 where it takes whole rows."""
+
+    eps: float
+    dim: int
+
+
+class Forward:
+    """The calls of a block's function so far. Its methods are what functions call.
+
+    A function says what is computed, one step after the other; which of the steps run as one launch is decided by rules (`rewrite.py`).
+    """
+
+    def __init__(self, at: Site, calls: list[Call] | None = None) -> None:
+        self.at, self.device, self.eps, self.kv = at, at.device, at.eps, at.kv
+        self.calls: list[Call] = [] if calls is None else calls
+
+    def behind(self, norm: str) -> Forward:
+        """The same for a part whose rows come behind this norm; "": they come normed."""
+        return Forward(self.at.behind(norm), self.calls)
+
+    def op(self, op: str, spec: Any, *inputs: Any, shape: tuple[int, ...], **more: Any) -> Value:
+        """A call of an op, or of a method of its launch ("norms.paired"). shape: of a row of its result."""
+        made = Value(shape)
+        self.calls.append(Call(op, spec, inputs, (made,), more))
+        return made
+
+    # -- things that are there ---------------------------------------------------------------------------------
+
+    def vector(self, name: str) -> Weight:
+        """A small tensor, in f32."""
+        return Weight("vector", (name,))
+
+    def read(self, read: Callable[..., Any], *names: str, **how: Any) -> Weight:
+        """What a function of the weights makes of tensors: read(Weights, *whole names, **how)."""
+        return Weight(read, names, tuple(how.items()))
+
+    def optional(self, name: str) -> Weight | None:
+        """The same; None if the file has none."""
+        return self.vector(name) if self.at.has(name) else None
+
+    @property
+    def batch(self) -> Given:
+        return Given("batch")
+
+    @property
+    def state(self) -> Given:
+        """The block's recurrent memory."""
+        return Given("state", self.at.layer)
+
+    def pool(self, layer: int | None = None) -> Given:
+        """Keys and values of a layer, the block's own unless another is named."""
+        return Given("pool", self.at.layer if layer is None else layer)
+
+    def placed(self, pool: Given) -> Given:
+        """The batch with the rows and pages that it has in a pool."""
+        return Given("placed", pool.place)
+
+    def kv_rows(self, pool: Given) -> Given:
+        """The rows of a pool that the batch's rows have."""
+        return Given("kv_rows", pool.place)
+
+    def angles(self, rope: Any, *, is_near: bool = False) -> Given:
+        return Given("angles", (rope, is_near))
+
+    def queries(self, rope: Any, *, is_near: bool = False) -> Given:
+        """What a rope's queries are multiplied with."""
+        return Given("queries", (rope, is_near))
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def normed(self, x: Value) -> Value:
+        """x behind the block's norm, or as it is where rows come normed."""
+        return self.norm(x, self.vector(f"{self.at.norm}.weight")) if self.at.norm else x
+
+    def norm(self, x: Value, weight: Weight) -> Value:
+        return self._prep("norm", x, weight)
+
+    def norm_apart(self, x: Value, weight: Weight) -> Value:
+        """A norm with a launch of its own."""
+        return self.op("norms", NormsSpec(self.device, x.width, self.eps), x, weight, shape=x.shape)
+
+    def relu2(self, x: Value) -> Value:
+        return self._prep("relu2", x)
+
+    def head_norm(self, x: Value, weight: Weight, gate: Value, dim: int) -> Value:
+        """RMSNorm of each head of x [row, head * dim], times silu(gate)."""
+        return self._prep("head_norm", x, weight, gate, dim=dim)
+
+    def group_norm(self, x: Value, weight: Weight, gate: Value, n_group: int) -> Value:
+        """RMSNorm of x * silu(gate) in groups, times weight."""
+        return self._prep("group_norm", x, weight, gate, n_group, dim=x.width // n_group)
+
+    def head_gate(self, x: Value, gate: Value) -> Value:
+        """x [row, head * dim] * sigmoid(gate [row, head, dim])"""
+        return self._prep("head_gate", x, gate, dim=gate.shape[-1])
+
+    def _prep(self, op: str, x: Value, *inputs: Any, dim: int = 0) -> Value:
+        return self.op(op, PrepSpec(self.eps, dim), x, *inputs, shape=(x.width,))
+
+    def add(self, x: Value | None, y: Value) -> Value:
+        """x + y; y alone if there is no x."""
+        return y if x is None else self.op("add", None, x, y, shape=y.shape)
+
+    def scaled(self, x: Value, factor: float | Weight) -> Value:
+        return x if factor == 1.0 else self.op("scaled", None, x, factor, shape=x.shape)
+
+    def side_by_side(self, *parts: Value) -> Value:
+        return self.op("side_by_side", None, parts, shape=(sum(x.width for x in parts),))
+
+    def biased(self, x: Value, bias: Weight | None, *, few: bool = False) -> Value:
+        """x + a vector, if there is one. few: of few rows the product that makes x may add it (`rewrite.sums_of_few_rows`)."""
+        return x if bias is None else self.op("add", "few" if few else None, x, bias, shape=x.shape)
+
+    def split(self, x: Value, widths: Sequence[int]) -> Sequence[Value]:
+        """Columns of x, side by side."""
+        parts = tuple(Value((n,)) for n in widths)
+        self.calls.append(Call("view", f".split({list(widths)}, -1)", (x,), parts))
+        return parts
+
+    def view(self, x: Value, how: str, shape: tuple[int, ...]) -> Value:
+        """x seen otherwise. how: what is written behind a tensor's name in torch."""
+        return self.op("view", how, x, shape=shape)
+
+    def flat(self, x: Value) -> Value:
+        return self.view(x, ".flatten(1)", (x.width,))
+
+    # -- products ----------------------------------------------------------------------------------------------
+
+    def product(self, x: Value, *names: str, n_out: int) -> Value:
+        """x W^T of a matrix, or of several side by side."""
+        return self.product_by(Weight("matrix", names), x, n_out)
+
+    def summed(self, x: Value, name: str, n_out: int) -> Value:
+        """x W^T of a matrix whose columns ranks divide: the sum of theirs."""
+        return self.product_by(Weight("summed", (name,)), x, n_out)
+
+    def gated(self, x: Value, gate: str, up: str, act: str, n_out: int) -> Value:
+        """act(x G^T) * (x U^T)"""
+        return self.product_by(Weight("gated", (gate, up), (("act", act),)), x, n_out)
+
+    def heads(self, x: Value, name: str, n_out: int) -> Value:
+        """x [row, head, dim] by a matrix of each head."""
+        return self.op("heads", Weight("heads", (name,)), x, shape=(x.shape[0], n_out))
+
+    def product_by(self, weight: Weight, x: Value, n_out: int) -> Value:
+        return self.op("product", weight, x, None, None, shape=(n_out,))
+
+
+Block = Callable[..., Value]
+"""A block's function: (the calls so far, its inputs) -> its result. Those of parts take x [row, n_embd], and the stream that their output is
+added to, or None."""
+
+
+def traced(block: Block, at: Site, *widths: int | None) -> Program:
+    """The program of a function whose inputs have these widths; None: an input that is None."""
+    f, inputs = Forward(at), [None if n is None else Value((n,)) for n in widths]
+    out = block(f, *inputs)
+    return Program(tuple(x for x in inputs if x is not None), f.calls, out)

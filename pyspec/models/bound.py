@@ -1,0 +1,216 @@
+"""A block's function bound to its weights: traced, rewritten by the rules that its launches allow, and lowered (`pyspec.forward`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from pyspec.cuda import fuse
+from pyspec.cuda.collective import Collective
+from pyspec.cuda.kernel_context import current
+from pyspec.cuda.op import op_named
+from pyspec.cuda.ops.norms.ref import Norms
+from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.forward import rewrite
+from pyspec.forward.call import Call, Given, Value, Weight
+from pyspec.forward.lower import Text
+from pyspec.forward.trace import traced
+from pyspec.models.block import BlockSpec
+from pyspec.models.matrices import reader_of, sum_of
+from pyspec.models.part import Binding, BoundPart, Whole
+
+FEW = 32  # rows whose biases are ready
+
+
+class Sources:
+    """Weights and launches of a block, each read or bound once."""
+
+    def __init__(self, at: Binding) -> None:
+        self.at: Binding | None = at
+        self.weights: dict[Weight, Any] = {}
+        self.launches: dict[tuple[str, Any], Any] = {}
+        self.norms: dict[tuple[Weight, float], Norm] = {}
+        self.parts: dict[tuple[Whole, str], BoundPart] = {}
+        self.added: dict[int, AddedNorm] = {}
+        self.device, self.capturable = at.weights.device, True
+
+    @property
+    def binding(self) -> Binding:
+        assert self.at is not None, "everything is bound when a block is"
+        return self.at
+
+    def weight(self, weight: Weight) -> Any:
+        if weight not in self.weights:
+            w, names = self.binding.weights, [self.binding.name(name) for name in weight.names]
+            read = getattr(w, weight.kind) if isinstance(weight.kind, str) else partial(weight.kind, w)
+            made = read(*names, **dict(weight.how))
+            if weight.kind == "heads":
+                made, holds = made
+                self.capturable = self.capturable and holds
+            self.capturable = self.capturable and getattr(made, "capturable", True)
+            self.weights[weight] = made
+        return self.weights[weight]
+
+    def launch(self, op: str, spec: Any) -> Any:
+        if (op, spec) not in self.launches:
+            self.launches[op, spec] = op_named(op).bind(spec)
+        return self.launches[op, spec]
+
+    def called(self, op: str, spec: Any) -> Any:
+        return op_named(op).beside(self.launch(op, spec), spec)
+
+    def part(self, spec: tuple[Whole, str]) -> BoundPart:
+        """A part that is one call, behind this norm."""
+        if spec not in self.parts:
+            self.parts[spec] = spec[0].bind(replace(self.binding, norm=spec[1]))
+            self.capturable = self.capturable and self.parts[spec].capturable
+        return self.parts[spec]
+
+    def added_norm(self, call: Call) -> AddedNorm:
+        self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
+        return self.added[id(call)]
+
+    def norm(self, weight: Weight, eps: float) -> Norm:
+        if (weight, eps) not in self.norms:
+            self.norms[weight, eps] = Norm(self.weight(weight), eps)
+        return self.norms[weight, eps]
+
+    def few(self, bias: Weight) -> Tensor | None:
+        """[FEW, n] the biases of a few rows on a GPU; None elsewhere."""
+        found = self.weight(bias)
+        return found.repeat(FEW, 1) if found.is_cuda and not current().is_exact else None
+
+    def given(self, x: Given) -> str:
+        if x.name in ("angles", "queries"):
+            rope, is_near = x.place
+            return f"run.{x.name}[{self.binding.ropes.place(rope, is_near=is_near)}]"
+        return GIVEN[x.name].format(x.place)
+
+
+GIVEN = {
+    "batch": "run.batch",
+    "state": "run.memory.states[{}]",
+    "pool": "run.memory.kv[{}]",
+    "placed": "run.placed(run.memory.kv[{}])",
+    "kv_rows": "run.placed(run.memory.kv[{}]).kv_rows",
+    "row_seq": "run.batch.row_seq",
+    "inputs": "run.inputs[:, {}]",
+}
+"""What a forward brings, as it is read of a `Pass`. {}: the layer."""
+
+
+class AddedNorm:
+    """stream + norm(x), times a factor. next: what reads the result first; its rows are prepared on the way where a launch can (`link_reads`)."""
+
+    def __init__(self, launch: Norms) -> None:
+        self.launch = launch
+        self.next: fuse.FirstRead | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        return fuse.added(self.launch, x, weight, stream, factor, self.next)
+
+
+class BoundForward:
+    """A function of a block bound to weights and launches: called with its inputs and a `Pass`.
+
+    program     its calls as they run
+    capturable  a CUDA graph may hold it: its launches look at no list of the host
+    fold        folds the records of the op in `folds`, if there is one
+    """
+
+    def __init__(
+        self, block: Callable[..., Value], at: Binding, *widths: int, folds: fuse.Folding | None = None
+    ) -> None:
+        self.sources = Sources(at)
+        self.program = rewrite.plain(traced(block, at, *widths))
+        for rule in rewrite.BOUND:
+            rule(self.program, self.sources)
+        self.run = Text(self.program, self.sources).function()
+        self.sources.at = None  # the file's bytes go
+        self.ops = [(op_named(op), spec) for op, spec in self.sources.launches]
+        self.capturable = self.sources.capturable
+        self.capturable = self.capturable and all(op.chosen(spec).capturable for op, spec in self.ops)
+        self.fold: fuse.Fold | None = None
+        if folds is not None:
+            launches = self.sources.launches.items()
+            self.fold = fuse.folder(next(own for (op, _), own in launches if op == folds[0]), folds[1])
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return self.run(*inputs)
+
+    def first_read(self, value: Value) -> fuse.FirstRead | None:
+        """The product that reads a stream first, and the norm before it, if nothing else reads it but a sum."""
+        readers = [call for call in self.program.readers(value) if call.inputs[0] is value]
+        if len(readers) != 1 or readers[0].op not in ("product", "unfinished", "biased"):
+            return None
+        prep = readers[0].inputs[1]
+        if not isinstance(prep, Call) or prep.op != "norm":
+            return None
+        product = reader_of(self.sources.weight(readers[0].spec))
+        return product, self.sources.norm(prep.inputs[1], prep.spec.eps)
+
+
+class Block(BoundForward):
+    """A block bound to its weights: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it.
+
+    captures_prompts  a CUDA graph may hold it in the forward of a prompt that stands alone
+    """
+
+    def __init__(self, spec: BlockSpec, at: Binding) -> None:
+        folds = next((part.folds for part in spec.specs if part.folds is not None), None)
+        super().__init__(spec.forward, at, at.n_embd, folds=folds)
+        self.captures_prompts = self.capturable and spec.captures_prompts
+        self.captures_prompts &= all(op.holds_prompts(spec) for op, spec in self.ops)
+
+    @property
+    def parts(self) -> list[BoundPart]:
+        """Its parts that are one call each."""
+        return list(self.sources.parts.values())
+
+    @property
+    def sums(self) -> Iterator[tuple[fuse.GivesSum, Value]]:
+        """Sums of ranks that are the stream itself, and that stream."""
+        for call in self.program.calls:
+            gives = None
+            if call.op == "part" and call.inputs[1] is not None:
+                gives = self.sources.part(call.spec).gives
+            elif call.op in ("product", "then") and call.inputs[2] is not None:
+                gives = sum_of(self.sources.weight(call.spec))
+            if gives is not None:
+                yield gives, call.output
+
+    @property
+    def normed_sums(self) -> Iterator[tuple[AddedNorm, Value]]:
+        """Norms behind parts with their sums, and the streams that they make."""
+        for call in self.program.calls:
+            if call.op == "norms.added":
+                yield self.sources.added[id(call)], call.output
+
+
+def _behind(block: Block, next: Block | None, stream: Value) -> fuse.FirstRead | None:
+    """What reads a stream of the block first; of its last one the next block does."""
+    if stream is not block.program.output:
+        return block.first_read(stream)
+    return None if next is None else next.first_read(next.program.inputs[0])
+
+
+def link_reads(blocks: Sequence[Block]) -> None:
+    """Tell each norm behind a part what reads its sum first. The blocks run one after the other."""
+    for block, next in zip_longest(blocks, blocks[1:]):
+        for added, stream in block.normed_sums:
+            added.next = _behind(block, next, stream)
+
+
+def link_sums(ranks: Collective, blocks: Sequence[Block]) -> None:
+    """Have the sums of ranks in these blocks prepare the rows of the part behind them, where kernels can. All ranks call it together."""
+    found = [
+        (gives, _behind(block, next, stream))
+        for block, next in zip_longest(blocks, blocks[1:])
+        for gives, stream in block.sums
+    ]
+    fuse.link(ranks, found)

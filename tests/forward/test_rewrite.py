@@ -1,0 +1,213 @@
+"""Each rule turns calls into one that a launch can do at once, keeps the order of the rest, and leaves alone what it must not touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pyspec.forward import rewrite
+from pyspec.forward.call import Call, Program, Value, Weight
+from pyspec.forward.lower import Text
+from pyspec.forward.trace import Forward, traced
+
+N = 4
+
+
+def site(*missing: str) -> Any:
+    """Where every tensor is, but these."""
+    own = SimpleNamespace(
+        device=torch.device("cpu"), kv=None, n_embd=N, eps=1e-5, norm="n", layer=0, flags=None, n_rank=1
+    )
+    own.has = lambda name: name not in missing
+    own.behind = lambda norm: SimpleNamespace(**{**vars(own), "norm": norm})
+    return own
+
+
+def program(block: Callable[..., Value], *missing: str, n_input: int = 1) -> Program:
+    return traced(block, site(*missing), *[N] * n_input)
+
+
+def ops(found: Program) -> list[str]:
+    return [call.op for call in found.calls]
+
+
+def preparation(call: Call) -> str | None:
+    return call.inputs[1].op if isinstance(call.inputs[1], Call) else None
+
+
+class Launches:
+    """Weights and launches by their names; a product is a function with marks of what it can."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, **launches: Any) -> None:
+        self.launches = launches
+
+    def weight(self, weight: Weight) -> Any:
+        return self.launches.get(weight.names[0])
+
+    def launch(self, op: str, spec: Any) -> Any:
+        return self.launches.get(op)
+
+    def few(self, bias: Weight) -> Any:
+        return self.launches.get("few")
+
+
+def test_rows_into_products() -> None:
+    """Two products that read one norm do it both; an activation goes into the product behind it."""
+
+    def block(f: Forward, x: Value) -> Value:
+        n = f.normed(x)
+        return f.add(
+            f.product(n, "a", n_out=N), f.product(f.relu2(f.product(n, "b", n_out=N)), "c", n_out=N)
+        )
+
+    found = program(block)
+    assert ops(found) == ["norm", "product", "product", "relu2", "product", "add"]
+    rewrite.rows_into_products(found)
+    assert ops(found) == ["product", "product", "product", "add"]
+    assert [preparation(call) for call in found.calls[:3]] == ["norm", "norm", "relu2"]
+    assert found.calls[0].inputs[0] is found.calls[1].inputs[0] is found.inputs[0]
+    assert found.read_once(found.calls[1].output), (
+        "by the product, and not once more by what it does on the way"
+    )
+
+
+def test_a_norm_that_something_else_reads_stays() -> None:
+    def block(f: Forward, x: Value) -> Value:
+        n = f.normed(x)
+        return f.add(n, f.product(n, "a", n_out=N))
+
+    found = program(block)
+    rewrite.rows_into_products(found)
+    assert ops(found) == ["norm", "product", "add"]
+
+
+def test_sums_into_products() -> None:
+    found = program(lambda f, x: f.add(x, f.product(f.normed(x), "a", n_out=N)))
+    rewrite.sums_into_products(found)
+    assert ops(found) == ["norm", "product"] and found.calls[1].inputs[2] is found.inputs[0]
+    assert found.output is found.calls[1].output
+
+
+def of_gates(f: Forward, x: Value) -> Value:
+    return f.add(x, f.gated(x, "gate", "up", "silu", N))
+
+
+def read_twice(f: Forward, x: Value) -> Value:
+    y = f.product(x, "a", n_out=N)
+    return f.add(f.add(x, y), y)
+
+
+def made_later(f: Forward, x: Value) -> Value:
+    y = f.product(x, "a", n_out=N)
+    return f.add(f.scaled(x, 2.0), y)
+
+
+@pytest.mark.parametrize("block", [of_gates, read_twice, made_later])
+def test_a_sum_stays_behind_gates_a_product_that_others_read_or_a_stream_that_comes_later(
+    block: Callable[..., Value],
+) -> None:
+    found = program(block)
+    before = ops(found)
+    rewrite.sums_into_products(found)
+    assert ops(found) == before
+
+
+def test_sums_into_norms() -> None:
+    """With the factor behind. A sum of two norms is none of a stream."""
+
+    def block(f: Forward, x: Value) -> Value:
+        y = f.product(f.normed(x), "a", n_out=N)
+        return f.scaled(f.add(x, f.norm_apart(y, f.vector("post"))), 0.5)
+
+    found = program(block)
+    rewrite.sums_into_norms(found)
+    assert ops(found) == ["norm", "product", "norms.added"]
+    assert found.calls[2].inputs[2:] == (found.inputs[0], 0.5) and found.output is found.calls[2].output
+
+    def two(f: Forward, x: Value) -> Value:
+        return f.add(*(f.norm_apart(x, f.vector(name)) for name in "ab"))
+
+    found = program(two)
+    rewrite.sums_into_norms(found)
+    assert ops(found) == ["norms", "norms", "add"]
+
+
+def feed(f: Forward, x: Value) -> Value:
+    return f.add(x, f.product(f.gated(f.normed(x), "gate", "up", "silu", N), "down", n_out=N))
+
+
+def test_activations_into_products_that_can_leave_them() -> None:
+    """A gated product that can leaves its activation to the next one, which begins with what is left."""
+    able = SimpleNamespace(unfinished=lambda x, prep: None)
+    for gates, want in ((able, ["unfinished", "product"]), (object(), ["product", "product"])):
+        found = rewrite.plain(program(feed))
+        rewrite.activations_into_products(found, Launches(gate=gates))
+        assert ops(found) == want
+    assert found.calls[1].inputs[1] is None
+
+
+def test_sums_of_few_rows() -> None:
+    """Only biases that say so."""
+    for few, want in ((True, ["biased"]), (False, ["product", "add"])):
+        found = rewrite.plain(
+            program(
+                lambda f, x, few=few: f.biased(
+                    f.product(f.normed(x), "a", n_out=N), f.vector("b"), few=few
+                )
+            )
+        )
+        rewrite.sums_of_few_rows(found, Launches(few=torch.ones(2, N)))
+        assert ops(found) == want
+    rewrite.sums_of_few_rows(found, Launches())
+    assert ops(found) == ["product", "add"], "a device whose products do not add them"
+
+
+def heads(f: Forward, x: Value) -> Value:
+    y = f.op("gdn", "spec", x, f.batch, shape=(2, N // 2))
+    return f.add(x, f.summed(f.head_norm(f.flat(y), f.vector("w"), x, N // 2), "out", N))
+
+
+def test_rows_from_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for able, want in ((True, ["then"]), (False, ["gdn", "view", "product"])):
+        monkeypatch.setattr(rewrite.fuse, "writes_rows_of", lambda launch, product, able=able: able)
+        found = rewrite.plain(program(heads))
+        rewrite.rows_from_launches(found, Launches(gdn=object()))
+        assert ops(found) == want
+
+
+def test_weights_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through views, to the launch whose output the product reads."""
+
+    def block(f: Forward, x: Value) -> Value:
+        y = f.op("attend", "spec", x, shape=(2, N // 2))
+        return f.product(f.flat(y), "out", n_out=N)
+
+    monkeypatch.setattr(rewrite.fuse, "read_next", lambda launch, product: {"after": (launch, product)})
+    found = rewrite.plain(program(block))
+    rewrite.weights_ahead(found, Launches(attend="launch", out="product"))
+    assert found.calls[0].more == {"after": ("launch", "product")}
+
+
+def test_bytes_of_a_row_are_those_of_the_values_that_live_at_once() -> None:
+    """Of a feed-forward: the stream, and the gates beside their input or their output. Views cost nothing."""
+    assert rewrite.plain(program(feed)).peak() == 4 * 3 * N
+    wide = program(
+        lambda f, x: f.product(f.split(f.product(x, "a", n_out=10 * N), (N, 9 * N))[0], "b", n_out=N)
+    )
+    assert wide.peak() == 4 * 12 * N
+
+
+def test_text_has_a_line_a_call_and_lets_go_of_what_is_read() -> None:
+    sources = Launches(gate="G", down="D")
+    sources.norm = lambda weight, eps: "norm"  # type: ignore[attr-defined]
+    made = Text(rewrite.plain(program(feed)), sources)  # type: ignore[arg-type]
+    lines = [line.strip() for line in made.text.splitlines()]
+    assert lines[0] == "def forward(v0, run):" and lines[-1] == "return v2"
+    assert lines[1].startswith("v1 = c") and lines[2].startswith("v2 = c") and lines[3] == "del v1"
+    assert lines[2].endswith("(v1, None, v0)")
