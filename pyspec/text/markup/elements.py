@@ -152,25 +152,12 @@ class Elements:
 
     def _known(self, tools: Tools) -> list[Lookahead]:
         """Beginnings of calls of these tools, up to the name's end, and what may follow."""
-<<<<<<< HEAD
         behind = (*self._behind, "{")
         forms: list[Lookahead] = [(*form, AHEAD, GAP, behind) for form in self._once_or_twice(tools)]
         for name in sorted(tools, key=len, reverse=True):
             keys = self.keys(Names(names_of(tools[name])))
             keys = keys[1:2] if self._has_tags else keys
             forms += [(*form, AHEAD, GAP, *key) for form in self._once_or_twice([name]) for key in keys]
-=======
-        begins = self.calls(Named(tools))
-        forms = [(*form, AHEAD, GAP, (*self._behind, "{")) for form in begins]
-        if self._has_tags:
-            forms += [
-                (*form, GAP, *form, AHEAD, GAP, self._behind) for form in begins
-            ]  # it may be there twice
-        else:
-            for name in sorted(tools, key=len, reverse=True):
-                keys = self.keys(Named(names_of(tools[name])))
-                forms += [(Named([name]), AHEAD, GAP, *key) for key in keys]
->>>>>>> main
         return forms
 
     def _once_or_twice(self, names: Iterable[str]) -> list[Lookahead]:
