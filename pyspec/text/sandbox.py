@@ -8,6 +8,7 @@ So rendering happens in a process of its own, with an address-space limit, and t
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -111,8 +112,14 @@ def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str,
         out.clear()
         return {"failed": f"needs more than {MEMORY_BYTES >> 20} MiB"}
     except Exception as e:  # noqa: BLE001 - any exception of a foreign program is its failure
-        return {"failed": f"fails on these messages: {_one_line(e)}"}
+        return {"failed": f"fails on these messages: its line {_line_of(e)} can not be rendered"}
     return {"text": "".join(out)}
+
+
+def _line_of(error: Exception) -> int:
+    """The line of the template in which it failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno or 0 for f in reversed(frames) if f.filename == "<template>"), 0)
 
 
 def _one_line(error: Exception) -> str:

@@ -148,14 +148,16 @@ class ChatTemplate:
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, object]) -> ChatTemplate | None:
-        """The file's template, with its template for tools; None if it has none, an empty one or a value that is no text, as in llama.cpp. A broken
+        """The file's template, with its template for tools; None if it has none, or a value that is no text, as in llama.cpp. A broken
         template fails chats, but not the load."""
         fields = Fields(meta, error=BadTemplate)
         key, own = "tokenizer.chat_template", ".tool_use"
-        text = meta.get(key)
-        if not isinstance(text, str) or not text.strip():
-            if key in fields and not isinstance(text, str):
+        own_text = meta.get(key)
+        if not isinstance(own_text, str):
+            if key in fields:
                 log.warning("%s", fields.bad(key, "is no text: it is not used"))
+            return None
+        if not own_text.strip():
             return None
         has_tokens = "tokenizer.ggml.tokens" in fields
         tokens = fields.strings("tokenizer.ggml.tokens") if has_tokens else []

@@ -36,7 +36,7 @@ class ConversationTurn(Body):
     """One message. Its content is text or a list of blocks, which are checked when they are read."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class MessagesTool(AsSent):
@@ -83,14 +83,14 @@ class MessagesBody(Body):
 
     model: str | None = None
     messages: Annotated[list[ConversationTurn], Field(min_length=1, fail_fast=True)]
-    system: str | list[dict[str, Any]] | None = None
+    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     max_tokens: Count | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, WHOLE] | None = None
-    tools: list[MessagesTool] | None = tools_field("custom")
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True)] | None = tools_field("custom")
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

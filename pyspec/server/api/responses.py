@@ -70,19 +70,19 @@ class ResponsesBody(Body):
     """`/v1/responses`. Sampling parameters of chat completions are accepted, too."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
     store: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[ResponsesTool] | None = tools_field("function")
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] | None = tools_field("function")
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
     text: TextConfig | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
 
 
