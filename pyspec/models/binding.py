@@ -91,7 +91,7 @@ class Pass:
 
 
 class BoundPart(Protocol):
-    """A part that is one call (`Whole`), bound to its weights.
+    """A part that is one call (`OneCall`), bound to its weights.
 
     capturable  a CUDA graph may hold it: it looks at no list of the host
     gives       the sum of ranks that it ends with, if it does

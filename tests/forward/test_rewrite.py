@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pyspec.forward import rewrite
-from pyspec.forward.call import Call, Program, Value, Weight
-from pyspec.forward.lower import Text
+from pyspec.forward.call import ForwardProgram, OpCall, Value, Weight
+from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import Forward, traced
 
 N = 4
@@ -27,16 +27,16 @@ def site(*missing: str) -> Any:
     return own
 
 
-def program(block: Callable[..., Value], *missing: str, n_input: int = 1) -> Program:
+def program(block: Callable[..., Value], *missing: str, n_input: int = 1) -> ForwardProgram:
     return traced(block, site(*missing), *[N] * n_input)
 
 
-def ops(found: Program) -> list[str]:
+def ops(found: ForwardProgram) -> list[str]:
     return [call.op for call in found.calls]
 
 
-def preparation(call: Call) -> str | None:
-    return call.inputs[1].op if isinstance(call.inputs[1], Call) else None
+def preparation(call: OpCall) -> str | None:
+    return call.inputs[1].op if isinstance(call.inputs[1], OpCall) else None
 
 
 class Launches:
@@ -206,7 +206,7 @@ def test_bytes_of_a_row_are_those_of_the_values_that_live_at_once() -> None:
 def test_text_has_a_line_a_call_and_lets_go_of_what_is_read() -> None:
     sources = Launches(gate="G", down="D")
     sources.norm = lambda weight, eps: "norm"  # type: ignore[attr-defined]
-    made = Text(rewrite.plain(program(feed)), sources)  # type: ignore[arg-type]
+    made = ProgramText(rewrite.plain(program(feed)), sources)  # type: ignore[arg-type]
     lines = [line.strip() for line in made.text.splitlines()]
     assert lines[0] == "def forward(v0, run):" and lines[-1] == "return v2"
     assert lines[1].startswith("v1 = c") and lines[2].startswith("v2 = c") and lines[3] == "del v1"
