@@ -66,10 +66,6 @@ class Binding:
     def bound_norm(self) -> Norm:
         return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
 
-    def optional_norm(self) -> Norm | None:
-        """The norm before it; None: rows come normed."""
-        return self.bound_norm() if self.norm else None
-
 
 @dataclass(frozen=True, slots=True)
 class Pass:
