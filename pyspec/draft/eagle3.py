@@ -106,7 +106,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         )
     c = read_eagle(file)
     _check_pair(c, file, target.config)
-    wants = _tensors(c, file, target.config.n_embd)
+    wants = tensors(c, file, target.config.n_embd)
     check_tensors(file, wants, ALIAS)
     check_read(file, (*wants, D2T), 1, ALIAS)
     head = file.tensors.get(HEAD)
@@ -158,7 +158,7 @@ def _check_pair(c: EagleConfig, file: GGUFFile, target: ModelConfig) -> None:
     check_own(file, target.n_vocab)
 
 
-def _tensors(c: EagleConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
+def tensors(c: EagleConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
     """The manifest. The attention's products read two rows side by side."""
     at, n, s = c.place(file), c.n_embd, c.attention.shape
     wants = {

@@ -16,6 +16,7 @@ from rewrite import rewrite
 from pyspec import synth
 from pyspec.engine.arguments import pair_of
 from pyspec.engine.loop.job import Job
+from pyspec.engine.named import Named
 from pyspec.errors import ConfigError
 from pyspec.gguf import open_gguf
 from pyspec.slots.drafts import Drafts
@@ -127,9 +128,9 @@ def test_a_drafter_that_pauses_for_suffix_drafts_goes_on_where_it_was(kind: str)
 def test_two_names_for_a_drafter_are_refused(draft: str | None, kind: str) -> None:
     """Neither goes silently before the other."""
     with pytest.raises(ConfigError, match=f"draft is {draft!r}.*but --spec-type is '{kind}'"):
-        pair_of("demo", draft, {"spec_type": kind})
-    assert pair_of("demo", kind, {"spec_type": kind})[1].spec_type == kind
-    assert pair_of("demo", draft, {"spec_type": "auto"})[1].spec_type == (draft or "none")
+        pair_of(Named("demo"), draft, {"spec_type": kind})
+    assert pair_of(Named("demo"), kind, {"spec_type": kind})[1].spec_type == kind
+    assert pair_of(Named("demo"), draft, {"spec_type": "auto"})[1].spec_type == (draft or "none")
 
 
 def test_an_engine_without_drafts_says_why_and_the_way_out() -> None:

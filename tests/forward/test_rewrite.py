@@ -1,4 +1,4 @@
-"""Each rule turns calls into one that a launch can do at once, keeps the order of the rest, and leaves alone what it must not touch."""
+"""Each rule turns calls into one call of a launch, keeps the order of the rest, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def preparation(call: OpCall) -> str | None:
 
 
 class Launches:
-    """Weights and launches by their names; a product is a function with marks of what it can."""
+    """Weights and launches by their names."""
 
     device = torch.device("cpu")
 
@@ -143,7 +143,7 @@ def feed(f: Forward, x: Value) -> Value:
 
 
 def test_activations_into_products_that_can_leave_them() -> None:
-    """A gated product that can leaves its activation to the next one, which begins with what is left."""
+    """If a gated product can leave its activation to the next product, it does."""
     able = SimpleNamespace(unfinished=lambda x, prep: None)
     for gates, want in ((able, ["unfinished", "product"]), (object(), ["product", "product"])):
         found = rewrite.plain(program(feed))

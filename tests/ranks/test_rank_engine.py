@@ -265,7 +265,7 @@ def test_sampled_text_is_the_same_with_every_drafter() -> None:
 WIDER = {
     "qwen35": {"n_k_head": 4, "n_v_head": 8},
     "qwen35moe": {"n_k_head": 4, "n_v_head": 4},
-    "nemotron_h_moe": {"groups": 4},
+    "nemotron_h_moe": {"n_group": 4},
 }
 
 
