@@ -169,11 +169,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=1000, help="random tokens are below this")
     options = parser.parse_args()
     loads = [Load("decode", s, 16, options.n) for s in options.streams]
-    loads += [
-        Load("prompt", s, p, 1)
-        for p in options.prompts
-        for s in ((1, 8) if p == options.prompts[0] else (1,))
-    ]
+    loads += [Load("prompt", s, p, 1) for p in options.prompts for s in (1, 8)]
     best: dict[tuple[Load, str], float] = {}
     with ExitStack() as stack:
         sides = sides_of(options, stack)

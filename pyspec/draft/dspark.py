@@ -26,8 +26,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
-from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD
+from pyspec.models.wants import HEAD, Want
 from pyspec.slots.table import SlotTable
 
 
@@ -53,14 +52,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if file is None:
         raise ConfigError("--spec-type dspark needs a draft file (-md)")
     c, n_vocab = read_config(file), target.config.n_vocab
-    n_head = file.tensors[HEAD].shape[0] if HEAD in file.tensors else n_vocab
-    wants = drafter_tensors(c, file, target.config.n_embd) | {
-        MARKOV: Want((n_vocab, c.rank)),
-        BIAS: Want((n_head, c.rank), cut=Cut(0, (Units(n_head, "tokens", uneven=True),))),
-    }
-    if c.is_sure:
-        wants[SURE] = Want((1, c.n_embd + c.rank))
-        wants[SURE_BIAS] = Want((1,), optional=True)
+    wants = tensors(c, file, target.config.n_embd, n_vocab)
     whole = block_plan(c, file, target, settings, wants)
     return replace(
         whole,
@@ -68,6 +60,19 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         requests=partial(requests, c.share(whole.n_rank), file),
         load_share=partial(load_share, bind),
     )
+
+
+def tensors(c: DSparkConfig, file: GGUFFile, n_target: int, n_vocab: int) -> dict[str, Want]:
+    """The manifest, for a target of this width and vocabulary."""
+    n_head = file.tensors[HEAD].shape[0] if HEAD in file.tensors else n_vocab
+    wants = drafter_tensors(c, file, n_target) | {
+        MARKOV: Want((n_vocab, c.rank)),
+        BIAS: Want((n_head, c.rank), cut=Cut(0, (Units(n_head, "tokens", uneven=True),))),
+    }
+    if c.is_sure:
+        wants[SURE] = Want((1, c.n_embd + c.rank))
+        wants[SURE_BIAS] = Want((1,), optional=True)
+    return wants
 
 
 def requests(c: DSparkConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:

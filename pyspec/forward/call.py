@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+Fold = Callable[[Any, int, int], None]
+"""Folds records of a layer's state: (the layer, a slot, how many)."""
+Folding = tuple[str, Fold]
+"""The op that keeps records of slots, and the reference of folding them."""
+
 
 @dataclass(eq=False, slots=True)
 class Value:

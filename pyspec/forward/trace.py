@@ -8,9 +8,9 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.forward.call import Call, Given, Program, Value, Weight
-from pyspec.slots.kv import KvFormat
+from pyspec.slots.kv_types import KvFormat
 
 
 class Site(Protocol):

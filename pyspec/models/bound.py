@@ -17,12 +17,13 @@ from pyspec.cuda.op import op_named
 from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.forward import rewrite
-from pyspec.forward.call import Call, Given, Value, Weight
+from pyspec.forward.call import Call, Folding, Given, Value, Weight
 from pyspec.forward.lower import Text
 from pyspec.forward.trace import traced
+from pyspec.models.binding import Binding, BoundPart
 from pyspec.models.block import BlockSpec
 from pyspec.models.matrices import reader_of, sum_of
-from pyspec.models.part import Binding, BoundPart, Whole
+from pyspec.models.part import Whole
 
 FEW = 32  # rows whose biases are ready
 
@@ -124,7 +125,7 @@ class BoundForward:
     """
 
     def __init__(
-        self, block: Callable[..., Value], at: Binding, *widths: int, folds: fuse.Folding | None = None
+        self, block: Callable[..., Value], at: Binding, *widths: int, folds: Folding | None = None
     ) -> None:
         self.sources = Sources(at)
         self.program = rewrite.plain(traced(block, at, *widths))

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pyspec.cuda.op import op_named
 from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.heads.op import asked
 from pyspec.cuda.ops.heads.ref import HeadsSpec
-from pyspec.cuda.ops.linear.ref import GATES
-from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.rows.ref import GATES, PrepKind, RowsSpec
 from pyspec.forward.call import Call, Given, Program, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
+from pyspec.gguf import GGUFFile
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import ForwardSize, LoadTypes, Place, Request, Site
+from pyspec.models.wants import TOKEN_INPUTS
 
 KINDS = {
     "norm": PrepKind.NORM,
@@ -22,6 +26,34 @@ KINDS = {
     "head_gate": PrepKind.GATE,
     "relu2": PrepKind.RELU2,
 }
+
+
+def of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """The ops that a load asks for, products and the embedding apart."""
+    yield from kernels(_programs(model, file, on, range(model.n_layer)))
+    if (inputs := model.per_layer) is not None:
+        if (table := file.tensors.get(TOKEN_INPUTS)) is not None:
+            yield op_named("embed"), EmbedSpec(on.device, table.type, inputs.width)
+        yield op_named("norms"), NormsSpec(on.device, inputs.n, inputs.eps)
+    yield op_named("norms"), NormsSpec(on.device, model.n_embd, model.eps)
+
+
+def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:
+    """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes: those of the largest block, and of the
+    streams."""
+    size = ForwardSize(on.device, on.kv.k.dtype, n_row, n_token, model.n_embd, model.eps)
+    of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
+    rows = n_row * (model.residual.row_bytes(model.n_embd) + of_inputs)
+    distinct = {block: i for i, block in enumerate(model.blocks)}
+    programs = [program for program, _ in _programs(model, file, on, distinct.values())]
+    return rows + max((_scratch(program, size) for program in programs), default=0)
+
+
+def _programs(
+    model: ModelSpec, file: GGUFFile, on: LoadTypes, blocks: Iterable[int]
+) -> list[tuple[Program, Site]]:
+    """The forwards of some of its blocks."""
+    return [program_of(model.blocks[i].forward, model.place(file, i), on) for i in blocks]
 
 
 Programs = Sequence[tuple[Program, Site]]
@@ -40,11 +72,6 @@ def kernels(programs: Programs) -> Iterator[Request]:
     """(op, spec) of all calls, products apart."""
     for program, at in programs:
         yield from _of_program(program, at)
-
-
-def scratch_bytes(programs: Programs, size: ForwardSize) -> int:
-    """Bytes that the largest program's calls take while they run, beyond those that every model takes."""
-    return max((_scratch(program, size) for program, _ in programs), default=0)
 
 
 def _scratch(program: Program, size: ForwardSize) -> int:

@@ -16,9 +16,9 @@ from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.device.capture import capture
 from pyspec.engine.arguments import pair_of
-from pyspec.engine.named import Named
 from pyspec.engine.load.load import info_of
 from pyspec.engine.load.warmup import rehearsed
+from pyspec.engine.named import Named
 from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan.describe import Description
 from pyspec.engine.plan.longest import widened

@@ -12,14 +12,12 @@ from rewrite import rewrite
 
 from pyspec import synth
 from pyspec.errors import BadGGUF, BadTensors, ConfigError, ModelError, PairError
-from pyspec.synth.shapes import DFlashDims
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 
 
 def drafter_with(path: Path, **changes: object) -> Path:
     dims = replace(synth.drafter_of(synth.find("qwen35", tiny=True)), **changes)  # type: ignore[arg-type]
-    assert isinstance(dims, DFlashDims)
     return synth.write(dims, path / "d.gguf", quant="f32", tiny=True, drafter=True)
 
 

@@ -15,8 +15,8 @@ from rewrite import rewrite
 
 from pyspec import synth
 from pyspec.engine.arguments import pair_of
-from pyspec.engine.named import Named
 from pyspec.engine.loop.job import Job
+from pyspec.engine.named import Named
 from pyspec.errors import ConfigError
 from pyspec.gguf import open_gguf
 from pyspec.slots.drafts import Drafts

@@ -17,7 +17,7 @@ from rank_threads import RankRig
 
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.cuda.collective import Rank
+from pyspec.cuda.rank import Rank
 from pyspec.device.commands import Command, ReadPages, RunForward
 from pyspec.device.follow import Follower
 from pyspec.device.lead import Leader, TpGraphs, TpMemory, TpWorker
@@ -265,7 +265,7 @@ def test_sampled_text_is_the_same_with_every_drafter() -> None:
 WIDER = {
     "qwen35": {"n_k_head": 4, "n_v_head": 8},
     "qwen35moe": {"n_k_head": 4, "n_v_head": 4},
-    "nemotron_h_moe": {"groups": 4},
+    "nemotron_h_moe": {"n_group": 4},
 }
 
 

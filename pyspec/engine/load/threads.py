@@ -60,8 +60,8 @@ def usual(limit: int, seconds: Callable[[int], float] | None = None) -> int:
     best = found[0]
     for n in found[1:]:
         best = n if times[n] < WORTH * times[best] else best
-    told = ", ".join(f"{n}: {1e6 * times[n]:.1f}" for n in found)
-    log.info("threads: %d (by measured times: %s); -t sets another number", best, told)
+    said = ", ".join(f"{n}: {1e6 * times[n]:.1f}" for n in found)
+    log.info("threads: %d (by measured times: %s); -t sets another number", best, said)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pyspec.cuda import fuse
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
-from pyspec.forward.call import Given, Value
+from pyspec.forward.call import Folding, Given, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.part import AttentionShape, PartSpec, Place, Plain, ReadsBlocks
 from pyspec.models.wants import Want
@@ -55,7 +54,7 @@ class Convolved(Plain):
         return replace(self, part=self.part.of_file(at)) if isinstance(self.part, ReadsBlocks) else self
 
     @property
-    def folds(self) -> fuse.Folding | None:
+    def folds(self) -> Folding | None:
         return self.part.folds
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:

@@ -20,20 +20,10 @@ from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, TensorInfo
+from pyspec.models.binding import Binding, BoundPart, Pass
 from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.matrices import Matrix
-from pyspec.models.part import (
-    Binding,
-    BoundPart,
-    ForwardSize,
-    LoadTypes,
-    Pass,
-    Place,
-    Request,
-    Site,
-    Whole,
-    column_block,
-)
+from pyspec.models.part import ForwardSize, LoadTypes, Place, Request, Site, Whole, column_block
 from pyspec.models.wants import Want, scale_of
 from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts

@@ -16,8 +16,9 @@ from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.moe import Experts, stacks_of
-from pyspec.models.part import Binding, ForwardSize, LoadTypes, Pass, Place, Request, Site
+from pyspec.models.part import ForwardSize, LoadTypes, Place, Request, Site
 from pyspec.models.wants import Want
 
 TABLE = "ffn_gate_tid2eid.weight"  # the experts of each token

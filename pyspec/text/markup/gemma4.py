@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import AHEAD, GAP, NAME, OVER, WORD, Lookahead, Named, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, NAME, OVER, WORD, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -26,7 +26,7 @@ from pyspec.text.markup.call_grammar import (
     words_of,
 )
 from pyspec.text.markup.json_text import DEPTH, NotJson, as_json, read_escape, read_string
-from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed, offered
 from pyspec.text.markup.typed import ALL, ArgumentWriter, types_of
 from pyspec.text.schema_refs import followed
 
@@ -81,19 +81,19 @@ class KeyedCalls:
     def _name(self, reader: AnswerReader, tools: Tools) -> Steps[str]:
         """Take a call's text up to its bracket. Returns its name; "", with nothing taken, if it has none."""
         brackets: Lookahead = (GAP, AHEAD, ("{", "("))
-        exact: Lookahead = ((CALL,), Named(tools), AHEAD, ("{",))
-        if found := (yield from reader.take(exact, (_CALLS, GAP, Named(tools), *brackets))):
+        exact: Lookahead = ((CALL,), Names(tools), AHEAD, ("{",))
+        if found := (yield from reader.take(exact, (_CALLS, GAP, Names(tools), *brackets))):
             return found.name
         if found := (yield from reader.sees((_CALLS, GAP, NAME, *brackets))):
-            name = next((each for each in Named(tools) if found.name.endswith(_behind(each))), "")
-            if not name and not (yield from reader.sees(((CALL,), NAME, AHEAD, ("{",)))):
+            name = offered(found.name, tools)
+            if name not in tools and not (yield from reader.sees(((CALL,), NAME, AHEAD, ("{",)))):
                 return ""
             yield from reader.take((_CALLS, GAP, NAME, *brackets))
-            return name or found.name
+            return name
         return ""
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
-        return ((self.open, GAP, _CALLS, GAP, Named(tools), GAP, ("{", "(")),)
+        return ((self.open, GAP, _CALLS, GAP, Names(tools), GAP, ("{", "(")),)
 
     def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
         values = _Values(lark)
@@ -105,14 +105,9 @@ class KeyedCalls:
         return CallRules(OPEN, repeated(call, literal(OPEN), is_single=is_single))
 
 
-def _behind(name: str) -> tuple[str, ...]:
-    """The name behind a namespace."""
-    return tuple(sign + name for sign in ":./")
-
-
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
     """Read key:value, or key=value, between the brackets of a call."""
-    known: Lookahead = (Named(arguments.names), (":", "="))
+    known: Lookahead = (Names(arguments.names), (":", "="))
     end = _CLOSING[(yield from reader.take_mark(*_CLOSING))]
     while True:
         if not (yield from reader.sees(known)):  # names may begin with a space
@@ -136,7 +131,7 @@ def _is_end(reader: AnswerReader, end: str) -> Steps[bool]:
 
 def _key(reader: AnswerReader, known: Collection[str] = ()) -> Steps[str]:
     """Read a key, bare or in marks, with the colon behind it."""
-    is_known = bool(known) and (yield from reader.sees((Named(known), (":", "="))))
+    is_known = bool(known) and (yield from reader.sees((Names(known), (":", "="))))
     if not is_known and (quote := (yield from reader.take_mark(QUOTE, '"', "'"))):
         name, found = yield from reader.take_until(quote, most=NAME_CHARS)
         yield from reader.drop_spaces()

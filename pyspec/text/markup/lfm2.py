@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, NAME, Lookahead, Named, Step
+from pyspec.text.markup.ahead import GAP, NAME, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -22,7 +22,7 @@ from pyspec.text.markup.call_grammar import (
 )
 from pyspec.text.markup.json_text import NotJson, read_value
 from pyspec.text.markup.objects import object_head
-from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools, offered
 from pyspec.text.markup.typed import ArgumentWriter, types_of
 
 NAME_CHARS = 256
@@ -48,13 +48,13 @@ class PythonCalls:
         """Read calls up to the bracket that closes their list."""
         begin, n_calls = ("[", ""), reader.n_calls
         while is_open:
-            names = (Named(tools), NAME)
+            names = (Names(tools), NAME)
             found = yield from reader.take(*((begin, GAP, each, ("(",)) for each in names))
             if not found:
                 break
-            reader.begin_call(found.name)
+            reader.begin_call(name := offered(found.name, tools))
             try:
-                yield from _arguments(reader, ArgumentWriter(reader, tools.get(found.name, {})))
+                yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
             except NotJson:  # pass on the model's text, up to the end mark
                 yield from reader.find(reader.ends, reader.arguments)
                 return ""
@@ -67,7 +67,7 @@ class PythonCalls:
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         start: Lookahead = (self.open, GAP, ("[",), GAP)
-        return (*start, Named(tools), ("(",)), (*start, *object_head(tools))
+        return (*start, Names(tools), ("(",)), (*start, *object_head(tools))
 
     def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
         options = [
@@ -80,7 +80,7 @@ class PythonCalls:
 
 def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
     """Read NAME=VALUE up to the bracket that closes the call."""
-    known: Lookahead = (Named(arguments.names), ("=",))
+    known: Lookahead = (Names(arguments.names), ("=",))
     while True:
         if not (yield from reader.sees(known)):  # names may begin with a space
             yield from reader.drop_spaces()

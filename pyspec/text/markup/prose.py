@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, Lookahead, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark
-from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed, beginnings
 
 
 class Syntax(Protocol):
@@ -131,7 +131,8 @@ def read_answer(
     """Read an answer without its reasoning. Spaces around calls are dropped. forms: the dialect's own, then others that models mix with it."""
     content = Trimmed(reader.content, trims_start=trims_start)
     prose, own = Prose(content), forms[0]
-    marks = (*own.open, *own.starts, *([reader.stray] if reader.stray else ()))
+    starts = (mark for form in forms for mark in form.starts)
+    marks = beginnings((*own.open, *starts, *([reader.stray] if reader.stray else ())))
     reader.ends = (*own.ends, *own.open)
     while mark := (yield from reader.find(marks, prose)):
         if mark == reader.stray:

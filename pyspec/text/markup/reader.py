@@ -27,6 +27,7 @@ Emit = Callable[[str], None]
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
 
+SIGNS = (".", ":", "/")  # between a namespace and a name
 SPACES = " \t\r\n"
 NO_LIMIT = 1 << 62
 HELD_SPACES = 256  # at most this many spaces before a call belong to its markup
@@ -303,6 +304,14 @@ def _joined(parts: list[Part]) -> list[Part]:
         first = same[0]
         out += same if isinstance(first, CallBegin) else [replace(first, text=text)]
     return out
+
+
+def offered(name: str, tools: Tools) -> str:
+    """The tool that a model's name means: the one of this name, or one behind a namespace that no tool has."""
+    if name in tools:
+        return name
+    behind = (each for each in tools if name.endswith(tuple(sign + each for sign in SIGNS)))
+    return max(behind, key=len, default=name)
 
 
 def _new_id() -> str:
