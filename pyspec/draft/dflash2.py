@@ -39,8 +39,8 @@ from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
-from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD, Weights
+from pyspec.models.wants import HEAD, Want
+from pyspec.models.weights import Weights
 from pyspec.ranges import Real
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable

@@ -26,8 +26,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
-from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD
+from pyspec.models.wants import HEAD, Want
 from pyspec.slots.table import SlotTable
 
 

@@ -16,7 +16,8 @@ import torch
 from engine_rig import Rig
 
 from pyspec.config import EngineSettings
-from pyspec.cuda.collective import Collective, Rank
+from pyspec.cuda.collective import Collective
+from pyspec.cuda.rank import Rank
 from pyspec.device.follow import Follower
 from pyspec.draft.dflash_ranks import DividedDFlash
 from pyspec.engine.load.load import build

@@ -17,7 +17,7 @@ from rank_threads import RankRig
 
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.cuda.collective import Rank
+from pyspec.cuda.rank import Rank
 from pyspec.device.commands import Command, ReadPages, RunForward
 from pyspec.device.follow import Follower
 from pyspec.device.lead import Leader, TpGraphs, TpMemory, TpWorker

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from pyspec.cuda.collective import JOIN_S, Collective, Rank
+from pyspec.cuda.collective import JOIN_S, Collective
+from pyspec.cuda.rank import Rank
 from pyspec.device.lead import Leader, Send, TpMemory
 from pyspec.engine.children import child_environment, pair
 from pyspec.engine.messages import (

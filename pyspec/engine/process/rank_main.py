@@ -21,11 +21,12 @@ import torch
 
 from pyspec.config import EngineSettings
 from pyspec.cuda import checker, kernel_context, prepare
-from pyspec.cuda.collective import Collective, Rank
+from pyspec.cuda.collective import Collective
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.op import tiers_of
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.rank import Rank
 from pyspec.device.commands import OfDisk
 from pyspec.device.follow import Follower
 from pyspec.device.worker import failure_of

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, Lookahead, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark
-from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed, beginnings
 
 
 class Syntax(Protocol):
@@ -50,9 +50,7 @@ FENCE = 3  # characters
 MOST_OPEN = 64  # characters of marks that begin calls, one behind the other
 BLANK = " \t\r"
 QUOTES = {'"': '"', "'": "'", "“": "”", "„": "“", "‘": "’", "«": "»", "「": "」", "『": "』"}
-BEFORE_QUOTES = frozenset(
-    " \t\r\n([{=:,–—/>"
-)  # behind other characters such a sign ends a quote, or is an apostrophe
+BEFORE_QUOTES = frozenset(" \t\r\n([{=:,–—/>")  # behind others it ends a quote, or is an apostrophe
 
 
 class Prose:
@@ -131,7 +129,8 @@ def read_answer(
     """Read an answer without its reasoning. Spaces around calls are dropped. forms: the dialect's own, then others that models mix with it."""
     content = Trimmed(reader.content, trims_start=trims_start)
     prose, own = Prose(content), forms[0]
-    marks = (*own.open, *own.starts, *([reader.stray] if reader.stray else ()))
+    starts = (mark for form in forms for mark in form.starts)
+    marks = beginnings((*own.open, *starts, *([reader.stray] if reader.stray else ())))
     reader.ends = (*own.ends, *own.open)
     while mark := (yield from reader.find(marks, prose)):
         if mark == reader.stray:
@@ -159,9 +158,8 @@ def _calls(reader: AnswerReader, tools: Tools, forms: tuple[Syntax, ...], mark: 
     while True:
         said = None
         for form in forms:
-            if (
-                said := (yield from form.call(reader, tools, opened=opened, is_open=is_open))
-            ) is not None:
+            said = yield from form.call(reader, tools, opened=opened, is_open=is_open)
+            if said is not None:
                 break
         if said is None and not text and not is_read:
             return (yield from reader.take_mark(mark))
