@@ -20,8 +20,7 @@ from pyspec.gguf.write import Value
 from pyspec.models import read_config
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.residual import HEAD_MIX
-from pyspec.models.wants import Want, scale_of
-from pyspec.models.weights import EMBEDDING, HEAD
+from pyspec.models.wants import EMBEDDING, HEAD, Want, scale_of
 from pyspec.synth.dims import Dims
 
 Key = tuple[str, Value, ValueType]
