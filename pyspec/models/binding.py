@@ -66,10 +66,6 @@ class Binding:
     def bound_norm(self) -> Norm:
         return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
 
-    def optional_norm(self) -> Norm | None:
-        """The norm before it; None: rows come normed."""
-        return self.bound_norm() if self.norm else None
-
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -91,7 +87,7 @@ class Pass:
 
 
 class BoundPart(Protocol):
-    """A part that is one call (`Whole`), bound to its weights.
+    """A part that is one call (`OneCall`), bound to its weights.
 
     capturable  a CUDA graph may hold it: it looks at no list of the host
     gives       the sum of ranks that it ends with, if it does

@@ -11,12 +11,12 @@ from pyspec.cuda.ops.heads.op import asked
 from pyspec.cuda.ops.heads.ref import HeadsSpec
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rows.ref import GATES, PrepKind, RowsSpec
-from pyspec.forward.call import Call, Given, Program, Weight
+from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
 from pyspec.gguf import GGUFFile
 from pyspec.models.model import ModelSpec
-from pyspec.models.part import ForwardSize, LoadTypes, Place, Request, Site
+from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
 from pyspec.models.wants import TOKEN_INPUTS
 
 KINDS = {
@@ -51,20 +51,20 @@ def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int
 
 def _programs(
     model: ModelSpec, file: GGUFFile, on: LoadTypes, blocks: Iterable[int]
-) -> list[tuple[Program, Site]]:
+) -> list[tuple[ForwardProgram, PlannedSite]]:
     """The forwards of some of its blocks."""
     return [program_of(model.blocks[i].forward, model.place(file, i), on) for i in blocks]
 
 
-Programs = Sequence[tuple[Program, Site]]
+Programs = Sequence[tuple[ForwardProgram, PlannedSite]]
 """Programs of a model's blocks, and where they stand."""
 
 
 def program_of(
     block: Block, at: Place, on: LoadTypes, *widths: int | None, norm: str = ""
-) -> tuple[Program, Site]:
+) -> tuple[ForwardProgram, PlannedSite]:
     """That of a function whose inputs have these widths; a block's own one reads the stream alone."""
-    site = Site(at.file, at.prefix, at.n_embd, at.eps, on, norm)
+    site = PlannedSite(at.file, at.prefix, at.n_embd, at.eps, on, norm)
     return plain(traced(block, site, *(widths or (at.n_embd,)))), site
 
 
@@ -74,16 +74,16 @@ def kernels(programs: Programs) -> Iterator[Request]:
         yield from _of_program(program, at)
 
 
-def _scratch(program: Program, size: ForwardSize) -> int:
+def _scratch(program: ForwardProgram, size: ForwardSize) -> int:
     return sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
 
 
-def _of_program(program: Program, at: Site) -> Iterator[Request]:
+def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
     for call in program.calls:
         for x in call.inputs:
-            if isinstance(x, Given) and x.name == "angles":
+            if isinstance(x, RunInput) and x.name == "angles":
                 yield op_named("angles"), AnglesSpec(at.device)
-            if isinstance(x, Call) and at.on.streams:
+            if isinstance(x, OpCall) and at.on.streams:
                 yield (
                     op_named("rows"),
                     RowsSpec(at.device, call.inputs[0].width, KINDS[x.op], x.spec.dim),
@@ -101,7 +101,9 @@ def _of_program(program: Program, at: Site) -> Iterator[Request]:
 PLAIN = ("add", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
 
 
-def _of_weight(program: Program, call: Call, weight: Weight, at: Site) -> Iterator[Request]:
+def _of_weight(
+    program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
+) -> Iterator[Request]:
     """A gate that a product leaves to the next one; a product of each head."""
     if weight.kind == "gated" and at.on.streams:
         kind = PrepKind.GLU if dict(weight.how)["act"] in GATES else PrepKind.GEGLU

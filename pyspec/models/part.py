@@ -98,7 +98,7 @@ class LoadTypes:
 
 
 @dataclass(frozen=True, slots=True)
-class Site(Place):
+class PlannedSite(Place):
     """A place of a load, before weights are read. Implements `forward.trace.Site`."""
 
     on: LoadTypes
@@ -121,7 +121,7 @@ class Site(Place):
     def n_rank(self) -> int:
         return self.on.n_rank
 
-    def behind(self, norm: str) -> Site:
+    def behind(self, norm: str) -> PlannedSite:
         return replace(self, norm=norm)
 
 
@@ -187,7 +187,7 @@ class Plain:
         return None
 
 
-class Whole(Plain):
+class OneCall(Plain):
     """A part that is one call of its program, because its launches are chosen while it runs. `bind` gives what the call runs as."""
 
     __slots__ = ()
@@ -198,7 +198,7 @@ class Whole(Plain):
     def bind(self, at: Binding) -> BoundPart:
         raise NotImplementedError
 
-    def kernels(self, at: Site, on: LoadTypes) -> Iterator[Request]:
+    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
         """The ops that binding it asks for, products apart. None: they are compiled and checked when they are bound."""
         return iter(())
 

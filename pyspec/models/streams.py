@@ -18,7 +18,7 @@ from pyspec.models.binding import Binding, Pass, WorksForStreams
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.bound import Block, BoundForward
 from pyspec.models.matrices import Matrix
-from pyspec.models.part import Whole
+from pyspec.models.part import OneCall
 from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.weights import Weights
 
@@ -55,7 +55,7 @@ class Step:
         assert part.mix is not None, "a part between streams has coefficients"
         self.mix = mix_of(at.weights, at.name(part.mix.name))
         self.part: Any = None
-        if isinstance(part.spec, Whole):
+        if isinstance(part.spec, OneCall):
             self.part = part.spec.bind(at)
         works = isinstance(self.part, WorksForStreams) and not part.post and part.factor == 1.0
         self.fused: WorksForStreams | None = self.part if works else None

@@ -1,4 +1,4 @@
-"""What importing a model's file brings along: data, names of ops and their specs, and no implementation."""
+"""A model's file imports data and specs of ops, and no implementation."""
 
 from __future__ import annotations
 

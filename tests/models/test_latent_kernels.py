@@ -107,6 +107,8 @@ def test_graphs_and_recordings_hold_both_where_kernels_run() -> None:
     if DEVICE.type == "cpu":  # a GPU's kernel takes no keys as narrow as this file's
         assert build.compiler() is None or all(p.capturable for p in latent)
     assert all(p.capturable for p in convolved)
+    (prompts,) = {b.captures_prompts for b in Bench(FIXTURES / "qwen35.gguf").target.blocks[:3]}
+    assert not prompts, "graphs of prompts hold Gated DeltaNet's own kernels alone"
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the file's bytes are a CPU's")

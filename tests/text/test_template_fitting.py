@@ -591,7 +591,7 @@ def test_templates_read_json_and_change_lists_of_their_own() -> None:
     makes = "{% set l = [] %}{% set d = {} %}{% for m in messages %}{% set _ = l.append(m.role) %}{% set _ = d.update({m.role: 1}) %}{% endfor %}"
     assert ChatTemplate(makes + "{{ l | join }}{{ d }}").render(USER) == "user{'user': 1}"
     for given in ("messages.append(1)", "messages.clear()", "tools.pop()"):
-        with pytest.raises(RequestError, match="unsafe"):
+        with pytest.raises(RequestError, match="can not be rendered"):
             ChatTemplate("{{ " + given + " }}").render(USER, tools=function(name="now"))
 
 

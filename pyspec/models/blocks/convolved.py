@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
-from pyspec.forward.call import Folding, Given, Value
+from pyspec.forward.call import Folding, RunInput, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.part import AttentionShape, PartSpec, Place, Plain, ReadsBlocks
 from pyspec.models.wants import Want
@@ -61,7 +61,7 @@ class Convolved(Plain):
         spec = ConvolveSpec(f.device, x.width, self.n_tap, self.group)
         n = f.norm_apart(x, f.vector(f"{f.at.norm}.weight"))
         given = f.product(n, f"{self.name}_proj.weight", n_out=2 * self.n_tap * (x.width // self.group))
-        base, rows = f.vector(f"{self.name}_base"), Given("row_seq")
+        base, rows = f.vector(f"{self.name}_base"), RunInput("row_seq")
         y = f.op("convolve", spec, n, given, base, rows, 0, shape=x.shape)
         y = self.part.forward(f.behind(""), y, None)
         return f.op("convolve", spec, y, given, base, rows, 1, stream, shape=x.shape)

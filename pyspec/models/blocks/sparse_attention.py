@@ -30,7 +30,7 @@ from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.compressor import BoundCompressor, Compressor
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.part import AttentionShape, ForwardSize, Place, Whole
+from pyspec.models.part import AttentionShape, ForwardSize, OneCall, Place
 from pyspec.models.rope import RopeFlags, turning_dimension
 from pyspec.models.wants import Want
 from pyspec.slots.batch import Batch
@@ -98,7 +98,7 @@ class IndexerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseAttention(Whole):
+class SparseAttention(OneCall):
     """The mixer as data.
 
     q_rank     width of a row's low-rank query

@@ -50,9 +50,7 @@ FENCE = 3  # characters
 MOST_OPEN = 64  # characters of marks that begin calls, one behind the other
 BLANK = " \t\r"
 QUOTES = {'"': '"', "'": "'", "“": "”", "„": "“", "‘": "’", "«": "»", "「": "」", "『": "』"}
-BEFORE_QUOTES = frozenset(
-    " \t\r\n([{=:,–—/>"
-)  # behind other characters such a sign ends a quote, or is an apostrophe
+BEFORE_QUOTES = frozenset(" \t\r\n([{=:,–—/>")  # behind others it ends a quote, or is an apostrophe
 
 
 class Prose:
@@ -160,9 +158,8 @@ def _calls(reader: AnswerReader, tools: Tools, forms: tuple[Syntax, ...], mark: 
     while True:
         said = None
         for form in forms:
-            if (
-                said := (yield from form.call(reader, tools, opened=opened, is_open=is_open))
-            ) is not None:
+            said = yield from form.call(reader, tools, opened=opened, is_open=is_open)
+            if said is not None:
                 break
         if said is None and not text and not is_read:
             return (yield from reader.take_mark(mark))

@@ -203,10 +203,6 @@ class AnswerReader:
                 return ""
             yield
 
-    def skip_until(self, *marks: str) -> Steps[str]:
-        """Drop text up to the first of the marks, which is consumed and returned; "" if the answer ends first."""
-        return (yield from self.until(marks, lambda text: None))
-
     @property
     def is_read(self) -> bool:
         """True if all text so far is consumed."""

@@ -18,6 +18,11 @@ def shapes(device: torch.device) -> list[gdn_ref.GdnSpec]:
     return [gdn_ref.GdnSpec(device, shape, 1e-6)]
 
 
+def holds_prompts(spec: gdn_ref.GdnSpec) -> bool:
+    """Its own kernels take a padded prompt, whose rows a graph has room for."""
+    return gdn.runs_as("cuda", spec)
+
+
 gdn: Op[gdn_ref.GdnSpec, gdn_ref.Gdn] = Op(
     "gdn",
     Impl("torch", gdn_ref.bind),
@@ -29,4 +34,5 @@ gdn: Op[gdn_ref.GdnSpec, gdn_ref.Gdn] = Op(
     gdn_cuda.check,
     guard=gdn_ref.GUARD,
     shapes=shapes,
+    holds_prompts=holds_prompts,
 )
