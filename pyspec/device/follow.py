@@ -32,8 +32,8 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class ToldSlot:
-    """A slot that has changed. pages: None if they are those that were told before."""
+class SlotNews:
+    """A slot that has changed. pages: None if they are the same as before."""
 
     index: int
     generation: int
@@ -42,41 +42,41 @@ class ToldSlot:
 
 
 @dataclass
-class _Slot(Slot):
+class RankSlot(Slot):
     """A slot whose tokens only the first rank knows."""
 
-    n_told: int = 0
+    n_token: int = 0
 
     @property
     def n_past(self) -> int:
-        return self.n_told
+        return self.n_token
 
 
-class ToldTable(SlotTable):
-    """The slots as the first rank tells them, which holds their pages. may_grow: their content does not count, so any page will do."""
+class RankTable(SlotTable):
+    """Lengths and pages of the first rank's slots. may_grow: rows are not read again, so any free page will do."""
 
     may_grow = False
 
     def __init__(self, n_slot: int, n_page: int, page_size: int) -> None:
         super().__init__(n_slot, n_page, page_size)
-        self.slots = [_Slot(i) for i in range(n_slot)]
+        self.slots = [RankSlot(i) for i in range(n_slot)]
 
     def grow(self, slot: Slot, n_tokens: int) -> None:
-        """Refuses what the first rank should have held before its call."""
+        """Refuses pages that the first rank has not named."""
         if not self.may_grow and self.pages_for(n_tokens) > len(slot.pages):
             raise EngineBug(
-                f"the first rank has told no page of slot {slot.index} for {n_tokens} tokens"
+                f"the first rank has named no page of slot {slot.index} for {n_tokens} tokens"
             )
         super().grow(slot, n_tokens)
 
-    def hear(self, news: Sequence[ToldSlot]) -> None:
-        """Take what has changed."""
-        for told in news:
-            slot = self.slots[told.index]
-            assert isinstance(slot, _Slot)
-            slot.generation, slot.n_told = told.generation, told.n_past
-            if told.pages is not None:
-                slot.pages, slot.page_ids = told.pages.tolist(), told.pages
+    def hear(self, news: Sequence[SlotNews]) -> None:
+        """Enter these changes."""
+        for one in news:
+            slot = self.slots[one.index]
+            assert isinstance(slot, RankSlot)
+            slot.generation, slot.n_token = one.generation, one.n_past
+            if one.pages is not None:
+                slot.pages, slot.page_ids = one.pages.tolist(), one.pages
 
 
 class Follower(RankWorker):
@@ -85,13 +85,13 @@ class Follower(RankWorker):
     kept  checkpoints, in host memory, and forwards, by the numbers that the first rank gave them
     """
 
-    table: ToldTable
+    table: RankTable
 
     def __init__(
         self,
         target: Target,
         memory: Memory,
-        table: ToldTable,
+        table: RankTable,
         drafter: Drafter | None,
         arena: Arena | None,
         needs: Needs,
@@ -122,7 +122,7 @@ class Follower(RankWorker):
         return launched
 
     def launch_behind(  # type: ignore[override]
-        self, before: int, round_: Round, number: int, news: Sequence[ToldSlot]
+        self, before: int, round_: Round, number: int, news: Sequence[SlotNews]
     ) -> None:
         """As of Worker, behind the forward of that number."""
         self.table.hear(news)
@@ -167,7 +167,7 @@ class Follower(RankWorker):
 
     # -- drafts --------------------------------------------------------------------------------------------------
 
-    def draft(self, name: str, news: Sequence[ToldSlot], args: Sequence[Any]) -> None:
+    def draft(self, name: str, news: Sequence[SlotNews], args: Sequence[Any]) -> None:
         """A method of `Drafter` that every rank calls (device/lead.py), with slots by their indices."""
         self.table.hear(news)
         self.table.may_grow = name == "capture"
@@ -233,6 +233,6 @@ class Follower(RankWorker):
         self.kept[number] = to_host(Checkpoint(n_past, own))
 
     def drop(self, *numbers: int) -> None:
-        """Forget what is kept under these numbers: the first rank has freed it."""
+        """Free the checkpoints and forwards of these numbers, as the first rank has."""
         for number in numbers:
             self.kept.pop(number, None)  # a round that was not launched has a number, too

@@ -22,7 +22,7 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device import shares
-from pyspec.device.follow import Call, ToldSlot
+from pyspec.device.follow import Call, SlotNews
 from pyspec.device.shares import RankWorker
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import DividedDrafter, Drafter, DraftRequest
@@ -43,7 +43,7 @@ DIVIDED = ("begin", "observe", "draft", "checkpoint", "end", "set_window", "capt
 
 
 class KeptElsewhere:
-    """What other ranks keep under a number, freed together with the first rank's."""
+    """The other ranks' part of a checkpoint or a forward, freed together with the first rank's."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -56,7 +56,7 @@ class Leader:
 
     def __init__(self, send: Send, ranks: Collective) -> None:
         self._send, self.ranks = send, ranks
-        self._dropped: deque[int] = deque()  # filled on the thread that frees what is kept
+        self._dropped: deque[int] = deque()  # filled on any thread that frees one
         self._n_kept = 0
         self._is_together = False  # in a call that the others run, too
 
@@ -71,7 +71,7 @@ class Leader:
         self._send((name, args))
 
     def keep(self) -> KeptElsewhere:
-        """A number for what the others will keep."""
+        """A new number for a checkpoint or a forward of the others."""
         self._n_kept += 1
         kept = KeptElsewhere(self._n_kept)
         weakref.finalize(kept, self._dropped.append, kept.number).atexit = False
@@ -213,7 +213,7 @@ class TpWorker(RankWorker):
         """Set the drafter, and route forwards and a divided drafter through the leader."""
         super().use(drafter)
         self.launched: weakref.WeakValueDictionary[int, Launched] = weakref.WeakValueDictionary()
-        self._told: dict[int, ToldSlot] = {}
+        self._sent: dict[int, SlotNews] = {}
         self.forward = TpGraphs(self)
         if drafter is not None and self.needs.divided:
             for name in DIVIDED:
@@ -283,11 +283,11 @@ class TpWorker(RankWorker):
         with self.leader.together("draft", name, self._news(), plain):
             return method(drafter, *args)
 
-    def _news(self) -> tuple[ToldSlot, ...]:
+    def _news(self) -> tuple[SlotNews, ...]:
         """The slots that have changed since the last call."""
         news = []
         for slot in self.table.slots:
-            pages, old = self.table.reach(slot, 0, 0), self._told.get(slot.index)
+            pages, old = self.table.reach(slot, 0, 0), self._sent.get(slot.index)
             is_same = old is not None and old.pages is pages
             if (
                 is_same
@@ -295,8 +295,8 @@ class TpWorker(RankWorker):
                 and (old.generation, old.n_past) == (slot.generation, slot.n_past)
             ):
                 continue
-            self._told[slot.index] = ToldSlot(slot.index, slot.generation, slot.n_past, pages)
-            news.append(ToldSlot(slot.index, slot.generation, slot.n_past, None if is_same else pages))
+            self._sent[slot.index] = SlotNews(slot.index, slot.generation, slot.n_past, pages)
+            news.append(SlotNews(slot.index, slot.generation, slot.n_past, None if is_same else pages))
         return tuple(news)
 
     # -- the rest ------------------------------------------------------------------------------------------------

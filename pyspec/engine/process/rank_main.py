@@ -28,7 +28,7 @@ from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.op import tiers_of
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.rank import Rank
-from pyspec.device.follow import Follower, ToldTable
+from pyspec.device.follow import Follower, RankTable
 from pyspec.device.worker import failure_of
 from pyspec.draft.choice import plan_draft
 from pyspec.draft.drafter import Drafter, DraftOptions, DraftPlan, GraphedDrafter, TargetFile
@@ -79,7 +79,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     else:
         torch.set_num_threads(s.threads)
     file = open_gguf(share.path)
-    config, table = read_config(file), ToldTable(s.np, share.n_page, s.page_size)
+    config, table = read_config(file), RankTable(s.np, share.n_page, s.page_size)
     link.send(ShareState("joins"))
     ranks = Collective(Rank(share.index, s.tp), device, share.store, OPERATION_S)
     memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width, device), device)
