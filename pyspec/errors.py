@@ -154,8 +154,8 @@ class PromptTooLong(RequestError):
         if is_trained and not is_pool:
             more = "the model was trained for no more; --rope-scaling yarn with --rope-scale and -c goes further"
         super().__init__(
-            f"the request exceeds the available context size: its prompt has {n_prompt} tokens, and a request holds {n_ctx}"
-            f" ({more})"
+            f"the request exceeds the available context size: the maximum context length is {n_ctx} tokens, its prompt has"
+            f" {n_prompt} tokens, and a request holds {n_ctx} ({more})"
         )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx

@@ -184,7 +184,7 @@ class Request:
     timings_per_token: bool = False  # every Delta has the timings so far
     max_predict_ms: Annotated[float, Real(0, INT32), Doc("milliseconds of generating, behind the first token, after which the answer ends with \"length\"; 0: no limit")] = 0.0
     client: Annotated[str, Text()] = ""  # identity of the client: clients take turns in the queue
-    cache_salt: Annotated[str, Text()] = ""  # requests with different salts share no cached texts
+    cache_salt: Annotated[str, Text(), Doc("requests with different salts share no cached texts; \"\": the common ones")] = ""
     group: Annotated[str, Text()] = ""  # identity of a batch: a client's batches take turns; "": none
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None

@@ -13,7 +13,7 @@
     agents  so many agents at once (--streams): conversations that grow by tools' results over a common header (--header 4000 --turns 12
             --result 500 --call 120 --pause 0, medians): times to the whole answer
 
---golden NAME (of pyspec/bench/golden.toml) with --drafts N has the server simulate the acceptance of a public table.
+--golden NAME (of tools/golden.toml) with --drafts N has the server simulate the acceptance of a public table.
 Prompts are random ids, and answers end by length. The server must have no other clients meanwhile.
 """
 
@@ -36,8 +36,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from pyspec.bench.agents import Agents, quantile, trace
-from pyspec.bench.golden import GOLDEN, golden
+from agent_trace import Agents, quantile, trace
+from golden import GOLDEN, flags
 
 REST_S = 0.05  # between connecting and asking: the server is idle by then
 LOCKSTEP = 256  # tokens of each stream while the rate without prompts is taken
@@ -306,13 +306,8 @@ def golden_flags(how: argparse.Namespace) -> list[str]:
     """Flags of the server that simulate a public table's acceptance."""
     if not how.golden:
         return []
-    found = golden({"n_draft_max": how.drafts}, how.golden)
-    print(f"acceptance of {GOLDEN[how.golden].of} ({GOLDEN[how.golden].source}): "
-          f"{found['synth_len']:g} tokens a round, {found['n_draft_max']} drafted")  # fmt: skip
-    return [
-        *("--spec-type", str(found["spec_type"]), "--spec-draft-n-max", str(found["n_draft_max"])),
-        *("--spec-fixed", "--spec-synth-len", str(found["synth_len"])),
-    ]
+    print(f"acceptance of {GOLDEN[how.golden].of} ({GOLDEN[how.golden].source})")
+    return flags(how.golden, how.drafts)
 
 
 def free_port() -> int:

@@ -26,8 +26,7 @@ from pyspec import synth
 from pyspec.cuda import survey
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.engine.api import Engine
-from pyspec.synth.dims import find, widened
-from pyspec.synth.shapes import Dims, NemotronHMoe, Qwen35
+from pyspec.synth.dims import Dims, find, widened
 
 MODELS = (  # architecture, drafter, mean tokens of a round; 0: the model's own acceptance, next to nothing
     ("qwen35", "mtp", 0.0),
@@ -47,9 +46,9 @@ TOGETHER, WANTED = (3, 70, 33, 140, 1), 6
 def dims_of(model: str) -> Dims:
     """As few layers as have one of every kind, in shapes that no kernel refuses; rows hold whole blocks of every type."""
     dims = widened(find(model, tiny=True))
-    if isinstance(dims, Qwen35):
+    if dims.arch.startswith("qwen35"):
         return replace(dims, n_layer=2, interval=2, n_k_head=1, n_v_head=2, state=128)
-    if isinstance(dims, NemotronHMoe):
+    if dims.arch == "nemotron_h_moe":
         return replace(dims, n_layer=3, pattern="ME*", state=64)
     return replace(dims, n_layer=1)
 

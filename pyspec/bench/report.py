@@ -14,44 +14,6 @@ from pyspec.bench.result import Report, Row, to_json
 
 MADE_UP = "synthetic acceptance"
 HEIGHTS, LETTERS = "▁▂▃▄▅▆▇█", 24  # of drafted lengths over rounds
-MOST_NAMED = 4  # cases that a verdict lists one by one
-
-
-def verdict(report: Report) -> str:
-    """One sentence: the numbers of streams at which drafts are faster, slower, or neither for certain."""
-    rows = [r for r in report.rows if r.spec]
-    if not rows:
-        return "Only plain decoding was measured, so there is no comparison with speculation."
-
-    faster, slower = [r for r in rows if r.ratio_low > 1], [r for r in rows if r.ratio_high < 1]
-    neither = [r for r in rows if r not in faster and r not in slower]
-    kinds = {"faster": faster, "slower": slower, "neither for certain": neither}
-    said = []
-    for kind, found in kinds.items():
-        if 0 < len(found) <= MOST_NAMED:
-            said.append(f"{kind} at {_listed([_at(r, r in neither) for r in found])}")
-        elif found:
-            said.append(f"{kind} in {_counted(found, len(rows))}")
-    return f"Speculation is {'; '.join(said)}."
-
-
-def _counted(rows: Sequence[Row], n: int) -> str:
-    """A count instead of a long list: rows of all rows, and the range of their ratios."""
-    ratios = sorted(r.ratio for r in rows)
-    of = f"all {n} cases" if len(rows) == n else f"{len(rows)} of {n} cases"
-    return f"{of} (x{ratios[0]:.2f} to x{ratios[-1]:.2f})"
-
-
-def _at(row: Row, has_range: bool) -> str:
-    case = f" of {row.case}" if row.case else ""
-    turns = f"turns from x{row.ratio_low:.2f} to x{row.ratio_high:.2f}"
-    figure = turns if has_range else f"x{row.ratio:.2f}"
-    return f"{row.np} stream{'s' if row.np > 1 else ''}{case} ({figure})"
-
-
-def _listed(items: Sequence[str]) -> str:
-    *first, last = items
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def as_markdown(report: Report) -> str:
@@ -59,27 +21,22 @@ def as_markdown(report: Report) -> str:
     about = report.about
     head = [f"{about['model']}, {about['device']}, drafter {about['drafter']}, {about['date']}"]
     if report.synthetic:
-        head.append(f"**{MADE_UP}**: speed only; the text is not the model's{_as_golden(report)}")
+        head.append(f"**{MADE_UP}**: speed only; the text is not the model's")
     kinds = ["prompt tok/s", "plain tok/s", "per stream", "spec tok/s", "per stream"]
     rates = ["np", *kinds, "ratio", "lowest..highest"]
     tables = [_table(rates, [_rate_cells(r) for r in report.rows])]
     if any(r.plain_http for r in report.rows):
         through = ["np", "kind", "in process tok/s", "HTTP tok/s", "share", "lowest..highest"]
-        tables.append(_table(through, [cells for r in report.rows for cells in http_cells(r)]))
+        tables.append(_table(through, [cells for r in report.rows for cells in _http_cells(r)]))
     parts = ["np", "kind", "round ms", "draft", "verify", "sample", "host", "of floor"]
     tables.append(_table(parts, [cells for r in report.rows for cells in _part_cells(r)]))
     if any(r.plain_parts or r.spec_parts for r in report.rows):
         device = ["np", "kind", *(f"{part} ms" for part in DEVICE_PARTS)]
-        tables.append(_table(device, [cells for r in report.rows for cells in device_cells(r)]))
+        tables.append(_table(device, [cells for r in report.rows for cells in _device_cells(r)]))
     if any(r.n_draft for r in report.rows):
         fares = ["np", "tokens a round", "accepted", "by position", "n_draft used", "over rounds"]
         tables.append(_table(fares, [_draft_cells(r) for r in report.rows]))
     return "\n\n".join(["\n".join(head), *tables]) + "\n"
-
-
-def _as_golden(report: Report) -> str:
-    golden, length = report.about.get("golden"), report.about.get("synthetic_len")
-    return f". {length:g} tokens a round, as in a public benchmark of {golden}" if golden else ""
 
 
 def _rate_cells(r: Row) -> list[str]:
@@ -91,7 +48,7 @@ def _rate_cells(r: Row) -> list[str]:
     return [r.label, f"{r.prompt:.0f}", *rates, f"x{r.ratio:.2f}", spread]
 
 
-def http_cells(r: Row) -> list[list[str]]:
+def _http_cells(r: Row) -> list[list[str]]:
     """Rates in process and through HTTP, a line for each measured kind."""
     kinds = [
         ("plain", r.plain, r.plain_http, r.plain_http_share, r.plain_http_low, r.plain_http_high),
@@ -105,7 +62,7 @@ def http_cells(r: Row) -> list[list[str]]:
     return cells
 
 
-def device_cells(r: Row) -> list[list[str]]:
+def _device_cells(r: Row) -> list[list[str]]:
     """Device time of a round by kind of kernel."""
     kinds = {"plain": r.plain_parts, "spec": r.spec_parts}
     return [

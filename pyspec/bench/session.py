@@ -41,7 +41,6 @@ class Plan:
     warm_up: bool = True
     case: str = ""  # its name, if several are measured
     parts: bool = False  # also split a round's device time by kernel
-    golden: str = ""  # name of the public benchmark's model whose acceptance is simulated
 
     @property
     def source(self) -> str:
@@ -181,8 +180,6 @@ def setup_of(engine: Engine, plan: Plan) -> dict[str, object]:
     }
     if info.synthetic_len:
         facts["synthetic_len"] = info.synthetic_len
-    if plan.golden:
-        facts["golden"] = plan.golden
     if plan.bandwidth:
         facts["bandwidth_gbps"] = plan.bandwidth
     return facts

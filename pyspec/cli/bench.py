@@ -48,16 +48,13 @@ class BenchFlags:
     http: bool
     isolated: bool
     parts: bool
-    golden: str
     bandwidth: float
     output: str
-    html: Path | None
     baseline: Path | None
     max_regress: float
 
     def plans(self, case: str = "") -> list[Plan]:
         """One plan per case, in list order: depths, then prompts, then answers; pairs last."""
-        from pyspec.bench.golden import golden_named
         from pyspec.bench.prompts import read_prompts
         from pyspec.bench.session import Plan
 
@@ -78,7 +75,6 @@ class BenchFlags:
                 temperature=self.temperature,
                 bandwidth=self.bandwidth,
                 parts=self.parts,
-                golden=golden_named(self.golden).of if self.golden else "",
                 case=_case_name(d, p, n, case) if case or len(cases) > 1 else "",
             )
             for d, p, n in cases
@@ -137,17 +133,11 @@ BENCH_OPTIONS = [
     _what("--parts", is_flag=True,
           help="Also report a round's device time by part: linear, attention, state (GPU)."),
     _what(
-        "--golden", is_flag=False, flag_value="qwen3.5-397b", default="", metavar="[TABLE]",
-        help="Simulate the acceptance of a public table. Default: Qwen3.5-397B with MTP.",
-    ),
-    _what(
         "--bandwidth", default=0.0, type=Number(0, 1e6), metavar="GB/S",
         help="Memory bandwidth, to report the share of it that is used.",
     ),
     _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md",
             help="Output format on stdout."),
-    _report("--html", type=click.Path(path_type=Path, dir_okay=False),
-            help="Also write a report with a picture."),
     _report("--baseline", type=click.Path(path_type=Path, dir_okay=False),
             help="Compare with an -o json report."),
     _report("--max-regress", default="3%", callback=percent,
@@ -165,9 +155,8 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
 
     A LIST is written as for llama-bench: 512,1024 or 1-8 or 0-4096+1024 or 1-64*2; options may be repeated. `pyspec bench compare A.json B.json`
     compares two reports written with -o json.
-    Example: pyspec bench demo -npl 1,8 -p 128,256 --html report.html
+    Example: pyspec bench demo -npl 1,8 -p 128,256 -o json
     """
-    from pyspec.bench.golden import golden
     from pyspec.bench.report import FORMATS
     from pyspec.bench.result import changes, joined, read_rates
     from pyspec.cli.logs import set_up
@@ -179,8 +168,6 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     if flags.file is not None and flags.random_prompts:
         raise click.UsageError("--file or --random-prompts: only one of them gives the prompts")
     before = read_rates(flags.baseline) if flags.baseline else {}
-    if flags.golden:
-        engine = replace(engine, settings=golden(engine.settings, flags.golden))
     threads = engine.settings["threads"]
     assert isinstance(threads, tuple)
     loads = [replace(engine, settings={**engine.settings, "threads": n}) for n in threads]
@@ -191,8 +178,6 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
         reports += _measured(one, flags, f"t{n}" if len(loads) > 1 else "")
     report = joined(reports)
     click.echo(FORMATS[flags.output](report), nl=False)
-    if flags.html is not None:
-        _write_page(flags.html, report)
     if before and not holds(changes(report.rows, before), flags.max_regress):
         ctx.exit(1)
 
@@ -223,14 +208,3 @@ def _clients(engine: Engine) -> Iterator[Clients]:
 
     with served(engine) as port, Clients(port) as clients:
         yield clients
-
-
-def _write_page(path: Path, report: Report) -> None:
-    from pyspec.bench.page import as_html
-    from pyspec.errors import cannot_write
-
-    try:
-        path.write_text(as_html(report), encoding="utf-8")
-    except OSError as e:
-        raise cannot_write(path, e) from e
-    click.echo(f"report: {path}", err=True)

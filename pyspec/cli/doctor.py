@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 VERDICT = "this machine runs pyspec with its own kernels"
 ON_CPU = "this machine runs pyspec on its CPU"
-NUMBA = "numba is not installed"
 ELSEWHERE = frozenset(
     {"runs on NVIDIA GPUs only", "runs on GPUs only", "runs on CPUs only", "for GPUs"}
 )  # reasons that say nothing about this machine
@@ -136,7 +135,7 @@ def diagnose(
         "own_kernels": not why,
         "reason": why,
         "healthy": not wrong,
-        "verdict": _verdict(device.type, why, wrong, found),
+        "verdict": _verdict(device.type, why, wrong),
     }
 
 
@@ -205,16 +204,13 @@ def _wrong_on_cpu(found: list[Finding], *, was_asked: bool) -> str:
     return ""
 
 
-def _verdict(device_type: str, why: str, wrong: str, found: list[Finding]) -> str:
+def _verdict(device_type: str, why: str, wrong: str) -> str:
     """The last line of the report."""
     if device_type == "cuda":
         return f"{VERDICT}: no: {why}" if why else f"{VERDICT}: yes"
     if wrong:
         return f"{ON_CPU}: no: {wrong}"
-    refusals = [refused for finding in found for refused in finding.refused]
-    has_numba = not any(refused.reason.startswith(NUMBA) for refused in refusals)
-    faster = "" if has_numba else "; numba (pip install numba) makes recurrent models twice as fast"
-    return f"{ON_CPU}: yes ({why}{faster})"
+    return f"{ON_CPU}: yes ({why})"
 
 
 def _link(link: dict[str, Any]) -> str:

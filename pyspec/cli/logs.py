@@ -8,6 +8,7 @@ import sys
 import time
 
 from pyspec.errors import ConfigError
+from pyspec.ranges import printable
 from pyspec.repeats import RateLimit
 
 LEVELS = {
@@ -28,15 +29,16 @@ class JsonLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
         line = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "message": _safe(record.getMessage(), "\n"),
+            **{name: printable(x) if isinstance(x, str) else x for name, x in fields.items()},
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = _safe(self.formatException(record.exc_info), "\n")
         return json.dumps(line, ensure_ascii=False)
 
 
@@ -46,8 +48,15 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         name = record.name.removeprefix("pyspec.")
-        line = f"{clock} {record.levelname[0]} {name}: {record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        text = record.getMessage()
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return f"{clock} {record.levelname[0]} {name}: {_safe(text)}"
+
+
+def _safe(text: str, between: str = "\n    ") -> str:
+    """Text that may come from outside, safe for a terminal. between: lines; indented, none of them looks like another message"""
+    return between.join(map(printable, text.splitlines()))
 
 
 class FileLog(logging.FileHandler):

@@ -7,6 +7,7 @@ engine compiles only grammars that passed there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -48,6 +49,9 @@ class TokenIds(Protocol):
         """The token with this text."""
 
 
+_PICTURE = re.compile(r"^(at )?\d+\(\d+\): | \d+ \| .*")
+
+
 def check_size(grammar: Grammar) -> None:
     """Raise RequestError if a grammar is empty or too long."""
     text = grammar.source + grammar.calls + grammar.begun + grammar.lead
@@ -86,8 +90,10 @@ def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
 
 
 def one_line(message: str) -> str:
-    """A compiler's message on one short line."""
-    return printable(" ".join(message.split()), MESSAGE_CHARS) or "no reason is given"
+    """The reason in a compiler's message, without its picture of the source and its names for types, on one short line."""
+    reason = _PICTURE.sub("", " ".join(message.split())).rpartition("error: ")[2]
+    reason = reason.replace("f64", "number").replace("Unsatisfiable schema:", "nothing fits it:")
+    return printable(reason, MESSAGE_CHARS) or "no reason is given"
 
 
 def _json_schema(source: str) -> dict[str, Any]:

@@ -15,13 +15,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.kernel_context import current
+from pyspec.cuda.rank import Rank
 from pyspec.errors import RankLost
 
 if TYPE_CHECKING:
@@ -33,18 +33,6 @@ SMALL = 1 << 20  # bytes up to which each rank sums gathered tensors itself
 LEAVE_S = 10.0  # for the library to leave the group: it waits for the device
 WATCHDOG_S = 0.3  # NCCL's watchdog looks every tenth of a second
 JOIN_S = 120.0  # for all ranks to meet
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One of the `n` processes that run a model together; the first one decides."""
-
-    index: int = 0
-    n: int = 1
-
-    @property
-    def leads(self) -> bool:
-        return self.index == 0
 
 
 def sums_by(device: torch.device) -> str:

@@ -32,7 +32,6 @@ from pyspec.slots.recurrent import StateLayer
 
 Product = Callable[..., Tensor]  # as models.weights.Matrix
 Fold = Callable[[StateLayer, int, int], None]
-Folding = tuple[str, Fold]  # the op that keeps records of slots, and the reference of folding them
 Ability = TypeVar("Ability")
 Given = TypeVarTuple("Given")  # arguments of a call
 

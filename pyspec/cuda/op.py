@@ -17,8 +17,6 @@ import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from enum import Enum
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
@@ -27,6 +25,8 @@ import torch
 
 from pyspec.cuda import tri, verdicts
 from pyspec.cuda.checker import sentence
+from pyspec.cuda.guard import FaultPlace as FaultPlace
+from pyspec.cuda.guard import Guard
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.kernel_context import TIERS, KernelContext, current, within
 from pyspec.cuda.verdicts import Candidate
@@ -66,22 +66,6 @@ def _nothing(spec: object) -> Iterable[Ask]:
 
 def _always(spec: object) -> bool:
     return True
-
-
-class FaultPlace(Enum):
-    """Meaning of the `slot` field of a fault record."""
-
-    SLOT = "slot"
-    ROW = "row of the batch"
-    SEQUENCE = "sequence of the batch"
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """The guard of an op's kernels. `number` stands in compiled kernels, so it never changes."""
-
-    number: int
-    place: FaultPlace = FaultPlace.SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -277,7 +261,6 @@ def all_ops() -> list[Op[Any, Any]]:
     return [op for name in folders if find_spec(f"{FOLDER}.{name}.op") for op in _ops_in(name)]
 
 
-@cache
 def op_named(name: str) -> Op[Any, Any]:
     """The op of that folder."""
     found: Op[Any, Any] = vars(import_module(f"{FOLDER}.{name}.op"))[name]

@@ -25,18 +25,20 @@ from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
 from pyspec.models.arch.gemma4 import SCALE, read_kind
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.bound import Block
 from pyspec.models.decoder import Decoder, ModelSpec
 from pyspec.models.kernels import kernels, program_of
 from pyspec.models.own_vocabulary import BestDrafts
-from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.part import LoadTypes, Place, Request
 from pyspec.models.read import block_count, vocab_size
-from pyspec.models.rope import Ropes
+from pyspec.models.ropes import Ropes
 from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.wants import Want, check_read, check_tensors
-from pyspec.models.weights import EMBEDDING, Weights
+from pyspec.models.wants import EMBEDDING, Want, check_read, check_tensors
+from pyspec.models.weights import Weights
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
@@ -172,7 +174,7 @@ class AssistantBlock:
         self.target, self.n_hidden, self.memory = target, c.n_target, Memory([], 1)
         self.ropes, kv = Ropes(w), target.memory.kv_format
         self.blocks = [
-            block.bind(Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, kv, self.ropes))
+            Block(block, Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, kv, self.ropes))
             for i, block in enumerate(c.blocks)
         ]
         self.pre, self.post, self.norm = w.matrix(PRE), w.matrix(POST), w.vector(NORM)

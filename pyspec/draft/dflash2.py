@@ -18,7 +18,7 @@ from pyspec.config import EngineSettings
 from pyspec.cpu.tensors import capped
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.draft.dflash import DFlash, block_plan, bound, drafter_of, load_share
+from pyspec.draft.dflash import DFlash, block_plan, bound
 from pyspec.draft.dflash import requests as layer_requests
 from pyspec.draft.dflash_file import (
     CONVOLUTION,
@@ -39,8 +39,8 @@ from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
-from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD, Weights
+from pyspec.models.wants import HEAD, Want
+from pyspec.models.weights import Weights
 from pyspec.ranges import Real
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable
@@ -114,18 +114,22 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_head = file.tensors[HEAD].shape[0] if HEAD in file.tensors else n_vocab
     if c.n_best > n_head:
         raise PairError(f"the drafter's selector takes {c.n_best} of {n_head} tokens")
-    wants = drafter_tensors(c, file, target.config.n_embd) | {
-        SELECTOR: Want((c.rank, c.n_embd)),
-        BEFORE: Want((n_vocab, c.rank)),
-        BEHIND: Want((n_vocab, c.rank)),
-    }
+    wants = tensors(c, file, target.config.n_embd, n_vocab)
     whole = block_plan(c, file, target, settings, wants)
     return replace(
         whole,
         kind="dflash2",
         requests=partial(requests, c.share(whole.n_rank), file),
-        load_share=partial(load_share, bind),
     )
+
+
+def tensors(c: DFlash2Config, file: GGUFFile, n_target: int, n_vocab: int) -> dict[str, Want]:
+    """The manifest, for a target of this width and vocabulary."""
+    return drafter_tensors(c, file, n_target) | {
+        SELECTOR: Want((c.rank, c.n_embd)),
+        BEFORE: Want((n_vocab, c.rank)),
+        BEHIND: Want((n_vocab, c.rank)),
+    }
 
 
 def requests(c: DFlash2Config, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
@@ -227,7 +231,8 @@ def check_candidates(net: DFlash2Net, draws: str) -> None:
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
-    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+    net = bind(plan, target, table, options)
+    return DFlash(net, plan, table, target.device, options.settings.draft_p_min)
 
 
 def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash2Net:

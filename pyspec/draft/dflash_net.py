@@ -14,15 +14,17 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.dflash_file import DFlashConfig
 from pyspec.draft.draws import Drawing, Draws
-from pyspec.models.block import BlockSpec
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.bound import Block, BoundForward, link_sums
 from pyspec.models.gathered import Gathered
 from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import BestDrafts, read_d2t
-from pyspec.models.part import Binding, PartSpec, Pass
-from pyspec.models.rope import Angles, Ropes
+from pyspec.models.part import PartSpec
+from pyspec.models.residual import Residual
+from pyspec.models.ropes import Angles, Ropes
+from pyspec.models.streams import bound_block
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
@@ -34,12 +36,9 @@ PIECE = 64  # rows whose probabilities are found at once: they need as much memo
 class DFlashNet:
     """The drafter's layers bound to their context memory; `head` stands for the target's if it is given.
 
-    one_stream  the residual is one stream
     find_best  finds best tokens on several ranks together, by the target's head; None: `head` is read here
     parts      the target's head, where ranks divide this drafter: each reads its part of it
     """
-
-    one_stream = True
 
     def __init__(
         self,
@@ -53,9 +52,12 @@ class DFlashNet:
         self.memory = memory
         self.n_feature = len(c.taps) * target.n_embd
         self.ropes = Ropes(w)
-        bind = BlockSpec.bind if self.one_stream else BlockSpec.bind_between
         self.blocks: list[Any] = [
-            bind(spec, Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes))
+            bound_block(
+                self._residual(),
+                spec,
+                Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes),
+            )
             for i, spec in enumerate(c.blocks)
         ]
         if w.ranks is not None:
@@ -73,6 +75,10 @@ class DFlashNet:
         self.parts: Gathered | None = None
         self.best = BestDrafts(w.device, read_d2t(w, target.n_vocab))
         self.drawing = Drawing.of(target.n_vocab, self.best.to_target, w.device)
+
+    def _residual(self) -> Residual:
+        """Of its blocks."""
+        return Residual()
 
     def _bind_context(self, w: Weights) -> None:
         """Keys and values of context rows are made with the layers' own weights."""

@@ -31,8 +31,8 @@ from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.rope import RopeFlags, trained_length
 from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.wants import check_read, check_tensors
-from pyspec.models.weights import EMBEDDING, HEAD, TOKEN_INPUTS, Weights
+from pyspec.models.wants import EMBEDDING, HEAD, TOKEN_INPUTS, check_read, check_tensors
+from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.parts import Recurrent
 from pyspec.slots.table import SlotTable

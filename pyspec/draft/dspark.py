@@ -15,7 +15,7 @@ from functools import partial
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.draft.dflash import DFlash, block_plan, bound, drafter_of, load_share
+from pyspec.draft.dflash import DFlash, block_plan, bound
 from pyspec.draft.dflash import requests as layer_requests
 from pyspec.draft.dflash_file import MARKOV, check_is_dflash, drafter_tensors, read_layers
 from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile
@@ -26,8 +26,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.target import Target
-from pyspec.models.wants import Want
-from pyspec.models.weights import HEAD
+from pyspec.models.wants import HEAD, Want
 from pyspec.slots.table import SlotTable
 
 
@@ -53,21 +52,26 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if file is None:
         raise ConfigError("--spec-type dspark needs a draft file (-md)")
     c, n_vocab = read_config(file), target.config.n_vocab
+    wants = tensors(c, file, target.config.n_embd, n_vocab)
+    whole = block_plan(c, file, target, settings, wants)
+    return replace(
+        whole,
+        kind="dspark",
+        requests=partial(requests, c.share(whole.n_rank), file),
+    )
+
+
+def tensors(c: DSparkConfig, file: GGUFFile, n_target: int, n_vocab: int) -> dict[str, Want]:
+    """The manifest, for a target of this width and vocabulary."""
     n_head = file.tensors[HEAD].shape[0] if HEAD in file.tensors else n_vocab
-    wants = drafter_tensors(c, file, target.config.n_embd) | {
+    wants = drafter_tensors(c, file, n_target) | {
         MARKOV: Want((n_vocab, c.rank)),
         BIAS: Want((n_head, c.rank), cut=Cut(0, (Units(n_head, "tokens", uneven=True),))),
     }
     if c.is_sure:
         wants[SURE] = Want((1, c.n_embd + c.rank))
         wants[SURE_BIAS] = Want((1,), optional=True)
-    whole = block_plan(c, file, target, settings, wants)
-    return replace(
-        whole,
-        kind="dspark",
-        requests=partial(requests, c.share(whole.n_rank), file),
-        load_share=partial(load_share, bind),
-    )
+    return wants
 
 
 def requests(c: DSparkConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
@@ -77,7 +81,8 @@ def requests(c: DSparkConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
-    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+    net = bind(plan, target, table, options)
+    return DFlash(net, plan, table, target.device, options.settings.draft_p_min)
 
 
 def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DSparkNet:

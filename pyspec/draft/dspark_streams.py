@@ -17,14 +17,16 @@ from pyspec.draft.dspark_heads import SURE, DSparkConfig, DSparkNet
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.arch.deepseek4 import read_experts, read_mixer, read_residual, stream_block
+from pyspec.models.binding import Pass
 from pyspec.models.block import BlockSpec
 from pyspec.models.blocks.sparse_attention import BoundPagedWindow, SparseAttention
 from pyspec.models.blocks.stream_experts import StreamExperts, read_limits
 from pyspec.models.matrices import Matrix
-from pyspec.models.part import Pass
 from pyspec.models.read import block_count
-from pyspec.models.residual import HEAD_MIX, BoundStreams, Residual
-from pyspec.models.rope import Angles, RopeSpec
+from pyspec.models.residual import HEAD_MIX, Residual
+from pyspec.models.rope import RopeSpec
+from pyspec.models.ropes import Angles
+from pyspec.models.streams import BoundStreams, bound_residual
 from pyspec.models.target import Target
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
@@ -109,15 +111,17 @@ class StreamsNet(DSparkNet):
     """The layers, bound to pages of keys alone. Rows of a block are merged streams, not normed."""
 
     c: StreamsConfig
-    one_stream = False
 
     def __init__(
         self, c: StreamsConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None
     ) -> None:
         super().__init__(c, w, memory, target, head)
-        residual = c.residual.bind(w, c.n_embd, c.eps, self.norm)
+        residual = bound_residual(c.residual, w, c.n_embd, c.eps, self.norm)
         assert isinstance(residual, BoundStreams)
         self.residual = residual
+
+    def _residual(self) -> Residual:
+        return self.c.residual
 
     def _bind_context(self, w: Weights) -> None:
         mixers = [block.parts[0] for block in self.blocks]

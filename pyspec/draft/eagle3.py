@@ -26,6 +26,7 @@ from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.bound import BoundForward
@@ -33,12 +34,12 @@ from pyspec.models.decoder import Decoder
 from pyspec.models.kernels import kernels, program_of
 from pyspec.models.matrices import Embedding, Matrix
 from pyspec.models.own_vocabulary import D2T, BestDrafts, check_own, read_d2t
-from pyspec.models.part import Binding, LoadTypes, Pass, Place, Request
+from pyspec.models.part import LoadTypes, Place, Request
 from pyspec.models.read import read_attention, read_rope
-from pyspec.models.rope import Ropes
+from pyspec.models.ropes import Ropes
 from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.wants import Want, check_read, check_tensors
-from pyspec.models.weights import EMBEDDING, HEAD, Weights
+from pyspec.models.wants import EMBEDDING, HEAD, Want, check_read, check_tensors
+from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import SlotTable
@@ -105,7 +106,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         )
     c = read_eagle(file)
     _check_pair(c, file, target.config)
-    wants = _tensors(c, file, target.config.n_embd)
+    wants = tensors(c, file, target.config.n_embd)
     check_tensors(file, wants, ALIAS)
     check_read(file, (*wants, D2T), 1, ALIAS)
     head = file.tensors.get(HEAD)
@@ -157,7 +158,7 @@ def _check_pair(c: EagleConfig, file: GGUFFile, target: ModelConfig) -> None:
     check_own(file, target.n_vocab)
 
 
-def _tensors(c: EagleConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
+def tensors(c: EagleConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
     """The manifest. The attention's products read two rows side by side."""
     at, n, s = c.place(file), c.n_embd, c.attention.shape
     wants = {

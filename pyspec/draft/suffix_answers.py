@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
-from pyspec.draft.suffix_text import GrowingText, PythonTexts, SuffixKind
+from pyspec.draft.suffix_text import GrowingText, SuffixKind
 
 LEAST_ANSWER = 4  # tokens of an answer that is worth keeping
 MOST_SHELVES = 64  # clients
@@ -40,8 +40,8 @@ class Answers:
     kind        makes automata
     """
 
-    def __init__(self, most_bytes: int, *, shared: bool = False, kind: SuffixKind | None = None) -> None:
-        self.most_bytes, self.shared, self.kind = most_bytes, shared, kind or PythonTexts()
+    def __init__(self, most_bytes: int, *, shared: bool = False, kind: SuffixKind) -> None:
+        self.most_bytes, self.shared, self.kind = most_bytes, shared, kind
         self.shelves: OrderedDict[str, Shelf] = OrderedDict()
         self.queue: deque[tuple[str, Sequence[int], int]] = (
             deque()

@@ -1,7 +1,7 @@
 """Suffix drafts: the tokens behind the longest suffix of a text where it stood before, in the text itself or in finished answers.
 
 Needs no model, and goes beside any drafter (`--spec-type dflash,suffix`). This file keeps one text for each slot and the finished answers.
-A round asks for all slots in one call, which `suffix_native` answers in C++, and `suffix_text` in Python where there is no compiler.
+A round asks for all slots in one call, which `suffix_native` answers in C++, and plain lookups (`suffix_text`) where there is no compiler.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from pyspec.draft.suffix_answers import Answers
 from pyspec.draft.suffix_chances import Promise, SuffixChances
 from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
 from pyspec.draft.suffix_native import fastest
-from pyspec.draft.suffix_text import MOST_TEXT, Learned, SlotText, SuffixKind
+from pyspec.draft.suffix_text import LEAST_MATCH, MOST_TEXT, Learned, SlotText, SuffixKind
 from pyspec.slots.table import Slot
 
-PIECE = 32  # tokens of prompts and finished answers that are entered at once while a device runs: 0.01 ms, in Python 0.06
+PIECE = (
+    32  # tokens of prompts and finished answers that are entered at once while a device runs: 0.01 ms
+)
 PER_ROUND = 256  # the same of a round without such a time, beside as many as it has rows
 
 
@@ -23,6 +25,7 @@ class SuffixDrafts:
     """One text for each slot, and finished answers. Called on the engine's thread.
 
     n_draft      most tokens of a draft
+    n_match      fewest tokens that stood before in the same order
     least        a draft ends where the product of its chances would be less
     answer_bytes host memory of finished answers
     shared       clients' answers serve all clients
@@ -33,12 +36,13 @@ class SuffixDrafts:
         self,
         n_draft: int,
         *,
+        n_match: int = LEAST_MATCH,
         least: float = 0.1,
         answer_bytes: int = 0,
         shared: bool = False,
         kind: SuffixKind | None = None,
     ) -> None:
-        self.n_draft, self.least, self.kind = n_draft, least, kind or fastest()
+        self.n_draft, self.n_match, self.least, self.kind = n_draft, n_match, least, kind or fastest()
         self.answers = Answers(answer_bytes, shared=shared, kind=self.kind)
         self.texts: dict[int, SlotText] = {}
         self.behind: set[int] = set()  # slots whose prompts are not entered yet
@@ -116,7 +120,7 @@ class SuffixDrafts:
             if text is not None and text.slot is slot and most > 0 and len(slot.tokens) >= text.n_begin:
                 asks.append((text, anchor, most, automata_of(text.client)))
                 at.append(i)
-        found = self.kind.draft_all(asks, self.least, self.n_draft) if asks else []
+        found = self.kind.draft_all(asks, self.least, self.n_draft, self.n_match) if asks else []
         if len(at) == len(wishes):
             return found
         made = dict(zip(at, found, strict=True))

@@ -1,6 +1,6 @@
 """Suffix drafts in C++ (pyspec/cpu/native/suffix.cpp): one call a round for all slots, which holds no lock of Python.
 
-The same tokens as `suffix_text`, whose class explains them, at about a tenth of its time. The learned numbers stay in Python's memory.
+The learned numbers stay in Python's memory. Where there is neither a library nor a compiler, plain lookups draft (`suffix_text`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from pyspec.cpu.build import CannotBuild, built_alone
 from pyspec.draft.suffix_chances import Promise
 from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
-from pyspec.draft.suffix_text import GrowingText, Learned, PythonTexts, SlotText, SuffixAsk, SuffixKind
+from pyspec.draft.suffix_text import GrowingText, Learned, PlainTexts, SlotText, SuffixAsk, SuffixKind
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "start": (LONG, (POINTER, POINTER, LONG, POINTER)),
     "enter": (LONG, (POINTER, LONG)),
     "judge": (None, (POINTER, LONG, LONG)),
-    "round": (LONG, (POINTER, LONG, POINTER, REAL, *[POINTER] * 5)),
+    "round": (LONG, (POINTER, LONG, POINTER, REAL, INT, *[POINTER] * 5)),
 }
 
 
@@ -57,14 +57,14 @@ def compiled() -> ctypes.CDLL | str:
             function.restype, function.argtypes = result, arguments
         return lib
     except (CannotBuild, OSError, AttributeError) as e:
-        log.info("suffix drafts are made in Python, because their library cannot be had: %s", e)
+        log.info("suffix drafts are made by plain lookups, because their library cannot be had: %s", e)
         return str(e)
 
 
 def fastest() -> SuffixKind:
-    """In C++, or in Python where there is neither a library nor a compiler."""
+    """In C++, or by plain lookups where there is neither a library nor a compiler."""
     lib = compiled()
-    return PythonTexts() if isinstance(lib, str) else NativeTexts(lib)
+    return PlainTexts() if isinstance(lib, str) else NativeTexts(lib)
 
 
 def _ints(tokens: Sequence[int]) -> array[int]:
@@ -122,13 +122,6 @@ class NativeText:
     @property
     def n_entered(self) -> int:
         return int(self._lib.pyspec_suffix_entered(self.handle, None))
-
-    @property
-    def entered(self) -> list[int]:
-        """The tokens in its automaton."""
-        found = array("i", bytes(4 * self.n_entered))
-        self._lib.pyspec_suffix_entered(self.handle, _address(found))
-        return found.tolist()
 
     @property
     def n_bytes(self) -> int:
@@ -193,7 +186,9 @@ class NativeTexts:
         results = (self._n_token, self._expected, self._tokens, self._chances, self._survival)
         self._results = [_address(each) for each in results]
 
-    def draft_all(self, asks: Sequence[SuffixAsk], least: float, n_draft: int) -> list[SuffixDraft]:
+    def draft_all(
+        self, asks: Sequence[SuffixAsk], least: float, n_draft: int, n_match: int
+    ) -> list[SuffixDraft]:
         if len(asks) > self._room or n_draft != self._width:
             self._make_room(max(len(asks), self._room), n_draft)
         new: list[int] = []
@@ -215,7 +210,7 @@ class NativeTexts:
         numbers, added = array("q", block), array("i", new)
         _had(
             self._lib.pyspec_suffix_round(
-                _address(numbers), len(asks), _address(added), least, *self._results
+                _address(numbers), len(asks), _address(added), least, n_match, *self._results
             ),
             -1,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ MEDIUM = "GPU"  # routers' name of the memory that forwards read, on CPUs, too
 QUEUE = 10_000  # batches that wait for the thread
 READER = 10_000  # batches that wait for a slow reader, each
 REPLAY_BYTES = 256 << 20  # of batches kept for replays, besides their number
+MOST_PEERS = 64  # connections to one address; further ones are closed
+MOST_REPLAYS = 8  # that their readers have not read: further ones are not answered
 END = (-1).to_bytes(8, "big", signed=True)  # the number behind the last batch of a replay
 CLOSE_S = 2.0
 HERE = ("*", "0.0.0.0", "[::]", "127.0.0.1", "[::1]", "localhost")
@@ -110,11 +113,13 @@ class BlockPublisher:
         self._context.linger = 0
         self._pub, self._router = self._context.socket(zmq.PUB), None
         self._pub.sndhwm = READER
+        self._peers: dict[Any, set[int]] = {}  # by a socket's monitor: its connections' file descriptors
         try:
             self.endpoint, self.replay = self._attach(self._pub, events, "--kv-events"), ""
             if replay:
                 self._router = self._context.socket(zmq.ROUTER)
                 self._router.sndhwm = settings.kv_events_buffer + 1
+                self._router.copy_threshold = 0  # replays share the bytes of the batches that are kept
                 self.replay = self._attach(self._router, replay, "--kv-events-replay")
         except ConfigError:
             self._context.destroy(0)
@@ -124,6 +129,9 @@ class BlockPublisher:
         self._waiting: deque[tuple[int, float, Sequence[BlockChange]]] = deque()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._most_kept, self._n_kept_byte = settings.kv_events_buffer, 0
+        self._replays: list[
+            Any
+        ] = []  # zmq.MessageTracker of the last message of each, which may be unread
         self._mirror, self._is_due = BlockMirror(), False  # due: all blocks, after a drop
         self._lock = threading.Lock()
         self._is_closing = False
@@ -148,6 +156,7 @@ class BlockPublisher:
                 return endpoint
             if endpoint.startswith("ipc://") and (why := _taken(Path(endpoint.removeprefix("ipc://")))):
                 raise ConfigError(f"{flag} {endpoint}: {why}; use another path")
+            self._peers[sock.get_monitor_socket()] = set()
             sock.bind(endpoint)
         except self._zmq.ZMQError as e:
             raise ConfigError(
@@ -192,11 +201,15 @@ class BlockPublisher:
         poller.register(self._bell_out, self._zmq.POLLIN)
         if self._router is not None:
             poller.register(self._router, self._zmq.POLLIN)
+        for monitor in self._peers:
+            poller.register(monitor, self._zmq.POLLIN)
         try:
             while True:
                 for source, _ in poller.poll():
                     if source is self._router:
                         self._replay_to_one()
+                    elif source in self._peers:
+                        self._bound(source)
                     else:
                         os.read(self._bell_out, 1 << 16)
                 is_last = self._is_closing
@@ -212,6 +225,22 @@ class BlockPublisher:
                 os.close(self._bell_out)
                 os.close(self._bell)
                 self._bell = -1
+
+    def _bound(self, monitor: Any) -> None:
+        """Count a connection that has come or gone, and close one beyond MOST_PEERS: each has a queue and a file descriptor."""
+        kind, fd = struct.unpack("=hi", monitor.recv_multipart()[0])
+        peers = self._peers[monitor]
+        if kind in (self._zmq.EVENT_DISCONNECTED, self._zmq.EVENT_CLOSED):
+            peers.discard(fd)
+        elif kind == self._zmq.EVENT_ACCEPTED:
+            peers.add(fd)
+            if len(peers) > MOST_PEERS:
+                log.warning("KV events: %d readers are connected: closing a new one", MOST_PEERS)
+                with suppress(OSError), socket.socket(fileno=os.dup(fd)) as peer:
+                    name = peer.getsockname()  # another file may have its number by now
+                    where = f":{name[1]}" if isinstance(name, tuple) else str(name)
+                    if any(each.endswith(where) for each in (self.endpoint, self.replay)):
+                        peer.shutdown(socket.SHUT_RDWR)
 
     def _send_all(self) -> None:
         """Send the batches that wait, and behind them all blocks if some were dropped."""
@@ -250,6 +279,10 @@ class BlockPublisher:
                 "KV events: a replay was asked for with %d frames; want one of 8 bytes", len(frames)
             )
             return
+        self._replays = [last for last in self._replays if not last.done]
+        if len(self._replays) >= MOST_REPLAYS:
+            log.warning("KV events: a replay is not sent, because %d are not read yet", MOST_REPLAYS)
+            return
         first = int.from_bytes(frames[1], "big")
         batches = [(number, body) for number, body in self._kept if number >= first]
         if first < (self._kept[0][0] if self._kept else self.n_batch):
@@ -257,8 +290,10 @@ class BlockPublisher:
                 last, blocks = self.n_batch - 1, self._mirror.blocks()
             batches = [(last, self._packed(self._clock(), anew(blocks)))]
         for number, body in batches:
-            self._router.send_multipart([reader, b"", number.to_bytes(8, "big"), body])
-        self._router.send_multipart([reader, b"", END, b""])
+            self._router.send_multipart([reader, b"", number.to_bytes(8, "big"), body], copy=False)
+        self._replays.append(
+            self._router.send_multipart([reader, b"", END, b""], copy=False, track=True)
+        )
 
 
 def publishers_of(settings: EngineSettings) -> tuple[BlockPublisher, ...]:

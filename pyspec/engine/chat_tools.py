@@ -267,7 +267,7 @@ class Chats:
     def _request(self, prompt: tuple[int, ...], options: Mapping[str, Any]) -> tuple[Request, str]:
         """The request without tools, its grammar not yet compiled, and the name of the option with that grammar."""
         rest = {name: value for name, value in options.items() if name not in OF_CHATS}
-        request = request_of(prompt, rest, self.recommended)
+        request = request_of(prompt, rest, self.recommended, OF_CHATS)
         names = GrammarOptions.__annotations__
         given = next((name for name in names if rest.get(name) is not None), "")
         asked = format_grammar(options.get("response_format"))

@@ -26,6 +26,7 @@ GROUPS = {
         "max_tokens",
         "stop",
         "cache_prompt",
+        "cache_salt",
         "n_draft_max",
         "slot",
         "max_predict_ms",

@@ -137,6 +137,7 @@ class RequestOptions(TypedDict, total=False):
     n_draft_max: int | None
     slot: int
     max_predict_ms: float
+    cache_salt: str
 
 
 class GrammarOptions(TypedDict, total=False):
@@ -227,15 +228,19 @@ def unknown(
 
 
 def request_of(
-    prompt: tuple[int, ...], options: Mapping[str, object], recommended: SamplingParams | None = None
+    prompt: tuple[int, ...],
+    options: Mapping[str, object],
+    recommended: SamplingParams | None = None,
+    others: Iterable[str] = (),
 ) -> Request:
     """Make a request of token ids and GenerateOptions. Raises ConfigError, RequestError.
 
     recommended  sampling of a request that gives no `params`
+    others       further names that the caller could have typed
     """
-    known = GenerateOptions.__annotations__
     for name in options:
-        if name not in known:
+        if name not in GenerateOptions.__annotations__:
+            known = (*GenerateOptions.__annotations__, *others)
             loads = [rule.name for rule in rules_of(EngineSettings)]
             raise unknown("option of a generation", name, known, loads, "`Engine.load`")
     params = options.get("params")

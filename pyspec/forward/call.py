@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+Fold = Callable[[Any, int, int], None]
+"""Folds records of a layer's state: (the layer, a slot, how many)."""
+Folding = tuple[str, Fold]
+"""The op that keeps records of slots, and the reference of folding them."""
+
 
 @dataclass(eq=False, slots=True)
 class Value:
@@ -36,19 +41,19 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What each forward brings: an attribute of `models.part.Pass`, or of what it holds for a place in it (a layer, a rope)."""
+class RunInput:
+    """An input of each forward besides values: an attribute of `models.binding.Pass`, or a part of one, by its place (a layer, a rope)."""
 
     name: str
     place: Any = None
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class OpCall:
     """A call of an op.
 
     op       its name: an op of `pyspec.cuda.ops`, or one of `lower.PLAIN`
-    spec     what an op of that folder is bound with; of a product its `Weight`
+    spec     the spec that the op is bound with; of a product its `Weight`
     inputs   values, weights, given things and constants. A call among them is a preparation that its reader does on the way
     more     further arguments by name
     """
@@ -67,7 +72,7 @@ class Call:
     def reads(self) -> Iterator[Value]:
         """The values that it reads, those of its preparations among them."""
         for x in (*self.inputs, *self.more.values()):
-            if isinstance(x, Call):
+            if isinstance(x, OpCall):
                 yield from x.reads()
             elif isinstance(x, tuple):
                 yield from (one for one in x if isinstance(one, Value))
@@ -76,18 +81,18 @@ class Call:
 
 
 @dataclass(slots=True)
-class Program:
-    """Calls in order. inputs: values that are given; output: what is returned."""
+class ForwardProgram:
+    """Calls in order. inputs: values of the caller; output: the returned value."""
 
     inputs: tuple[Value, ...]
-    calls: list[Call]
+    calls: list[OpCall]
     output: Value
 
-    def readers(self, value: Value) -> list[Call]:
+    def readers(self, value: Value) -> list[OpCall]:
         """The calls that read it; one that reads it twice stands twice."""
         return [call for call in self.calls for read in call.reads() if read is value]
 
-    def maker(self, value: Any) -> Call | None:
+    def maker(self, value: Any) -> OpCall | None:
         """The call that makes it; None: it is an input, or no value."""
         return next((c for c in self.calls if any(made is value for made in c.outputs)), None)
 
@@ -110,7 +115,7 @@ class Program:
             for read in call.reads():
                 last[own[id(read)]] = i
         last[own[id(self.output)]] = len(self.calls)
-        given = {own[id(v)] for v in self.inputs}  # held by who calls
+        given = {own[id(v)] for v in self.inputs}  # the caller holds them
         live, most = given, 0
         for i, call in enumerate(self.calls):
             live = live | {own[id(made)] for made in call.outputs}

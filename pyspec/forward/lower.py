@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyspec.cpu.tensors import add, gelu_times, scaled, side_by_side, times_rows
@@ -23,13 +22,12 @@ from pyspec.cuda.ops.rows.ref import (
     GroupNorm,
     HeadGate,
     HeadNorm,
-    Norm,
     Prep,
     head_power,
     norm_power,
 )
 from pyspec.forward import rewrite
-from pyspec.forward.call import Call, Given, Program, Value, Weight
+from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
 
 HELPERS = {
     "add": add,
@@ -44,32 +42,6 @@ HELPERS = {
 }
 
 
-class Sources(Protocol):
-    """Where launches, weights and what a forward brings come from."""
-
-    @property
-    def device(self) -> torch.device: ...
-    def weight(self, weight: Weight) -> Any: ...
-    def launch(self, op: str, spec: Any) -> Any: ...
-    def called(self, op: str, spec: Any) -> Any:
-        """The launch, joined with those of other ops where the op says so."""
-        ...
-
-    def norm(self, weight: Weight, eps: float) -> Norm: ...
-    def part(self, spec: Any) -> Any:
-        """A part that is one call, bound."""
-        ...
-
-    def added_norm(self, call: Call) -> Any:
-        """What runs a sum with a norm before it, for which `fuse.added` may prepare the rows of its reader."""
-        ...
-
-    def few(self, bias: Weight) -> Tensor | None: ...
-    def given(self, x: Given) -> str:
-        """What reads it of the forward's argument `run`."""
-        ...
-
-
 def few_biased(
     product: Callable[..., Tensor], bias: Tensor, few: Tensor, x: Tensor, prep: Prep | None
 ) -> Tensor:
@@ -79,14 +51,14 @@ def few_biased(
     return add(product(x, prep), bias)
 
 
-class Text:
+class ProgramText:
     """The text of a program's function, and the objects that it names."""
 
-    def __init__(self, program: Program, sources: Sources) -> None:
+    def __init__(self, program: ForwardProgram, sources: rewrite.Launches) -> None:
         self.sources = sources
         self.names: dict[int, str] = {}
         self.objects: dict[str, Any] = dict(HELPERS)
-        self.given: dict[Given, str] = {}
+        self.given: dict[RunInput, str] = {}
         self.lines: list[str] = []
         inputs = ", ".join(self._named(v) for v in program.inputs)
         last = {id(v): i for i, call in enumerate(program.calls) for v in call.reads()}
@@ -113,7 +85,7 @@ class Text:
         self.objects[name] = x
         return name
 
-    def _line(self, call: Call) -> None:
+    def _line(self, call: OpCall) -> None:
         text = self._call(call)
         made = ", ".join(map(self._named, call.outputs))
         self.lines.append(f"{made} = {text}" if made else text)
@@ -121,9 +93,9 @@ class Text:
     def _arg(self, x: Any) -> str:
         if isinstance(x, Value):
             return self.names[id(x)]
-        if isinstance(x, Call):
+        if isinstance(x, OpCall):
             return self._prep(x)
-        if isinstance(x, Given):
+        if isinstance(x, RunInput):
             return self._given(x)
         if isinstance(x, tuple):
             return f"({''.join(f'{self._arg(one)}, ' for one in x)})"
@@ -131,17 +103,17 @@ class Text:
             return repr(x)
         return self._object(self.sources.weight(x) if isinstance(x, Weight) else x)
 
-    def _given(self, x: Given) -> str:
+    def _given(self, x: RunInput) -> str:
         if x not in self.given:
             self.given[x] = f"g{len(self.given)}"
             self.lines.append(f"{self.given[x]} = {self.sources.given(x)}")
         return self.given[x]
 
-    def _args(self, call: Call) -> str:
+    def _args(self, call: OpCall) -> str:
         more = [f"{name}={self._arg(x)}" for name, x in call.more.items()]
         return ", ".join([*map(self._arg, call.inputs), *more])
 
-    def _call(self, call: Call) -> str:
+    def _call(self, call: OpCall) -> str:
         if call.op == "view":
             return f"{self._arg(call.inputs[0])}{call.spec}"
         if call.op in rewrite.PREPARES:
@@ -179,8 +151,8 @@ class Text:
         launch = self.sources.called(op, call.spec)
         return f"{self._object(getattr(launch, method) if method else launch)}({self._args(call)})"
 
-    def _prep(self, call: Call) -> str:
-        """What `pyspec.cuda.ops.rows` calls a preparation."""
+    def _prep(self, call: OpCall) -> str:
+        """The expression of a preparation of rows."""
         eps, (_, *given) = call.spec.eps, call.inputs
         if call.op == "norm":
             return self._object(self.sources.norm(given[0], eps))

@@ -8,34 +8,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from pyspec.cuda import fuse
-from pyspec.forward.call import Call, Program, Value, Weight
+from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
 
 PREPARES = ("norm", "head_norm", "group_norm", "head_gate", "relu2")
 
 
 class Launches(Protocol):
-    """What the calls of a program run as."""
+    """Launches, weights and inputs of a block's forward."""
 
+    @property
+    def device(self) -> torch.device: ...
     def weight(self, weight: Weight) -> Any: ...
     def launch(self, op: str, spec: Any) -> Any: ...
-    def few(self, bias: Weight) -> Any: ...
+    def called(self, op: str, spec: Any) -> Any:
+        """The launch, joined with those of other ops where the op says so."""
+        ...
+
+    def norm(self, weight: Weight, eps: float) -> Norm: ...
+    def part(self, spec: Any) -> Any:
+        """A part that is one call, bound."""
+        ...
+
+    def added_norm(self, call: OpCall) -> Any:
+        """The launch of a norm and the sum behind it. It may prepare the rows of the sum's reader (`fuse.added`)."""
+        ...
+
+    def few(self, bias: Weight) -> Tensor | None: ...
+    def given(self, x: RunInput) -> str:
+        """The expression that reads it from the forward's argument `run`."""
+        ...
 
 
-def rows_into_products(program: Program) -> None:
+def rows_into_products(program: ForwardProgram) -> None:
     """A norm, gate or activation that only products read is done by them, on the way to their rows."""
     for prep in [call for call in program.calls if call.op in PREPARES]:
         readers = program.readers(prep.output)
         fits = all(c.op == "product" and c.inputs[:2] == (prep.output, None) for c in readers)
         if prep.output is program.output or not readers or not fits:
             continue
-        inner = Call(prep.op, prep.spec, (None, *prep.inputs[1:]), ())  # of its reader's rows
+        inner = OpCall(prep.op, prep.spec, (None, *prep.inputs[1:]), ())  # of its reader's rows
         for product in readers:
             product.inputs = (prep.inputs[0], inner, product.inputs[2])
         program.calls.remove(prep)
 
 
-def sums_into_products(program: Program) -> None:
+def sums_into_products(program: ForwardProgram) -> None:
     """A stream is added by the product whose output alone it is added to."""
     for add in [call for call in program.calls if call.op == "add"]:
         stream, y = add.inputs
@@ -52,7 +74,7 @@ def sums_into_products(program: Program) -> None:
         program.calls.remove(add)
 
 
-def sums_into_norms(program: Program) -> None:
+def sums_into_norms(program: ForwardProgram) -> None:
     """A stream, which others read, too, is added by the norm behind a part, and multiplied with a factor."""
     for add in [call for call in program.calls if call.op == "add"]:
         stream, y = add.inputs
@@ -69,7 +91,7 @@ def sums_into_norms(program: Program) -> None:
             program.calls.remove(scale)
 
 
-def _before(program: Program, x: Any, call: Call) -> bool:
+def _before(program: ForwardProgram, x: Any, call: OpCall) -> bool:
     """Whether x is made before this call; weights are not summed in products."""
     if not isinstance(x, Value):
         return False
@@ -77,7 +99,7 @@ def _before(program: Program, x: Any, call: Call) -> bool:
     return maker is None or program.calls.index(maker) < program.calls.index(call)
 
 
-def activations_into_products(program: Program, bound: Launches) -> None:
+def activations_into_products(program: ForwardProgram, bound: Launches) -> None:
     """The last step of a gated product may be left to the preparation of the next product's rows."""
     for product in [call for call in program.calls if call.op == "product"]:
         first = program.maker(product.inputs[0])
@@ -92,7 +114,7 @@ def activations_into_products(program: Program, bound: Launches) -> None:
         product.inputs = (product.inputs[0], left, product.inputs[2])
 
 
-def sums_of_few_rows(program: Program, bound: Launches) -> None:
+def sums_of_few_rows(program: ForwardProgram, bound: Launches) -> None:
     """The biases of a product go with it as the residual of its few rows, which saves a launch of its own, where kernels are a GPU's."""
     for add in [call for call in program.calls if (call.op, call.spec) == ("add", "few")]:
         y, bias = add.inputs
@@ -105,11 +127,11 @@ def sums_of_few_rows(program: Program, bound: Launches) -> None:
         program.calls.remove(add)
 
 
-def rows_from_launches(program: Program, bound: Launches) -> None:
+def rows_from_launches(program: ForwardProgram, bound: Launches) -> None:
     """Of few rows, a launch writes the rows of the product that reads its heads, prepared."""
     for product in [call for call in program.calls if call.op == "product"]:
         prep, flat = product.inputs[1], program.maker(product.inputs[0])
-        if not isinstance(prep, Call) or prep.op != "head_norm" or flat is None:
+        if not isinstance(prep, OpCall) or prep.op != "head_norm" or flat is None:
             continue
         launch = program.maker(flat.inputs[0])
         if (flat.op, flat.spec) != ("view", ".flatten(1)") or launch is None or launch.op == "view":
@@ -123,7 +145,7 @@ def rows_from_launches(program: Program, bound: Launches) -> None:
             program.calls.remove(launch)
 
 
-def weights_ahead(program: Program, bound: Launches) -> None:
+def weights_ahead(program: ForwardProgram, bound: Launches) -> None:
     """A launch fetches the weights of the product that reads its output."""
     for product in [call for call in program.calls if call.op == "product"]:
         launch = program.maker(product.inputs[0])
@@ -136,12 +158,12 @@ def weights_ahead(program: Program, bound: Launches) -> None:
 
 FETCH = ("attend", "mamba2")
 
-EVERYWHERE: tuple[Callable[[Program], None], ...] = (
+EVERYWHERE: tuple[Callable[[ForwardProgram], None], ...] = (
     rows_into_products,
     sums_into_products,
     sums_into_norms,
 )
-BOUND: tuple[Callable[[Program, Launches], None], ...] = (
+BOUND: tuple[Callable[[ForwardProgram, Launches], None], ...] = (
     activations_into_products,
     sums_of_few_rows,
     rows_from_launches,
@@ -149,7 +171,7 @@ BOUND: tuple[Callable[[Program, Launches], None], ...] = (
 )
 
 
-def plain(program: Program) -> Program:
+def plain(program: ForwardProgram) -> ForwardProgram:
     """The program after the rules that hold everywhere."""
     for rule in EVERYWHERE:
         rule(program)

@@ -1,4 +1,4 @@
-"""Tracing: a block's function runs once on symbolic values, and what it calls becomes a program. No weights are read, and no device is asked."""
+"""Tracing: a block's function runs once on symbolic values, and its calls are the program. It needs no weights and no device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.forward.call import Call, Given, Program, Value, Weight
-from pyspec.slots.kv import KvFormat
+from pyspec.cuda.ops.norms.spec import NormsSpec
+from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
+from pyspec.slots.kv_types import KvFormat
 
 
 class Site(Protocol):
-    """Where a block stands: what its function may ask before anything is read.
+    """The place of a block, with everything that its function may depend on before weights are read.
 
     norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed
     layer  the number of its memory
-    flags  what changes the model's ropes
+    flags  llama-server's flags of rope
     """
 
     @property
@@ -53,14 +53,14 @@ class PrepSpec:
 
 
 class Forward:
-    """The calls of a block's function so far. Its methods are what functions call.
+    """The calls of a block's function so far. Each method adds a call.
 
-    A function says what is computed, one step after the other; which of the steps run as one launch is decided by rules (`rewrite.py`).
+    A function has one call for each step of its maths. Rules decide which steps run as one launch (`rewrite.py`).
     """
 
-    def __init__(self, at: Site, calls: list[Call] | None = None) -> None:
+    def __init__(self, at: Site, calls: list[OpCall] | None = None) -> None:
         self.at, self.device, self.eps, self.kv = at, at.device, at.eps, at.kv
-        self.calls: list[Call] = [] if calls is None else calls
+        self.calls: list[OpCall] = [] if calls is None else calls
 
     def behind(self, norm: str) -> Forward:
         """The same for a part whose rows come behind this norm; "": they come normed."""
@@ -69,7 +69,7 @@ class Forward:
     def op(self, op: str, spec: Any, *inputs: Any, shape: tuple[int, ...], **more: Any) -> Value:
         """A call of an op, or of a method of its launch ("norms.paired"). shape: of a row of its result."""
         made = Value(shape)
-        self.calls.append(Call(op, spec, inputs, (made,), more))
+        self.calls.append(OpCall(op, spec, inputs, (made,), more))
         return made
 
     # -- things that are there ---------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Forward:
         return Weight("vector", (name,))
 
     def read(self, read: Callable[..., Any], *names: str, **how: Any) -> Weight:
-        """What a function of the weights makes of tensors: read(Weights, *whole names, **how)."""
+        """The result of a function of the weights: read(Weights, *whole names, **how)."""
         return Weight(read, names, tuple(how.items()))
 
     def optional(self, name: str) -> Weight | None:
@@ -87,32 +87,32 @@ class Forward:
         return self.vector(name) if self.at.has(name) else None
 
     @property
-    def batch(self) -> Given:
-        return Given("batch")
+    def batch(self) -> RunInput:
+        return RunInput("batch")
 
     @property
-    def state(self) -> Given:
+    def state(self) -> RunInput:
         """The block's recurrent memory."""
-        return Given("state", self.at.layer)
+        return RunInput("state", self.at.layer)
 
-    def pool(self, layer: int | None = None) -> Given:
+    def pool(self, layer: int | None = None) -> RunInput:
         """Keys and values of a layer, the block's own unless another is named."""
-        return Given("pool", self.at.layer if layer is None else layer)
+        return RunInput("pool", self.at.layer if layer is None else layer)
 
-    def placed(self, pool: Given) -> Given:
+    def placed(self, pool: RunInput) -> RunInput:
         """The batch with the rows and pages that it has in a pool."""
-        return Given("placed", pool.place)
+        return RunInput("placed", pool.place)
 
-    def kv_rows(self, pool: Given) -> Given:
+    def kv_rows(self, pool: RunInput) -> RunInput:
         """The rows of a pool that the batch's rows have."""
-        return Given("kv_rows", pool.place)
+        return RunInput("kv_rows", pool.place)
 
-    def angles(self, rope: Any, *, is_near: bool = False) -> Given:
-        return Given("angles", (rope, is_near))
+    def angles(self, rope: Any, *, is_near: bool = False) -> RunInput:
+        return RunInput("angles", (rope, is_near))
 
-    def queries(self, rope: Any, *, is_near: bool = False) -> Given:
-        """What a rope's queries are multiplied with."""
-        return Given("queries", (rope, is_near))
+    def queries(self, rope: Any, *, is_near: bool = False) -> RunInput:
+        """The factors of a rope's queries."""
+        return RunInput("queries", (rope, is_near))
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -162,11 +162,11 @@ class Forward:
     def split(self, x: Value, widths: Sequence[int]) -> Sequence[Value]:
         """Columns of x, side by side."""
         parts = tuple(Value((n,)) for n in widths)
-        self.calls.append(Call("view", f".split({list(widths)}, -1)", (x,), parts))
+        self.calls.append(OpCall("view", f".split({list(widths)}, -1)", (x,), parts))
         return parts
 
     def view(self, x: Value, how: str, shape: tuple[int, ...]) -> Value:
-        """x seen otherwise. how: what is written behind a tensor's name in torch."""
+        """A view of x. how: the expression behind a tensor's name in torch."""
         return self.op("view", how, x, shape=shape)
 
     def flat(self, x: Value) -> Value:
@@ -199,8 +199,8 @@ Block = Callable[..., Value]
 added to, or None."""
 
 
-def traced(block: Block, at: Site, *widths: int | None) -> Program:
+def traced(block: Block, at: Site, *widths: int | None) -> ForwardProgram:
     """The program of a function whose inputs have these widths; None: an input that is None."""
     f, inputs = Forward(at), [None if n is None else Value((n,)) for n in widths]
     out = block(f, *inputs)
-    return Program(tuple(x for x in inputs if x is not None), f.calls, out)
+    return ForwardProgram(tuple(x for x in inputs if x is not None), f.calls, out)

@@ -16,7 +16,7 @@ from pyspec.gguf.source import OpenFile
 from pyspec.gguf.strings import PREFIX, Strings
 from pyspec.ranges import quoted
 
-MAX_STRING = 16 << 20  # the longest known string, a chat template, is far shorter
+MAX_STRING = 1 << 30  # as in llama.cpp; a file has the bytes of each
 STEP = 4 << 20  # least bytes of one read
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -89,14 +89,11 @@ class Cursor:
         return values
 
     def name(self, limit: int, what: str, *of: object) -> str:
-        """A key or tensor name: not empty, strict UTF-8."""
+        """A key or tensor name: not empty. Bytes that are not UTF-8 become lone surrogates, as those of any string."""
         n = self.u64("length of " + what, *of)
         if not 1 <= n <= limit:
             raise self.bad(f"{_named(what, of)} is {n} bytes long; 1..{limit} are allowed")
-        try:
-            return self.bytes(n, what, *of).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise self.bad(f"{_named(what, of)} is not UTF-8: byte {error.start} of {n}") from None
+        return self.bytes(n, what, *of).decode("utf-8", "surrogateescape")
 
     def string(self, what: str, *of: object) -> str:
         """A string value. Bytes that are not UTF-8 become lone surrogates (surrogateescape), so that no byte is lost."""

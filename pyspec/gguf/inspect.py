@@ -41,7 +41,7 @@ def describe(file: GGUFFile) -> dict[str, object]:
 
 def _tensor(info: TensorInfo) -> dict[str, object]:
     return {
-        "name": info.name,
+        "name": _text(info.name),
         "type": info.type.name,
         "shape": list(info.shape),
         "bytes": info.n_bytes,

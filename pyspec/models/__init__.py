@@ -6,12 +6,15 @@ Another package adds one with an entry point (`pyspec.registry`).
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from pyspec.errors import ModelError, UnknownArchitecture
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import ModelSpec
-from pyspec.models.target import ModelConfig
+from pyspec.models.model import ModelSpec
 from pyspec.registry import ARCHITECTURES, architecture_module, not_run
+
+if TYPE_CHECKING:
+    from pyspec.models.target import ModelConfig
 
 
 def read_config(file: GGUFFile) -> ModelConfig:

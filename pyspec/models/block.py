@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
-
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.streams.ref import StreamMix, Streams
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
-from pyspec.models.part import (
-    AttentionShape,
-    Binding,
-    PartSpec,
-    Pass,
-    Place,
-    ReadsBlocks,
-    Whole,
-    WorksForStreams,
-)
+from pyspec.models.part import AttentionShape, PartSpec, Place, ReadsBlocks
 from pyspec.models.wants import Want
-from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts
-
-if TYPE_CHECKING:
-    from pyspec.models.bound import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +27,6 @@ def mix_tensors(name: str, n_in: int, n_out: int, n_scale: int) -> dict[str, Wan
     """Wanted tensors of `n_out` coefficients."""
     shapes = {"fn": (n_out, n_in), "base": (n_out,), "scale": (n_scale,)}
     return {f"{name}_{x}.weight": Want(shape) for x, shape in shapes.items()}
-
-
-def mix_of(w: Weights, name: str) -> StreamMix:
-    """The coefficients of that name."""
-    return StreamMix(*(w.vector(f"{name}_{x}.weight") for x in ("fn", "scale", "base")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,58 +109,6 @@ class BlockSpec:
             x = f.scaled(x, f.read(_number, self.scale))
         return x
 
-    def bind(self, at: Binding) -> Block:
-        """at: its norm is each part's own."""
-        from pyspec.models.bound import Block
 
-        return Block(self, at)
-
-    def bind_between(self, at: Binding) -> StreamsBlock:
-        """The same for a model of several streams."""
-        return StreamsBlock([Step(part, replace(at, norm=part.norm)) for part in self.parts])
-
-
-def _number(w: Weights, name: str) -> float:
+def _number(w: Any, name: str) -> float:
     return float(w.vector(name).item())
-
-
-class Step:
-    """A bound part between several streams. mix: its coefficients among them."""
-
-    def __init__(self, part: Part, at: Binding) -> None:
-        from pyspec.models.bound import BoundForward
-
-        assert part.mix is not None, "a part between streams has coefficients"
-        self.mix = mix_of(at.weights, at.name(part.mix.name))
-        self.part: Any = None
-        if isinstance(part.spec, Whole):
-            self.part = part.spec.bind(at)
-        works = isinstance(self.part, WorksForStreams) and not part.post and part.factor == 1.0
-        self.fused: WorksForStreams | None = self.part if works else None
-        if self.fused is None:
-            self.part = BoundForward(part.alone, at, at.n_embd, folds=part.spec.folds)
-        self.fold: fuse.Fold | None = None if works else self.part.fold
-
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        """As `WorksForStreams`; every part may stand between streams."""
-        return None if self.fused is None else self.fused.place(streams, n_row)
-
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor | fuse.Shares:
-        """As `WorksForStreams`."""
-        if self.fused is not None:
-            return self.fused.between(y, run, place, streams)
-        made: Tensor = self.part(y, run)
-        return made
-
-
-class StreamsBlock:
-    """A block of a model of several streams, bound to its weights: its parts run one by one (`residual.py`)."""
-
-    captures_prompts = False
-
-    def __init__(self, steps: list[Step]) -> None:
-        self.steps, self.parts = steps, [step.part for step in steps]
-        self.capturable = all(part.capturable for part in self.parts)
-        self.fold = next((step.fold for step in steps if step.fold is not None), None)

@@ -17,12 +17,13 @@ from pyspec.cuda.op import op_named
 from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.forward import rewrite
-from pyspec.forward.call import Call, Given, Value, Weight
-from pyspec.forward.lower import Text
+from pyspec.forward.call import Folding, OpCall, RunInput, Value, Weight
+from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import traced
+from pyspec.models.binding import Binding, BoundPart
 from pyspec.models.block import BlockSpec
 from pyspec.models.matrices import reader_of, sum_of
-from pyspec.models.part import Binding, BoundPart, Whole
+from pyspec.models.part import OneCall
 
 FEW = 32  # rows whose biases are ready
 
@@ -35,7 +36,7 @@ class Sources:
         self.weights: dict[Weight, Any] = {}
         self.launches: dict[tuple[str, Any], Any] = {}
         self.norms: dict[tuple[Weight, float], Norm] = {}
-        self.parts: dict[tuple[Whole, str], BoundPart] = {}
+        self.parts: dict[tuple[OneCall, str], BoundPart] = {}
         self.added: dict[int, AddedNorm] = {}
         self.device, self.capturable = at.weights.device, True
 
@@ -64,14 +65,14 @@ class Sources:
     def called(self, op: str, spec: Any) -> Any:
         return op_named(op).beside(self.launch(op, spec), spec)
 
-    def part(self, spec: tuple[Whole, str]) -> BoundPart:
+    def part(self, spec: tuple[OneCall, str]) -> BoundPart:
         """A part that is one call, behind this norm."""
         if spec not in self.parts:
             self.parts[spec] = spec[0].bind(replace(self.binding, norm=spec[1]))
             self.capturable = self.capturable and self.parts[spec].capturable
         return self.parts[spec]
 
-    def added_norm(self, call: Call) -> AddedNorm:
+    def added_norm(self, call: OpCall) -> AddedNorm:
         self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
         return self.added[id(call)]
 
@@ -85,7 +86,7 @@ class Sources:
         found = self.weight(bias)
         return found.repeat(FEW, 1) if found.is_cuda and not current().is_exact else None
 
-    def given(self, x: Given) -> str:
+    def given(self, x: RunInput) -> str:
         if x.name in ("angles", "queries"):
             rope, is_near = x.place
             return f"run.{x.name}[{self.binding.ropes.place(rope, is_near=is_near)}]"
@@ -124,13 +125,13 @@ class BoundForward:
     """
 
     def __init__(
-        self, block: Callable[..., Value], at: Binding, *widths: int, folds: fuse.Folding | None = None
+        self, block: Callable[..., Value], at: Binding, *widths: int, folds: Folding | None = None
     ) -> None:
         self.sources = Sources(at)
         self.program = rewrite.plain(traced(block, at, *widths))
         for rule in rewrite.BOUND:
             rule(self.program, self.sources)
-        self.run = Text(self.program, self.sources).function()
+        self.run = ProgramText(self.program, self.sources).function()
         self.sources.at = None  # the file's bytes go
         self.ops = [(op_named(op), spec) for op, spec in self.sources.launches]
         self.capturable = self.sources.capturable
@@ -149,7 +150,7 @@ class BoundForward:
         if len(readers) != 1 or readers[0].op not in ("product", "unfinished", "biased"):
             return None
         prep = readers[0].inputs[1]
-        if not isinstance(prep, Call) or prep.op != "norm":
+        if not isinstance(prep, OpCall) or prep.op != "norm":
             return None
         product = reader_of(self.sources.weight(readers[0].spec))
         return product, self.sources.norm(prep.inputs[1], prep.spec.eps)

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from pyspec.config import MAX_RANKS
-from pyspec.cuda.collective import Rank
+from pyspec.cuda.rank import Rank
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile, TensorInfo
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pyspec.cuda.op import op_named
 from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.heads.op import asked
 from pyspec.cuda.ops.heads.ref import HeadsSpec
-from pyspec.cuda.ops.linear.ref import GATES
-from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
-from pyspec.forward.call import Call, Given, Program, Weight
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.rows.ref import GATES, PrepKind, RowsSpec
+from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
-from pyspec.models.part import ForwardSize, LoadTypes, Place, Request, Site
+from pyspec.gguf import GGUFFile
+from pyspec.models.model import ModelSpec
+from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
+from pyspec.models.wants import TOKEN_INPUTS
 
 KINDS = {
     "norm": PrepKind.NORM,
@@ -24,15 +28,43 @@ KINDS = {
 }
 
 
-Programs = Sequence[tuple[Program, Site]]
+def of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """The ops that a load asks for, products and the embedding apart."""
+    yield from kernels(_programs(model, file, on, range(model.n_layer)))
+    if (inputs := model.per_layer) is not None:
+        if (table := file.tensors.get(TOKEN_INPUTS)) is not None:
+            yield op_named("embed"), EmbedSpec(on.device, table.type, inputs.width)
+        yield op_named("norms"), NormsSpec(on.device, inputs.n, inputs.eps)
+    yield op_named("norms"), NormsSpec(on.device, model.n_embd, model.eps)
+
+
+def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:
+    """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes: those of the largest block, and of the
+    streams."""
+    size = ForwardSize(on.device, on.kv.k.dtype, n_row, n_token, model.n_embd, model.eps)
+    of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
+    rows = n_row * (model.residual.row_bytes(model.n_embd) + of_inputs)
+    distinct = {block: i for i, block in enumerate(model.blocks)}
+    programs = [program for program, _ in _programs(model, file, on, distinct.values())]
+    return rows + max((_scratch(program, size) for program in programs), default=0)
+
+
+def _programs(
+    model: ModelSpec, file: GGUFFile, on: LoadTypes, blocks: Iterable[int]
+) -> list[tuple[ForwardProgram, PlannedSite]]:
+    """The forwards of some of its blocks."""
+    return [program_of(model.blocks[i].forward, model.place(file, i), on) for i in blocks]
+
+
+Programs = Sequence[tuple[ForwardProgram, PlannedSite]]
 """Programs of a model's blocks, and where they stand."""
 
 
 def program_of(
     block: Block, at: Place, on: LoadTypes, *widths: int | None, norm: str = ""
-) -> tuple[Program, Site]:
+) -> tuple[ForwardProgram, PlannedSite]:
     """That of a function whose inputs have these widths; a block's own one reads the stream alone."""
-    site = Site(at.file, at.prefix, at.n_embd, at.eps, on, norm)
+    site = PlannedSite(at.file, at.prefix, at.n_embd, at.eps, on, norm)
     return plain(traced(block, site, *(widths or (at.n_embd,)))), site
 
 
@@ -42,21 +74,16 @@ def kernels(programs: Programs) -> Iterator[Request]:
         yield from _of_program(program, at)
 
 
-def scratch_bytes(programs: Programs, size: ForwardSize) -> int:
-    """Bytes that the largest program's calls take while they run, beyond those that every model takes."""
-    return max((_scratch(program, size) for program, _ in programs), default=0)
-
-
-def _scratch(program: Program, size: ForwardSize) -> int:
+def _scratch(program: ForwardProgram, size: ForwardSize) -> int:
     return sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
 
 
-def _of_program(program: Program, at: Site) -> Iterator[Request]:
+def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
     for call in program.calls:
         for x in call.inputs:
-            if isinstance(x, Given) and x.name == "angles":
+            if isinstance(x, RunInput) and x.name == "angles":
                 yield op_named("angles"), AnglesSpec(at.device)
-            if isinstance(x, Call) and at.on.streams:
+            if isinstance(x, OpCall) and at.on.streams:
                 yield (
                     op_named("rows"),
                     RowsSpec(at.device, call.inputs[0].width, KINDS[x.op], x.spec.dim),
@@ -74,7 +101,9 @@ def _of_program(program: Program, at: Site) -> Iterator[Request]:
 PLAIN = ("add", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
 
 
-def _of_weight(program: Program, call: Call, weight: Weight, at: Site) -> Iterator[Request]:
+def _of_weight(
+    program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
+) -> Iterator[Request]:
     """A gate that a product leaves to the next one; a product of each head."""
     if weight.kind == "gated" and at.on.streams:
         kind = PrepKind.GLU if dict(weight.how)["act"] in GATES else PrepKind.GEGLU

@@ -9,7 +9,8 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.errors import PairError
 from pyspec.gguf import GGMLType, GGUFFile
-from pyspec.models.weights import EMBEDDING, HEAD, Weights
+from pyspec.models.wants import EMBEDDING, HEAD
+from pyspec.models.weights import Weights
 
 D2T = "d2t"  # of a head with fewer tokens than the target: which of the target's each is
 PLAIN_NUMBERS = (

@@ -6,31 +6,25 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
-from torch import Tensor
 
-from pyspec.cuda import fuse
-from pyspec.cuda.op import Op
-from pyspec.cuda.ops.rows.ref import Norm
-from pyspec.cuda.ops.streams.ref import Streams
-from pyspec.forward.call import Value
+from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
 from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import KeyGroups
-from pyspec.models.rope import NO_FLAGS, Angles, RopeFlags, Ropes
-from pyspec.models.tables import Tables
+from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
-from pyspec.models.weights import Weights
-from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KvFormat, KVPool
-from pyspec.slots.memory import Memory
+from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import LayerParts
 
-Request = tuple[Op[Any, Any], Any]
+if TYPE_CHECKING:
+    from pyspec.models.binding import Binding, BoundPart
+
+Request = tuple[Any, Any]
 """An op and the spec that it is bound with."""
 
 
@@ -104,7 +98,7 @@ class LoadTypes:
 
 
 @dataclass(frozen=True, slots=True)
-class Site(Place):
+class PlannedSite(Place):
     """A place of a load, before weights are read. Implements `forward.trace.Site`."""
 
     on: LoadTypes
@@ -127,77 +121,8 @@ class Site(Place):
     def n_rank(self) -> int:
         return self.on.n_rank
 
-    def behind(self, norm: str) -> Site:
+    def behind(self, norm: str) -> PlannedSite:
         return replace(self, norm=norm)
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """Where a part is bound.
-
-    layer  the number of its memory
-    norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed, where a part takes such
-    kv     types of keys and values
-    tables  of a model whose forward looks them up
-    """
-
-    weights: Weights
-    prefix: str
-    layer: int
-    norm: str
-    n_embd: int
-    eps: float
-    kv: KvFormat
-    ropes: Ropes
-    tables: Tables = field(default_factory=Tables)
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.device
-
-    @property
-    def flags(self) -> RopeFlags:
-        """What changes the model's ropes."""
-        return self.weights.rope
-
-    @property
-    def n_rank(self) -> int:
-        return self.weights.n_rank
-
-    def name(self, tensor: str) -> str:
-        return f"{self.prefix}.{tensor}"
-
-    def has(self, tensor: str) -> bool:
-        return self.weights.has(self.name(tensor))
-
-    def behind(self, norm: str) -> Binding:
-        return replace(self, norm=norm)
-
-    def bound_norm(self) -> Norm:
-        return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
-
-    def optional_norm(self) -> Norm | None:
-        """The norm before it; None: rows come normed."""
-        return self.bound_norm() if self.norm else None
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
-    tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`); inputs: of each block [row, layer, n]
-    (`per_layer.py`); rings: the batch as rings of each size hold it (`ringed.py`)."""
-
-    angles: tuple[Angles, ...]
-    memory: Memory
-    batch: Batch
-    rows: tuple[Tensor, ...] = ()
-    queries: tuple[Tensor | None, ...] = ()
-    inputs: Tensor | None = None
-    rings: Mapping[int, Batch] = field(default_factory=dict)
-
-    def placed(self, pool: KVPool) -> Batch:
-        """The batch with the rows and pages that it has in this pool."""
-        return self.rings[pool.n_ring] if pool.n_ring else self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +150,7 @@ class PartSpec(Protocol):
     @property
     def attends(self) -> AttentionShape | None: ...
     @property
-    def folds(self) -> fuse.Folding | None: ...
+    def folds(self) -> Folding | None: ...
 
     def tensors(self, at: Place) -> dict[str, Want]:
         """The tensors it needs, without its norms."""
@@ -258,11 +183,11 @@ class Plain:
         return None
 
     @property
-    def folds(self) -> fuse.Folding | None:
+    def folds(self) -> Folding | None:
         return None
 
 
-class Whole(Plain):
+class OneCall(Plain):
     """A part that is one call of its program, because its launches are chosen while it runs. `bind` gives what the call runs as."""
 
     __slots__ = ()
@@ -273,7 +198,7 @@ class Whole(Plain):
     def bind(self, at: Binding) -> BoundPart:
         raise NotImplementedError
 
-    def kernels(self, at: Site, on: LoadTypes) -> Iterator[Request]:
+    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
         """The ops that binding it asks for, products apart. None: they are compiled and checked when they are bound."""
         return iter(())
 
@@ -295,36 +220,3 @@ def column_block(at: Place, tensor: str) -> int:
     """Columns of a block of a tensor's type; 1: it has no blocks, or the file has no such tensor."""
     info = at.file.tensors.get(at.name(tensor))
     return 1 if info is None else info.type.block_size
-
-
-class BoundPart(Protocol):
-    """A part that is one call (`Whole`), bound to its weights.
-
-    capturable  a CUDA graph may hold it: it looks at no list of the host
-    gives       the sum of ranks that it ends with, if it does
-    """
-
-    @property
-    def capturable(self) -> bool: ...
-    @property
-    def gives(self) -> fuse.GivesSum | None: ...
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""
-        ...
-
-
-@runtime_checkable
-class WorksForStreams(Protocol):
-    """A bound part that finds its rows ready where the op `streams` put them, and may leave its sums to that op."""
-
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        """Where `streams` may put the rows that the part reads, normed; None: the part prepares them."""
-        ...
-
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor | fuse.Shares:
-        """part(norm(y)) of rows y [row, n_embd] f32. place: where they lie ready, if they do. streams: the op that merges the result with
-        the next reading, if one does; it may sum the outputs of experts."""
-        ...

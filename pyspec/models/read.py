@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from pyspec.cuda.ops.moe.ref import Router
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, PartSpec
 from pyspec.models.rope import RopeSpec, read_scaling
-from pyspec.models.weights import EMBEDDING
+from pyspec.models.wants import EMBEDDING
 from pyspec.ranges import Whole
+
+if TYPE_CHECKING:
+    from pyspec.cuda.ops.moe.ref import Router
 
 
 def read_gqa(

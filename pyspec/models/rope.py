@@ -14,23 +14,15 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
-from pyspec.cpu.tensors import query_factors, scaled
-from pyspec.cuda.ops.angles.op import angles
-from pyspec.cuda.ops.angles.ref import AnglesSpec
-from pyspec.errors import BadTensors, ModelError
+from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.matrices import Embedding
 from pyspec.models.wants import Want
 from pyspec.ranges import quoted
-
-if TYPE_CHECKING:
-    from pyspec.models.weights import Weights  # which have the flags
 
 log = logging.getLogger(__name__)
 
@@ -254,10 +246,6 @@ class QueryTemperature:
     scale: float
     n_ctx: int
 
-    def factors(self, positions: Tensor) -> Tensor:
-        """Of positions [row] int64. [row] f32"""
-        return query_factors(positions, self.scale, self.n_ctx)
-
 
 def read_temperature(file: GGUFFile) -> QueryTemperature | None:
     """That of a file; None if it has none."""
@@ -269,9 +257,6 @@ def read_temperature(file: GGUFFile) -> QueryTemperature | None:
 
 DIVISORS = "rope_freqs.weight"  # llama 3's
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"  # longrope's
-
-Angles = tuple[Tensor, Tensor]
-"""cos, sin [row, 1, n_rot/2] f32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,85 +296,5 @@ class RopeSpec:
             divisors=divisors,
         )
 
-    def bind(self, weights: Weights) -> Rope:
-        """BadTensors for divisors that are no positive numbers."""
-        divisors = weights.optional(self.divisors) if self.divisors else None
-        if divisors is not None and not bool(((divisors > 0) & divisors.isfinite()).all()):
-            raise BadTensors(f"{self.divisors} has numbers that are not positive and finite")
-        return Rope(self, weights.device, divisors)
-
 
 NO_ROPE = RopeSpec(n_rot=0, base=1.0, neox=False)
-
-
-class Rope:
-    """A rope on a device."""
-
-    def __init__(self, spec: RopeSpec, device: torch.device, divisors: Tensor | None = None) -> None:
-        scaling, n_rot, base = spec.scaling, spec.n_rot, spec.base
-        self.factor, self.length, self.queries = scaling.divisor, scaling.length, spec.queries
-        d = torch.arange(0, n_rot, 2, device=device, dtype=torch.float32)
-        freq = base ** (-d / n_rot)
-        self.freq = freq if divisors is None else freq / divisors
-        if scaling.ramp:
-            kept = scaling.kept(n_rot, base, device) * scaling.ramp
-            self.freq, self.factor = self.freq * (kept + (1 - kept) / scaling.divisor), 1.0
-        self.launch = angles.bind(AnglesSpec(device))
-
-    def angles(self, positions: Tensor) -> Angles:
-        """Of positions [row]."""
-        return self._lengthened(self.launch(positions, self.freq, self.factor))
-
-    def embedded(self, embedding: Embedding, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
-        """The tokens' rows of the embedding, and the angles of their positions, in one launch where a kernel has it."""
-        rows, angles = embedding.with_angles(tokens, positions, self.freq, self.factor)
-        return rows, self._lengthened(angles)
-
-    def _lengthened(self, angles: Angles) -> Angles:
-        if self.length == 1.0:
-            return angles
-        cos, sin = (scaled(each.flatten(1), self.length).unsqueeze(1) for each in angles)
-        return cos, sin
-
-
-class Ropes:
-    """The distinct ropes of a list of blocks, as flags change them. A block keeps its rope's place here, and a forward makes the angles of
-    all.
-
-    known: ropes of a model whose blocks these go with; equal ones are shared.
-    """
-
-    def __init__(self, weights: Weights, known: Ropes | None = None) -> None:
-        self._weights, self._known = weights, {} if known is None else known.bound
-        self.bound: dict[RopeSpec, Rope] = {}
-
-    @property
-    def flags(self) -> RopeFlags:
-        """What changes them."""
-        return self._weights.rope
-
-    def place(self, spec: RopeSpec, *, is_near: bool = False) -> int:
-        """Where a forward's angles have those of `spec`. is_near: as of `RopeSpec.flagged`"""
-        spec = spec.flagged(self._weights.rope, is_near=is_near)
-        if spec not in self.bound:
-            known = self._known.get(spec)
-            self.bound[spec] = spec.bind(self._weights) if known is None else known
-        return list(self.bound).index(spec)
-
-    def angles(self, positions: Tensor) -> tuple[Angles, ...]:
-        return tuple(rope.angles(positions) for rope in self.bound.values())
-
-    def queries(self, positions: Tensor) -> tuple[Tensor | None, ...]:
-        """What each rope's queries are multiplied with, by places [row] f32; None: nothing."""
-        found = [rope.queries for rope in self.bound.values()]
-        return tuple(None if own is None else own.factors(positions) for own in found)
-
-    def embedded(
-        self, embedding: Embedding, tokens: Tensor, positions: Tensor
-    ) -> tuple[Tensor, tuple[Angles, ...]]:
-        """The first two things of a forward: the tokens' rows of the embedding, and the angles of their positions."""
-        if not self.bound:
-            return embedding(tokens), ()
-        first, *others = self.bound.values()
-        rows, angles = first.embedded(embedding, tokens, positions)
-        return rows, (angles, *(rope.angles(positions) for rope in others))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pyspec.cuda.ops.linear.dequant import SUPPORTED
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.cuts import Cut
@@ -15,6 +14,8 @@ from pyspec.ranges import quoted
 
 log = logging.getLogger(__name__)
 
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+TOKEN_INPUTS = "per_layer_token_embd.weight"  # rows by token, which no product reads
 WHOLE = (GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64)
 SAID = 6  # flaws of tensors that one error lists
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
@@ -68,6 +69,8 @@ def _flaw(info: TensorInfo | None, want: Want) -> str:
         return "" if want.optional else f"missing, want {list(want.shape)}"
     if info.shape != want.shape and info.shape not in want.also:
         return f"want {list(want.shape)}, file has {list(info.shape)}"
+    from pyspec.cuda.ops.linear.dequant import SUPPORTED
+
     if info.type not in SUPPORTED:
         return f"type {info.type.name} is not supported"
     if (info.type in WHOLE) != want.whole:

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.heads.op import kept_bytes
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.pack import packed_bytes
+from pyspec.cuda.rank import Rank
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
-from pyspec.models.wants import Want
-from pyspec.models.weights import GROUPED, HEADS, OF_HEADS, PLAIN, TOKEN_INPUTS, cuts_of
+from pyspec.models.wants import TOKEN_INPUTS, Want
+from pyspec.models.weights import GROUPED, HEADS, OF_HEADS, PLAIN, cuts_of
 
 LARGE_BYTES = (
     10 << 20

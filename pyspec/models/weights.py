@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyspec import progress
-from pyspec.cuda.collective import Collective, Rank
+from pyspec.cuda.collective import Collective
 from pyspec.cuda.context import context_of
 from pyspec.cuda.ops.heads.op import heads
 from pyspec.cuda.ops.heads.op import ways as heads_ways
@@ -21,10 +21,12 @@ from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import interleave, packed_bytes, repack
-from pyspec.cuda.ops.linear.ref import GATES, PROBE_ROWS, Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack
+from pyspec.cuda.ops.rows.ref import GATES
 from pyspec.cuda.packed_cpu import CpuGates, CpuGroups, CpuMatrix, runs_packed
+from pyspec.cuda.rank import Rank
 from pyspec.cuda.streamed import Streamed, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles, sums_in_f32
 from pyspec.cuda.temporary import temporary
@@ -47,14 +49,12 @@ from pyspec.models.matrices import (
 )
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.upload import Upload
-from pyspec.models.wants import Want, scale_of
+from pyspec.models.wants import EMBEDDING, HEAD, Want, scale_of
 from pyspec.slots.mapped import of_pages
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 OF_DTYPE = dict(zip((torch.float32, torch.float16, torch.bfloat16), PLAIN, strict=True))
 UNPACK = 1 << 24  # weights unpacked at once
-EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-TOKEN_INPUTS = "per_layer_token_embd.weight"  # rows by token, which no product reads
 HEADS = (HEAD, EMBEDDING)  # few rows go through them: one for each token that may be kept
 OF_HEADS = (".attn_k_b.weight", ".attn_v_b.weight")  # a matrix for each head (`Weights.heads`)
 GROUPED = ".attn_output_a.weight"

@@ -219,7 +219,9 @@ class RemoteCore:
         try:
             record.sink(event)
         except Exception:
-            log.exception("the listener of request %s failed", record.name)
+            if not record.is_logged:
+                log.exception("the listener of request %s failed", record.name)
+            record.is_logged = True
             self.cancel(record.name)
 
     def _count(self, **more: float) -> None:

@@ -260,9 +260,9 @@ def _detokenize(service: Service, raw: bytes) -> object:
 
 
 def _apply_template(service: Service, raw: bytes) -> object:
-    value = parse_object(raw, service.settings.limits)
+    value = as_read("chat", parse_object(raw, service.settings.limits), service.settings)
     refuse_unsupported(value)
-    body = validate(TemplateBody, as_read("chat", value, service.settings))
+    body = validate(TemplateBody, value)
     return {"prompt": chat_text(service.engine, body, service.settings)}
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 from pyspec.slots.kv import KvFormat, KVPool, raw
 from pyspec.slots.kv_types import PLAIN
 from pyspec.slots.mapped import empty_like
+from pyspec.slots.parts import KV as KV
+from pyspec.slots.parts import STATE as STATE
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory, kept
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.ring import RingRows
 from pyspec.slots.ring_pool import RingPool
 
 Like = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
-KV, STATE = "kv", "state"  # names of the parts that attention and recurrences read
 
 
 @dataclass(slots=True)

@@ -21,6 +21,8 @@ from pyspec.slots.recurrent import RecurrentShape, StateLayer
 from pyspec.slots.ring import RingRows
 from pyspec.slots.ring_pool import RingPool
 
+KV, STATE = "kv", "state"  # names of the parts that attention and recurrences read
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:

@@ -92,7 +92,7 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileK
     written = path.with_name(f".{path.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}")
     try:
         _check_place(path, kind)
-        with open(written, "xb") as f:
+        with open(written, "xb", opener=_private) as f:
             if kind.syncs:
                 _lock(f)
             _write(f, head, pieces, kind)
@@ -114,6 +114,11 @@ def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileK
             f"{kind.name} {printable(path.name, MAX_LISTED)} can not be written: {reason}"
         ) from None
     return n
+
+
+def _private(path: str, flags: int) -> int:
+    """A file for this user alone: it has people's texts."""
+    return os.open(path, flags, 0o600)
 
 
 def _lock(f: BinaryIO) -> bool:

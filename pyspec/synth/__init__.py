@@ -16,50 +16,12 @@ import numpy as np
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFWriter, LlamaFileType, TensorInfo, ValueType
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import MODELS, TINY, find, shortened, widened
+from pyspec.synth.dims import MODELS, TINY, Dims, find, shortened, widened
 from pyspec.synth.drafters import drafter_of, made_for
 from pyspec.synth.fill import Filler
 from pyspec.synth.layout import Parts, Spec
-from pyspec.synth.shapes import (
-    Deepseek4Dims,
-    DFlashDims,
-    Dims,
-    EagleDims,
-    GptOss,
-    Llama,
-    NemotronH,
-    NemotronHMoe,
-    Qwen3,
-    Qwen3Moe,
-    Qwen3Next,
-    Qwen35,
-    Qwen35Moe,
-    StagesDims,
-)
 
-__all__ = [
-    "MODELS",
-    "QUANTS",
-    "TINY",
-    "DFlashDims",
-    "Deepseek4Dims",
-    "Dims",
-    "EagleDims",
-    "GptOss",
-    "Llama",
-    "NemotronH",
-    "NemotronHMoe",
-    "Qwen3",
-    "Qwen3Moe",
-    "Qwen3Next",
-    "Qwen35",
-    "Qwen35Moe",
-    "Recipe",
-    "StagesDims",
-    "drafter_of",
-    "find",
-    "write",
-]
+__all__ = ["MODELS", "QUANTS", "TINY", "Dims", "Recipe", "drafter_of", "find", "write"]
 
 QUANTS: dict[str, LlamaFileType] = {
     "f32": LlamaFileType.F32,
@@ -182,9 +144,8 @@ def _resolve(entry: str | Dims, recipe: Recipe) -> Dims:
     if recipe.n_layer:
         dims = shortened(dims, recipe.n_layer)
     if recipe.drafter:
-        is_one = isinstance(dims, DFlashDims | EagleDims | StagesDims)
-        return dims if is_one else made_for(dims, recipe.kind, fork=recipe.fork)
-    return replace(dims, fork=True) if recipe.fork and isinstance(dims, DFlashDims) else dims
+        return dims if dims.kind else made_for(dims, recipe.kind, fork=recipe.fork)
+    return replace(dims, fork=True) if recipe.fork and dims.kind == "dflash" else dims
 
 
 def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, quant: str) -> None:

@@ -1,41 +1,103 @@
-"""Metadata and tensors of each architecture, by its dimensions. A new architecture is one entry of ARCHITECTURES."""
+"""Metadata of a model by its dimensions, and its tensors: those that the reader of such metadata wants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from pyspec.gguf import ValueType
-from pyspec.synth import decoders, gemma4
-from pyspec.synth.shapes import DFlashDims, Dims, EagleDims, StagesDims
-from pyspec.synth.trunks import (
-    HEAD_MIX,
-    U32,
-    Key,
-    Parts,
-    Spec,
-    attention,
-    common,
-    deepseek4_block,
-    deepseek4_metadata,
-    deepseek4_tensors,
-    feed_forward,
-    file_arch,
-    mixers,
-    moe_metadata,
-    nemotron_metadata,
-    nemotron_tensors,
-    plain_metadata,
-    plain_tensors,
-    qwen35_metadata,
-    qwen35_tensors,
-    qwen35moe_metadata,
-)
+from pyspec.draft import dflash2, dflash_file, dspark, eagle3
+from pyspec.draft.dflash_file import CONVOLUTION, MARKOV, SELECTOR, DFlashConfig, drafter_tensors
+from pyspec.draft.dspark_heads import SURE_BIAS
+from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, ValueType, open_gguf
+from pyspec.gguf.write import Value
+from pyspec.models import read_config
+from pyspec.models.own_vocabulary import D2T
+from pyspec.models.residual import HEAD_MIX
+from pyspec.models.wants import EMBEDDING, HEAD, Want, scale_of
+from pyspec.synth.dims import Dims
 
-__all__ = ["ARCHITECTURES", "Key", "Parts", "Spec", "file_arch", "metadata", "parts_of", "tensors"]
+Key = tuple[str, Value, ValueType]
+U32 = ValueType.UINT32
+TYPES = {bool: ValueType.BOOL, int: U32, float: ValueType.FLOAT32, str: ValueType.STRING}
+BY_FIELD = {
+    "n_embd": "embedding_length",
+    "n_head": "attention.head_count",
+    "n_head_kv": "attention.head_count_kv",
+    "window": "attention.sliding_window",
+    "sliding": "attention.sliding_window_pattern",
+    "sections": "rope.dimension_sections",
+    "q_rank": "attention.q_lora_rank",
+    "rank": "attention.kv_lora_rank",
+    "n_value": "attention.value_length_mla",
+    "out_rank": "attention.output_lora_rank",
+    "n_stream": "hyper_connection.count",
+    "n_expert": "expert_count",
+    "n_used": "expert_used_count",
+    "n_ff_shared": "expert_shared_feed_forward_length",
+    "n_shared": "expert_shared_count",
+    "n_dense": "leading_dense_block_count",
+    "routed_scale": "expert_weights_scale",
+    "latent": "moe_latent_size",
+    "state": "ssm.state_size",
+}
+"""Keys that a field other than 0 gives as it is."""
 
-DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-OF_COMPRESSED = ("indexer.", "rope.scaling.", "compress_rope_")  # keys that stages have no use for
+ALWAYS = ("nextn.shared_head_norm.weight", SURE_BIAS)
+"""Optional tensors that each file has whose reader knows them, besides those of `Dims.has`."""
+POINTED = 2.0
+KINDS = {
+    "embedding": ("token_embd.weight", "per_layer_token_embd.weight"),
+    "head": ("output.weight",),
+    "ids": ("*_tid2eid.weight",),
+    "choice": ("d2t",),
+    "divisors": ("rope_freqs.weight",),
+    "norm": ("*norm*.weight", "*_scale.weight", "*.scale", "ssm_d"),
+    "gate": ("ssm_alpha.*", "ssm_beta.*", "ssm_ba.*", "indexer.proj.*", "attn_[kv]_b.*", "ffn_latent_*", "*_conv_proj.*"),
+    "router": ("ffn_gate_inp*.weight", "exp_probs_b.bias", "*_ape.weight", "*hc_*_fn.*", "*hc_*_base.*", "output_hc_*", "attn_sinks.*", "conf_proj.*"),
+    "conv": ("ssm_conv1d.*", "shortconv.conv.*", "*_conv_base"),
+    "decay": ("ssm_a",),
+    "step": ("ssm_dt.bias",),
+    "bias": ("*.bias",),
+}  # fmt: skip
+"""The kind of a tensor's values, by its name without block: the first that fits, else "matrix"."""
+GAINS: dict[str, float] = {
+    **dict.fromkeys(("attn_[qk].weight", "attn_output.weight", "attn_[qk]_norm.weight", "attn_q_b.weight"), POINTED),
+    **dict.fromkeys(("attn_kv.weight", "attn_kv_a_mqa.weight", "attn_k_b.weight", "shortconv.out_proj.weight"), POINTED),
+    **dict.fromkeys(("ffn_gate_inp.weight", "ffn_down_exps.weight"), POINTED),
+    "*_conv_proj.weight": 0.3,
+    "rope_freqs.weight": 0.25,
+}  # fmt: skip
+"""Factors on the usual size. Queries and keys have twice that: with flat attention the text would depend on the last token alone, and
+loop. Down matrices of experts, too, because a row's expert weights sum to one and the experts' outputs partly cancel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One tensor: its shape in torch order, the kind of its values (a name of KINDS, see `fill`), and a factor on their usual size.
+
+    For "ids", whole numbers without repetition in a row, and "choice", whole numbers that rise, `gain` is their upper limit; for "divisors"
+    of frequencies it is the share of pairs that turn.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    gain: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a model in the file."""
+
+    trunk: bool = True
+    mtp: bool = False
 
 
 def parts_of(dims: Dims, *, mtp: bool = True, sidecar: bool = False) -> Parts:
@@ -43,151 +105,209 @@ def parts_of(dims: Dims, *, mtp: bool = True, sidecar: bool = False) -> Parts:
     return Parts(trunk=not sidecar, mtp=mtp and dims.mtp and (sidecar or not dims.mtp_alone))
 
 
+def file_arch(dims: Dims) -> str:
+    """`general.architecture`."""
+    return "dflash-draft" if dims.fork else dims.arch
+
+
 def metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
-    """All keys except general.* and tokenizer.*."""
-    return ARCHITECTURES[dims.arch][0](dims, parts)
+    """All keys except general.* and tokenizer.* (but the mask token of drafters)."""
+    for name, value in {**dict(dims.keys), **_keys(dims, dims.n_layer + parts.mtp)}.items():
+        first = value[0] if isinstance(value, list | tuple) else value
+        kind = ValueType.INT32 if name == BY_FIELD["sections"] else TYPES[type(first)]
+        key = name if name.startswith("tokenizer.") else f"{file_arch(dims)}.{name}"
+        yield key, list(value) if isinstance(value, tuple) else value, kind
+    if parts.mtp:
+        yield f"{dims.arch}.nextn_predict_layers", 1, U32
+
+
+def _keys(dims: Dims, n_block: int) -> dict[str, Any]:
+    """By name without architecture."""
+    d, blocks = dims, range(n_block)
+    own: dict[str, Any] = {
+        "block_count": n_block,
+        "context_length": d.n_ctx,
+        "vocab_size": d.n_vocab,
+        "attention.key_length": d.head_dim,
+        "attention.value_length": d.head_dim,
+        "attention.layer_norm_rms_epsilon": d.eps,
+        "rope.freq_base": d.rope_base,
+        "rope.dimension_count": d.n_rot or d.head_dim,
+    }
+    own |= {name: value for field, name in BY_FIELD.items() if (value := getattr(d, field))}
+    if not (d.n_v_head and d.n_expert) and not d.n_stream:
+        own["feed_forward_length"] = d.n_ff
+    if d.n_expert:
+        own["expert_feed_forward_length"] = d.n_ff_expert or d.n_ff
+    if d.expert_groups[0] > 1:
+        own |= dict(zip(("expert_group_count", "expert_group_used_count"), d.expert_groups, strict=True))
+    if d.convolved:
+        kv = [0 if i in d.convolved else d.n_head_kv for i in blocks]
+        own |= {"shortconv.l_cache": d.n_conv, "attention.head_count_kv": kv}
+    if d.state:
+        heads, dim = (d.n_v_head, d.state) if d.n_v_head else (d.mamba_heads, d.mamba_dim)
+        own |= {"ssm.conv_kernel": d.n_conv, "ssm.group_count": d.n_k_head or d.n_group}
+        own |= {"ssm.time_step_rank": heads, "ssm.inner_size": heads * dim}
+    if d.n_v_head:
+        own["full_attention_interval"] = d.interval
+    if d.pattern:
+        kinds = d.pattern + "+" * (n_block - d.n_layer)
+        own["attention.head_count_kv"] = [d.n_head_kv if b in "*+" else 0 for b in kinds]
+        own["feed_forward_length"] = [d.n_ff if b in "-E+" else 0 for b in kinds]
+        own["attention.layer_norm_epsilon"] = d.eps
+    if d.rank:
+        own |= {"attention.key_length": d.rank + d.n_rot, "attention.value_length": d.rank}
+        own |= {"attention.key_length_mla": d.head_dim, "attention.head_count_kv": 1}
+    if d.near_dim:
+        near = [(i + 1) % d.interval != 0 for i in blocks]
+        own["attention.head_count_kv"] = [d.n_near_kv if x else d.n_head_kv for x in near]
+        own["attention.sliding_window_pattern"] = near
+        names = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        own |= dict.fromkeys([f"{name}_swa" for name in names], d.near_dim)
+        own |= {"attention.shared_kv_layers": d.n_sharing, "embedding_length_per_layer_input": d.n_input}
+    if d.n_stream:
+        own |= {"embedding_length_out": d.n_stream * d.n_embd, "hash_layer_count": d.n_hash}
+        own |= {"attention.output_group_count": d.n_group, "attention.compress_ratios": [*d.ratios, 0]}
+        own |= dict.fromkeys(("swiglu_clamp_exp", "swiglu_clamp_shexp"), [d.limit] * n_block)
+    if d.indexer[0]:
+        names = ("head_count", "key_length", "top_k")
+        own |= {f"attention.indexer.{x}": n for x, n in zip(names, d.indexer, strict=True)}
+    return own | (_drafter_keys(d) if d.kind else {})
+
+
+def _drafter_keys(dims: Dims) -> dict[str, Any]:
+    taps = [tap + 1 for tap in dims.taps]
+    if dims.fork:
+        return {
+            "attention.causal": False,
+            "dflash.block_size": dims.block,
+            "dflash.mask_token_id": dims.mask_id,
+            "dflash.target_layer_ids": dims.taps,
+            "dflash.n_target_features": len(taps) * dims.n_target_embd,
+        }
+    if dims.kind == "eagle3":
+        flags = dict.fromkeys(("norm_before_residual", "norm_before_fc"), False)
+        return {"target_layers": dims.taps, "target_hidden_size": dims.n_target_embd, **flags}
+    own: dict[str, Any] = {"block_size": dims.block, "target_layers": taps}
+    own["tokenizer.ggml.mask_token_id"] = dims.mask_id
+    if dims.mrope:
+        own["rope.dimension_sections"] = [dims.head_dim // 2, 0, 0, 0]
+    if dims.kind == "dflash2":
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        own |= dict(zip(names, (*dims.convolution, *dims.selector), strict=True))
+    if dims.kind == "dspark":
+        own |= {"sample_from_anchor": True, "has_confidence_head": True}
+    return own
 
 
 def tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
-    return ARCHITECTURES[dims.arch][1](dims, parts)
+    """The tensors that the reader wants; of the optional ones those of `dims.has`, and the head if it is not the embedding."""
+    with _probe(dims, parts) as file:
+        wants = _drafter_wants(dims, file) if dims.kind else _model_wants(dims, file, parts)
+    has = (*dims.has, *ALWAYS)
+    hashed = {f"blk.{i}.exp_probs_b.bias" for i in range(dims.n_hash)}
+    for name, want in wants.items():
+        is_there = not dims.tied if name == HEAD else not want.optional or _part(name) in has
+        if is_there and not (want.optional and name in hashed):
+            yield _spec(dims, name, want.shape)
+        if (scale := scale_of(name)) not in wants and _part(scale) in has:
+            yield _spec(dims, scale, want.shape[:1])
 
 
-def _dflash_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
-    if isinstance(dims, StagesDims):
-        yield from _stages_metadata(dims)
-        return
-    assert isinstance(dims, DFlashDims)
-    a = file_arch(dims)
-    yield from common(dims, dims.n_layer)
-    if dims.fork:
-        yield f"{a}.rope.dimension_count", dims.head_dim, U32
-        yield f"{a}.attention.causal", False, ValueType.BOOL
-        yield f"{a}.dflash.block_size", dims.block, U32
-        yield f"{a}.dflash.mask_token_id", dims.mask_id, U32
-        yield f"{a}.dflash.target_layer_ids", list(dims.taps), U32
-        yield f"{a}.dflash.n_target_features", len(dims.taps) * dims.n_target_embd, U32
+def _model_wants(dims: Dims, file: GGUFFile, parts: Parts) -> dict[str, Want]:
+    c = read_config(file)
+    wants = {name: want for name, want in c.tensors(file).items() if parts.trunk or "blk." not in name}
+    if not parts.mtp or c.mtp is None:
+        return wants
+    with _probe(dims, Parts()) as target:
+        return c.mtp.tensors(file, target) | wants
+
+
+def _drafter_wants(dims: Dims, file: GGUFFile) -> dict[str, Want]:
+    n = dims.n_target_embd
+    if dims.kind == "eagle3":
+        return eagle3.tensors(eagle3.read_eagle(file), file, n) | {D2T: Want((dims.n_drafts,))}
+    c: DFlashConfig
+    if dims.kind == "dflash":
+        wants = drafter_tensors(c := dflash_file.read_config(file), file, n)
+    elif dims.kind == "dflash2":
+        wants = dflash2.tensors(c := dflash2.read_config(file), file, n, dims.n_vocab)
     else:
-        yield f"{a}.block_size", dims.block, U32
-        yield f"{a}.target_layers", [tap + 1 for tap in dims.taps], U32
-        yield "tokenizer.ggml.mask_token_id", dims.mask_id, U32
-        if dims.mrope:
-            yield f"{a}.rope.dimension_sections", [dims.head_dim // 2, 0, 0, 0], ValueType.INT32
-    if dims.window:
-        yield f"{a}.attention.sliding_window", dims.window, U32
-        yield f"{a}.attention.sliding_window_pattern", list(dims.sliding), ValueType.BOOL
+        wants = dspark.tensors(c := dspark.read_config(file), file, n, dims.n_vocab)
+    return {c.alias.get(name, name): want for name, want in wants.items()}
+
+
+@contextmanager
+def _probe(dims: Dims, parts: Parts) -> Iterator[GGUFFile]:
+    """A file with the metadata, and of the tensors, which are holes, those that readers look at."""
+    with TemporaryDirectory(prefix="pyspec-") as folder:
+        writer = GGUFWriter(Path(folder, "probe.gguf"), file_arch(dims))
+        for key in metadata(dims, parts):
+            writer.add(*key)
+        for name, shape in _looked_at(dims, parts):
+            writer.add_tensor_info(name, GGMLType.F32, shape)
+        writer.write(None)
+        with open_gguf(writer.path) as file:
+            yield file
+
+
+def _looked_at(dims: Dims, parts: Parts) -> Iterator[tuple[str, tuple[int, ...]]]:
+    one = (1,)
+    if not dims.kind:
+        yield EMBEDDING, (dims.n_vocab, 1)
+    if dims.n_drafts:
+        yield HEAD, (dims.n_drafts, 1)
+    if dims.markov:
+        yield MARKOV, (1, dims.markov)
+        yield f"{HEAD_MIX}_fn.weight", one
     if dims.kind == "dflash2":
-        for name, number in zip(DFLASH2, (*dims.conv, *dims.selector), strict=True):
-            yield f"{a}.{name}", number, U32
-    if dims.kind == "dspark":
-        yield f"{a}.sample_from_anchor", True, ValueType.BOOL
-        yield f"{a}.has_confidence_head", True, ValueType.BOOL
+        yield from ((name, one) for name in (SELECTOR, CONVOLUTION))
+    for i in range(dims.n_layer + parts.mtp):
+        names = {"attn_norm.weight", *dims.has}
+        if dims.near_dim and (i + 1) % dims.interval:
+            names.add("attn_v.weight")
+        yield from ((f"blk.{i}.{name}", one) for name in sorted(names))
+    if parts.mtp:
+        yield f"blk.{dims.n_layer}.nextn.eh_proj.weight", one
 
 
-def _stages_metadata(dims: StagesDims) -> Iterator[Key]:
-    for key in deepseek4_metadata(dims, Parts()):
-        if not any(part in key[0] for part in OF_COMPRESSED):
-            yield key
-    yield "dflash.block_size", dims.block, U32
-    yield "dflash.target_layers", [tap + 1 for tap in dims.taps], U32
-    yield "tokenizer.ggml.mask_token_id", dims.mask_id, U32
-    for name in ("sample_from_anchor", "has_confidence_head"):
-        yield f"dflash.{name}", True, ValueType.BOOL
+def _part(name: str) -> str:
+    """Of a block, without its number."""
+    return re.sub(r"^blk\.\d+\.", "", name)
 
 
-def _eagle3_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
-    assert isinstance(dims, EagleDims)
-    yield from common(dims, dims.n_layer)
-    yield "eagle3.rope.dimension_count", dims.head_dim, U32
-    yield "eagle3.target_layers", list(dims.inputs), U32
-    yield "eagle3.target_hidden_size", dims.n_target_embd, U32
-    for name in ("norm_before_residual", "norm_before_fc"):
-        yield f"eagle3.{name}", False, ValueType.BOOL
+@cache
+def _usual(part: str) -> tuple[str, float]:
+    kind = (kind for kind, names in KINDS.items() if any(fnmatchcase(part, n) for n in names))
+    gain = (gain for name, gain in GAINS.items() if fnmatchcase(part, name))
+    return next(kind, "matrix"), next(gain, 1.0)
 
 
-def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
-    if isinstance(dims, StagesDims):
-        yield from _stages_tensors(dims)
-        return
-    assert isinstance(dims, DFlashDims)
-    n = dims.n_embd
-    name = "dflash_fc.weight" if dims.fork else "fc.weight"
-    yield Spec(name, (n, len(dims.taps) * dims.n_target_embd), "matrix")
-    yield Spec("dflash_hidden_norm.weight" if dims.fork else "enc.output_norm.weight", (n,), "norm")
-    yield Spec("output_norm.weight", (n,), "norm")
-    for p in (f"blk.{i}" for i in range(dims.n_layer)):
-        yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
-        yield from attention(dims, p)
-        yield from feed_forward(dims, p, "post_attention_norm" if dims.fork else "ffn_norm")
-        if dims.kind == "dflash2":
-            yield from _convolutions(dims, p)
-    if dims.kind == "dflash2":
-        rank = dims.selector[0]
-        yield Spec("selector_hidden.weight", (rank, n), "matrix")
-        yield Spec("selector_predecessor.weight", (dims.n_vocab, rank), "matrix")
-        yield Spec("selector_successor.weight", (dims.n_vocab, rank), "matrix")
-    if dims.kind == "dspark":
-        yield from _markov(dims, dims.markov)
-
-
-def _markov(dims: Dims, rank: int) -> Iterator[Spec]:
-    """DSpark's heads."""
-    yield Spec("markov_w1.weight", (dims.n_vocab, rank), "matrix")
-    yield Spec("markov_w2.weight", (dims.n_vocab, rank), "matrix")
-    yield Spec("conf_proj.weight", (1, dims.n_embd + rank), "router")
-    yield Spec("conf_proj.bias", (1,), "router")
-
-
-def _convolutions(dims: DFlashDims, p: str) -> Iterator[Spec]:
-    """Those of an attention and of a feed-forward."""
-    n_tap, group = dims.conv
-    for name in (f"{p}.attn_conv", f"{p}.ffn_conv"):
-        yield Spec(f"{name}_base", (2, n_tap, dims.n_embd), "conv")
-        yield Spec(f"{name}_proj.weight", (2 * n_tap * (dims.n_embd // group), dims.n_embd), "gate", 0.3)
-
-
-def _eagle3_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
-    """The attention reads a token's row and a state side by side."""
-    assert isinstance(dims, EagleDims)
-    n, p = dims.n_embd, "blk.0"
-    yield Spec("fc.weight", (n, len(dims.inputs) * dims.n_target_embd), "matrix")
-    yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
-    yield Spec(f"{p}.attn_norm_2.weight", (n,), "norm")
-    for spec in attention(dims, p, qk_norm=False):
-        reads = spec.name != f"{p}.attn_output.weight"
-        yield replace(spec, shape=(spec.shape[0], 2 * n)) if reads else spec
-    yield from feed_forward(dims, p, "ffn_norm")
-    yield Spec("output_norm.weight", (n,), "norm")
-    yield Spec("output.weight", (dims.n_drafts, n), "head")
-    yield Spec("d2t", (dims.n_drafts,), "choice", dims.n_vocab)
-
-
-def _stages_tensors(dims: StagesDims) -> Iterator[Spec]:
-    n = dims.n_embd
-    yield Spec("fc.weight", (n, len(dims.taps) * n), "matrix")
-    yield Spec("enc.output_norm.weight", (n,), "norm")
-    yield Spec("output_norm.weight", (n,), "norm")
-    yield from mixers(dims, HEAD_MIX, dims.n_stream, 1)
-    for i in range(dims.n_layer):
-        yield from deepseek4_block(dims, i)
-    yield from _markov(dims, dims.markov)
-
-
-Keys = Callable[[Dims, Parts], Iterator[Key]]
-Specs = Callable[[Dims, Parts], Iterator[Spec]]
-ARCHITECTURES: dict[str, tuple[Keys, Specs]] = {
-    "llama": (plain_metadata, plain_tensors),
-    "qwen3": (plain_metadata, plain_tensors),
-    "qwen3moe": (moe_metadata, plain_tensors),
-    "gpt-oss": (moe_metadata, plain_tensors),
-    "qwen35": (qwen35_metadata, qwen35_tensors),
-    "qwen35moe": (qwen35moe_metadata, qwen35_tensors),
-    "qwen3next": (qwen35moe_metadata, qwen35_tensors),
-    "nemotron_h": (nemotron_metadata, nemotron_tensors),
-    "nemotron_h_moe": (nemotron_metadata, nemotron_tensors),
-    "deepseek4": (deepseek4_metadata, deepseek4_tensors),
-    "gemma4": (gemma4.metadata, gemma4.tensors),
-    "dflash": (_dflash_metadata, _dflash_tensors),
-    "eagle3": (_eagle3_metadata, _eagle3_tensors),
-}
-"""Metadata and tensors by architecture."""
-ARCHITECTURES |= dict.fromkeys(decoders.KINDS, (decoders.metadata, decoders.tensors))
+def _spec(dims: Dims, name: str, shape: tuple[int, ...]) -> Spec:
+    part, n = _part(name), dims.n_embd
+    kind, gain = _usual(part)
+    match kind:
+        case "ids" | "choice":
+            gain = dims.n_expert if kind == "ids" else dims.n_vocab
+        case "head" | "embedding":
+            gain = dims.louder if dims.tied == (kind == "embedding") else 1.0
+    if dims.arch == "gpt-oss" and (kind == "bias" or part == "attn_sinks.weight"):
+        kind, gain = "bias", 5.0
+    if dims.arch.startswith("nemotron") and kind == "matrix" and "_exps" in part:
+        gain = 1.0
+    if dims.arch in ("gemma3", "gemma4") and part in (
+        "post_attention_norm.weight",
+        "post_ffw_norm.weight",
+    ):
+        # The embedding is scaled by sqrt(n_embd) and is the head, too: with less, a token repeats itself
+        gain = max(1.0, (n / dims.n_layer) ** 0.5)
+    if dims.n_stream and part == "attn_kv_a_norm.weight":
+        gain = POINTED
+    if (
+        dims.arch == "gemma4"
+    ):  # its scores are not scaled, and norms of heads give them the size that they have in other models
+        if part.startswith("attn_") and part != "attn_norm.weight":
+            gain = POINTED * shape[0] ** -0.25 if "norm" in part else 1.0
+        if part == "ffn_gate_inp.scale":
+            gain = n**0.5
+    return Spec(name, shape, kind, gain)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyspec.gguf import GGUFWriter, ValueType
+from pyspec.synth.dims import Dims
 from pyspec.synth.drafters import mask_id
-from pyspec.synth.shapes import Dims
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 

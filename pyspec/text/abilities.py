@@ -17,6 +17,7 @@ HEAD = ("system", "developer")
 ARGUMENT, WORD = "pyspec_argument", "pyspecprobe"
 FUNCTION, RESULT = "pyspec_function", "pyspec_result"
 SECOND = "pyspec_second"
+KIMI_SEP = "<|tool_call_argument_begin|>"
 CALL_ID = "call00001"  # nine letters and digits: some templates accept no other form
 DEVELOPER = re.compile(r"""["']developer["']""")
 THINKING = re.compile(r"""\.thinking\b|["']thinking["']""")
@@ -120,7 +121,17 @@ class Abilities:
             {"role": "assistant", "content": "", "tool_calls": calls},
             *({"role": "tool", "content": RESULT, "tool_call_id": call["id"]} for call in calls),
         ]
-        return self.shows_calls and SECOND not in self._written(chat)
+        if not self.shows_calls or SECOND in self._written(chat):
+            return False
+        return CALL_ID[::-1] not in self._written(chat[:-1])  # some templates write calls by their ids
+
+    @cached_property
+    def names_calls_by_id(self) -> bool:
+        """True if the text shows a call's id in Kimi's form, and its name nowhere else."""
+        if KIMI_SEP not in self._source:
+            return False
+        text = self._called({} if self.takes_objects else "{}")
+        return CALL_ID in text and FUNCTION not in text
 
     @cached_property
     def takes_responses(self) -> bool:

@@ -7,7 +7,7 @@ form with the same meaning.
     a template without system messages     their text begins the first user message
     later ones, where none may stand       at the end of the user message or tool result before; else at the start of the next user message
     a role twice, where turns must change  one message; a user message behind a tool's result becomes part of it
-    ids of calls                           added, or shortened to nine letters and digits, if the template needs that
+    ids of calls                           added, shortened to nine letters and digits, or made of the call's name, if the template needs that
     reasoning of earlier answers           as `thinking`, if the template reads that; content beside it and a call becomes part of it
     several calls of an answer             one answer for each, its result behind it, if the template shows the first alone
     arguments of calls                     objects or texts, as the template writes them
@@ -22,14 +22,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from pyspec.text.abilities import HEAD, Abilities, Chat
+from pyspec.text.markup.gemma4 import OPEN
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 LISTENERS = ("user", "tool")
+SAME_TURN = f"\ue000aB{secrets.token_hex(8)}T\ue001"  # no text of a client can contain it
+_TURN_END = re.compile(f"{SAME_TURN}(?:(?!{re.escape(OPEN)}).)*(?={re.escape(OPEN)})", re.DOTALL)
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -52,7 +56,8 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
 
 
 def _with_responses(messages: Chat) -> Chat:
-    """Results as a field of the message with their calls. Its text becomes a message before, because such templates write it behind."""
+    """Results as a field of the message with their calls. Its text becomes a message before, because such templates write it behind, and a
+    mark for `in_one_turn`."""
     chat: Chat = []
     names: dict[str, str] = {}  # of the last calls by their ids
     for message in messages:
@@ -60,7 +65,7 @@ def _with_responses(messages: Chat) -> Chat:
             calls = message.get("tool_calls") or ()
             names = {_id_of(call): _name_of(call) for call in calls}
             if calls and (text := message.get("content")):
-                chat.append({"role": message["role"], "content": text})
+                chat.append({"role": message["role"], "content": text + SAME_TURN})
                 message = message | {"content": ""}
             chat.append(message)
             continue
@@ -72,6 +77,11 @@ def _with_responses(messages: Chat) -> Chat:
             chat.append({"role": "assistant", "content": ""})
         chat[-1] = chat[-1] | {"tool_responses": [*chat[-1].get("tool_responses", ()), result]}
     return chat
+
+
+def in_one_turn(text: str) -> str:
+    """A prompt in which a call follows the text of its answer: the template ended the turn between them."""
+    return _TURN_END.sub("", text).replace(SAME_TURN, "") if SAME_TURN in text else text
 
 
 def _name_of(call: Any) -> str:
@@ -202,6 +212,8 @@ def _with_ids(messages: Chat, able: Abilities) -> Chat:
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
     ids = [call.get("id") for call in calls if isinstance(call, Mapping)]
     ids += [message.get("tool_call_id") for message in messages if message["role"] == "tool"]
+    if calls and able.names_calls_by_id:
+        return _with_named_ids(messages)
     is_missing = not all(ids)
     is_other = any(id_ and not SHORT_ID.fullmatch(str(id_)) for id_ in ids)
     if not (is_missing and not able.takes_no_ids) and not (is_other and not able.takes_long_ids):
@@ -221,6 +233,27 @@ def _with_ids(messages: Chat, able: Abilities) -> Chat:
             id_ = _short(str(given)) if given else next(iter(open_ids), _short(str(i)))
             open_ids = [each for each in open_ids if each != id_]
             message = message | {"tool_call_id": id_}
+        chat.append(message)
+    return chat
+
+
+def _with_named_ids(messages: Chat) -> Chat:
+    """Give calls and their results ids that contain the call's name, for templates that show it nowhere else."""
+    chat: Chat = []
+    ids: dict[str, str] = {}
+    n = 0
+    for message in messages:
+        if made := message.get("tool_calls"):
+            named = []
+            for call in made:
+                given, name = _id_of(call), _name_of(call)
+                is_own = re.fullmatch(rf"functions\.{re.escape(name)}:\d+", given)
+                ids[given] = given if is_own else f"functions.{name}:{n}"
+                named.append({**call, "id": ids[given]} if isinstance(call, Mapping) else call)
+                n += 1
+            message = message | {"tool_calls": named}
+        elif (given := str(message.get("tool_call_id"))) in ids:
+            message = message | {"tool_call_id": ids[given]}
         chat.append(message)
     return chat
 

@@ -8,6 +8,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+NO_IMAGE = "[An image is left out here: this model reads text.]\n"
+"""What stands for a tool's image: refusing it would end every later turn of a conversation."""
 MOST_LOGGED = 200  # a limit, because clients choose the names of kinds
 
 _logged: set[str] = set()

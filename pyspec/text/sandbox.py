@@ -1,4 +1,4 @@
-"""The process that renders chat templates: jinja2's immutable sandbox under limits of memory and time.
+"""The process that renders chat templates: jinja2's sandbox under limits of memory and time.
 
 Templates come from untrusted files. jinja2 keeps them away from Python, but has no hook that bounds the memory of one expression.
 So rendering happens in a process of its own, with an address-space limit, and the parent kills it when its time is over. Started as
@@ -8,6 +8,7 @@ So rendering happens in a process of its own, with an address-space limit, and t
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -16,7 +17,7 @@ import jinja2
 import jinja2.ext
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 
 from pyspec.text.bounded import serve
 
@@ -43,9 +44,20 @@ class Generation(jinja2.ext.Extension):
         return caller()
 
 
-def environment() -> ImmutableSandboxedEnvironment:
+class Sandbox(SandboxedEnvironment):
+    """A template may change the lists that it makes, not the values that it is given."""
+
+    given: tuple[object, ...] = ()
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_given = any(obj is each for each in self.given)
+        may = not (is_given and modifies_known_mutable(obj, attr))
+        return may and super().is_safe_attribute(obj, attr, value)
+
+
+def environment() -> Sandbox:
     """The environment that Hugging Face templates expect."""
-    env = ImmutableSandboxedEnvironment(
+    env = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", Generation],
@@ -53,7 +65,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     env.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     env.filters["tojson"] = _tojson
-    env.filters["from_json"] = json.loads
+    env.filters["from_json"] = env.filters["fromjson"] = json.loads
     return env
 
 
@@ -86,6 +98,8 @@ def _tojson(
 def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str, str]:
     """{"text": ...}; {"refused": ...} if the template called raise_exception; else {"failed": ...}."""
     out, n = [], 0
+    if isinstance(template.environment, Sandbox):
+        template.environment.given = tuple(values.values())
     try:
         for piece in template.generate(**values):
             n += len(piece)
@@ -98,8 +112,14 @@ def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str,
         out.clear()
         return {"failed": f"needs more than {MEMORY_BYTES >> 20} MiB"}
     except Exception as e:  # noqa: BLE001 - any exception of a foreign program is its failure
-        return {"failed": f"fails on these messages: {_one_line(e)}"}
+        return {"failed": f"fails on these messages: its line {_line_of(e)} can not be rendered"}
     return {"text": "".join(out)}
+
+
+def _line_of(error: Exception) -> int:
+    """The line of the template in which it failed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno or 0 for f in reversed(frames) if f.filename == "<template>"), 0)
 
 
 def _one_line(error: Exception) -> str:

@@ -49,6 +49,7 @@ def plain_schema(node: dict[str, Any]) -> Any:
     if _without_not(node) is False:
         return False
     for change in (
+        _nullable,
         _counts,
         _old_bounds,
         _of_other_types,
@@ -61,6 +62,18 @@ def plain_schema(node: dict[str, Any]) -> Any:
     ):
         node = change(node)
     return node
+
+
+def _nullable(node: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI's way to allow null beside other values."""
+    if node.pop("nullable", None) is not True:
+        return node
+    if isinstance(node.get("enum"), list) and None not in node["enum"]:
+        node["enum"] = [*node["enum"], None]
+    if isinstance(types := node.get("type"), str | list):
+        own = [types] if isinstance(types, str) else types
+        return node | {"type": [*own, *(["null"] if "null" not in own else [])]}
+    return {"anyOf": [node, {"type": "null"}]} if node.keys() & JOINS else node
 
 
 def allows_any(schema: Any) -> bool:

@@ -16,7 +16,7 @@ from pyspec.errors import BadTemplate, RequestError, Unavailable
 from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
 from pyspec.text.abilities import HEAD, Abilities, in_parts
-from pyspec.text.fitting import fitted, fitted_tools
+from pyspec.text.fitting import fitted, fitted_tools, in_one_turn
 from pyspec.text.hidden import Hidden
 from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
@@ -152,9 +152,12 @@ class ChatTemplate:
         template fails chats, but not the load."""
         fields = Fields(meta, error=BadTemplate)
         key, own = "tokenizer.chat_template", ".tool_use"
-        if not isinstance(meta.get(key), str):
+        own_text = meta.get(key)
+        if not isinstance(own_text, str):
             if key in fields:
                 log.warning("%s", fields.bad(key, "is no text: it is not used"))
+            return None
+        if not own_text.strip():
             return None
         has_tokens = "tokenizer.ggml.tokens" in fields
         tokens = fields.strings("tokenizer.ggml.tokens") if has_tokens else []
@@ -248,7 +251,7 @@ class ChatTemplate:
         if "failed" in answer:
             why = printable(answer["failed"], MESSAGE_CHARS)
             raise RequestError(f"the chat template {why}; {ANOTHER}")
-        return encodable(answer["text"])  # a template can write half a surrogate pair
+        return encodable(in_one_turn(answer["text"]))  # a template can write half a surrogate pair
 
     def encode(
         self,

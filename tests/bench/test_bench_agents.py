@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from pyspec.bench.agents import MOST, Agents, quantile, trace
 from pyspec.cli.chats import served
 from pyspec.engine.api import Engine
+from pyspec.registry import DRAFTERS
+from pyspec.sample.synth import SynthAcceptance
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import bench_http  # noqa: E402  (tools/ is no package)
+import golden  # noqa: E402
+from agent_trace import MOST, Agents, quantile, trace  # noqa: E402
 
 MODEL = ROOT / "tests" / "fixtures" / "qwen35.gguf"
 GOLDEN = ("--golden", "qwen3.5-397b", "--drafts", "3")
@@ -69,6 +72,19 @@ def test_golden_acceptance_becomes_flags_of_the_server(capsys: pytest.CaptureFix
     ]
     assert "acceptance of Qwen3.5, MTP, thinking (InferenceX" in capsys.readouterr().out
     assert bench_http.golden_flags(how()) == []
+    with pytest.raises(SystemExit, match=r"2 \(2.73 tokens a round\), 3 \(3.39 .*; got 6"):
+        bench_http.golden_flags(how("--golden", "qwen3.5-397b", "--drafts", "6"))
+
+
+@pytest.mark.parametrize("name", golden.GOLDEN)
+def test_public_tables_are_possible(name: str) -> None:
+    table = golden.GOLDEN[name]
+    assert table.drafter in DRAFTERS and table.of and table.source
+    for n, length in table.lengths.items():
+        SynthAcceptance.of_length(length, n)
+        assert golden.flags(name, n)[-1] == f"{length:g}"
+    short = [table.lengths[n] for n in sorted(table.lengths) if n <= 5]
+    assert short == sorted(short)
 
 
 def test_a_table_has_both_rates_and_the_acceptance_that_was_set(

@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from pyspec.bench.measure import Mode, Run
-from pyspec.bench.page import as_html
 from pyspec.bench.report import FORMATS
 from pyspec.bench.result import Report, changes, joined, read_rates, summarise_turns, to_json
 from pyspec.cli import main
@@ -142,7 +141,6 @@ def test_cases_are_joined_shown_and_compared_with_their_like(tmp_path: Path):
     assert (whole.about["n_predict"], whole.about["threads"]) == (4, "0, 1")
     for form in FORMATS.values():
         assert "p16 n4" in form(whole)
-    assert "2 p16 n4" in as_html(whole)
     path = tmp_path / "before.json"
     path.write_text(json.dumps(to_json(whole)))
     found = changes(whole.rows, read_rates(path))

@@ -33,7 +33,7 @@ def test_help_imports_nothing_heavy(command: str):
     code = (
         "import sys\nfrom pyspec.cli import main\n"
         f"main({[command, '--help'] if command else ['--help']}, standalone_mode=False)\n"
-        "heavy = {'torch', 'numpy', 'rich', 'starlette', 'uvicorn', 'tokenizers', 'jinja2', 'huggingface_hub', 'numba'}\n"
+        "heavy = {'torch', 'numpy', 'rich', 'starlette', 'uvicorn', 'tokenizers', 'jinja2', 'huggingface_hub'}\n"
         "print(len(sys.modules), sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

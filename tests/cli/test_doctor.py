@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,10 +68,8 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
         if f["refused"]
     )
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
-    has_numba = find_spec("numba") is not None  # of the extra `cpu`
-    without_compiler = ("numba", True) if has_numba else ("torch", False)
     assert (gdn["choice"], gdn["own"]) == (
-        ("cpu", True) if kernels.missing() is None else without_compiler
+        ("cpu", True) if kernels.missing() is None else ("torch", False)
     )
 
 
@@ -123,22 +120,20 @@ def test_a_cpu_that_is_not_as_it_should_be_is_told(monkeypatch: pytest.MonkeyPat
             "n 3",
             "torch",
             False,
-            (RefusedImpl("cuda", "runs on NVIDIA GPUs only"), RefusedImpl("numba", reason)),
+            (RefusedImpl("cuda", "runs on NVIDIA GPUs only"), RefusedImpl("cpu", reason)),
         )
 
     monkeypatch.setattr(machine, "has_driver", lambda: False)
-    limit, broken, absent = map(
-        finding,
-        ("a state of 7 rows is not a multiple of 8", "failed its check: it is wrong", doctor.NUMBA),
+    limit, broken = map(
+        finding, ("a state of 7 rows is not a multiple of 8", "failed its check: it is wrong")
     )
-    assert doctor._wrong_on_cpu([limit, absent], was_asked=False) == ""
+    assert doctor._wrong_on_cpu([limit], was_asked=False) == ""
     assert (
         doctor._wrong_on_cpu([limit, broken], was_asked=True)
-        == "gdn (n 3): numba: failed its check: it is wrong"
+        == "gdn (n 3): cpu: failed its check: it is wrong"
     )
-    assert "pip install numba" in doctor._verdict("cpu", "no NVIDIA GPU", "", [absent])
     assert (
-        doctor._verdict("cpu", "no NVIDIA GPU", "", [limit])
+        doctor._verdict("cpu", "no NVIDIA GPU", "")
         == "this machine runs pyspec on its CPU: yes (no NVIDIA GPU)"
     )
     monkeypatch.setattr(machine, "has_driver", lambda: True)

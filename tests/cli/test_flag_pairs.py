@@ -18,6 +18,7 @@ from pyspec.device.capture import capture
 from pyspec.engine.arguments import pair_of
 from pyspec.engine.load.load import info_of
 from pyspec.engine.load.warmup import rehearsed
+from pyspec.engine.named import Named
 from pyspec.engine.plan import describe, planned_bytes
 from pyspec.engine.plan.describe import Description
 from pyspec.engine.plan.longest import widened
@@ -117,7 +118,7 @@ def asked(
     def accept(
         target: str, draft: str | None, values: dict[str, object], isolated: bool = False
     ) -> None:
-        found.append(pair_of(target, draft, values))
+        found.append(pair_of(Named(target), draft, values))
         raise Accepted("accepted")
 
     monkeypatch.chdir(tmp_path)

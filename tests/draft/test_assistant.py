@@ -209,7 +209,7 @@ def test_flags_that_change_the_targets_ropes_change_its_own() -> None:
         ({"embedding_length_out": 48}, "made for a width of 48; the target's is 32"),
         ({"attention.key_length": 32, "attention.value_length": 32}, "heads of 32 dimensions; the keys of the target's layer 2"),
         ({"attention.head_count": 0}, "0 heads do not divide"),
-        ({"attention.sliding_window_pattern": [True]}, "sliding_window_pattern has 1 entries for 2"),
+        ({"attention.sliding_window_pattern": [True]}, "sliding_window_pattern has 1 entries; want 2"),
     ],
 )  # fmt: skip
 def test_a_drafter_for_another_target_is_refused_with_the_numbers(

@@ -26,6 +26,7 @@ from pyspec.engine.api import Engine
 from pyspec.engine.plan.fit import fit
 from pyspec.errors import BadTensors, ConfigError, PairError, UnknownArchitecture
 from pyspec.gguf import open_gguf
+from pyspec.models.weights import Weights
 from pyspec.request import SamplingParams
 from pyspec.slots.arena import Arena
 from pyspec.text.vocab import BYTE
@@ -386,6 +387,14 @@ class Rows:
 
     tokens: torch.Tensor
     positions: torch.Tensor
+
+
+def test_a_pair_is_refused_by_the_heads_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights of either are read."""
+    monkeypatch.setattr(Weights, "__init__", lambda *_, **__: pytest.fail("weights are read"))
+    tokens = [f"{t}#{i}" for i, t in enumerate(open_gguf(LLAMA).fields.strings(TOKENS))]
+    with pytest.raises(PairError, match="50% are wanted"):
+        Engine.load(LLAMA, with_tensors(LLAMA, {}, **{TOKENS: tokens}), ctx=64, device="cpu")
 
 
 def vocabulary(texts: Sequence[str], **more: Any) -> TokenTexts:

@@ -8,11 +8,9 @@ import pytest
 
 from pyspec.draft import suffix_drafts
 from pyspec.draft.suffix_answers import MOST_SHELVES, Answers
-from pyspec.draft.suffix_automaton import Branch
-from pyspec.draft.suffix_chances import SuffixChances, TextFactor
 from pyspec.draft.suffix_drafts import PER_ROUND, SuffixDrafts
 from pyspec.draft.suffix_native import NativeTexts, compiled
-from pyspec.draft.suffix_text import LATE, PythonTexts, SuffixKind
+from pyspec.draft.suffix_text import LATE, PlainTexts, SuffixKind
 from pyspec.slots.table import Slot
 
 TEXT = random.Random(7).choices(range(1000), k=80)
@@ -24,7 +22,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Suf
     lib = compiled()
     if request.param == "C++" and isinstance(lib, str):
         pytest.skip(lib)
-    kind = PythonTexts() if request.param == "Python" or isinstance(lib, str) else NativeTexts(lib)
+    kind = PlainTexts() if request.param == "Python" or isinstance(lib, str) else NativeTexts(lib)
     monkeypatch.setattr(suffix_drafts, "fastest", lambda: kind)
     return kind
 
@@ -70,8 +68,8 @@ def test_a_longer_match_promises_more() -> None:
     assert 0 < promised(1) < 3
 
 
-def test_a_text_by_chance_teaches_that_its_repeats_mean_nothing() -> None:
-    """Of twelve tokens by chance every pair stands before: what drafts promise falls to what comes, though none is verified."""
+def test_a_text_by_chance_teaches_that_its_repeats_mean_nothing(kind: SuffixKind) -> None:
+    """Of twelve tokens by chance every pair stands before: the promise of drafts falls to the share that comes, though none is verified."""
     rng, drafts = random.Random(3), SuffixDrafts(8)
     slot, promised = begin(drafts, [1, 2]), []
     for _ in range(1200):
@@ -79,7 +77,8 @@ def test_a_text_by_chance_teaches_that_its_repeats_mean_nothing() -> None:
         promised.append(sum(drafts.draft(slot, token, 8).survival))
         slot.tokens.append(token)
     drafted = [each for each in promised if each]
-    assert sum(drafted[:3]) / 3 > 0.3 > 0.22 > sum(drafted[-100:]) / 100
+    most = 0.22 if kind.name == "C++" else 0.4  # plain lookups know no chances of shares
+    assert sum(drafted[:3]) / 3 > 0.3 and most > sum(drafted[-100:]) / 100
 
 
 @pytest.mark.parametrize("n", [1, LATE, LATE + 1, 3 * PER_ROUND])
@@ -89,7 +88,7 @@ def test_a_prompt_is_entered_within_a_budget(n: int) -> None:
     drafts.begin(slot, prompt)
     for k in range(1, 20):
         drafts.advance(PER_ROUND)
-        assert len(drafts.texts[0].entered) == min(n, k * PER_ROUND)
+        assert drafts.texts[0].n_entered == min(n, k * PER_ROUND)
     assert not drafts.advance(PER_ROUND)
 
 
@@ -98,7 +97,7 @@ def test_the_shortest_rest_is_entered_first() -> None:
     drafts.begin(Slot(0), list(range(300)))
     drafts.begin(Slot(1), list(range(200)))
     assert drafts.advance(250)
-    assert [len(drafts.texts[i].entered) for i in (0, 1)] == [50, 200]
+    assert [drafts.texts[i].n_entered for i in (0, 1)] == [50, 200]
 
 
 def test_nothing_is_drafted_from_a_prompt_that_is_not_entered() -> None:
@@ -117,7 +116,7 @@ def test_the_next_turn_of_a_chat_continues_its_text() -> None:
     answer(drafts, slot, [7, 8, 9])
     text = drafts.texts[0]
     begin(drafts, [*TEXT, 7, 8, 9, 10])
-    assert drafts.texts[0] is text and text.entered == [*TEXT, 7, 8, 9, 10]
+    assert drafts.texts[0] is text and text.n_entered == len(TEXT) + 4
     drafts.end(slot)
     begin(drafts, [*TEXT, 7, 8, 11])
     assert drafts.texts[0] is not text
@@ -194,28 +193,3 @@ def test_bytes_are_counted() -> None:
     assert drafts.n_bytes == own + drafts.answers.n_bytes and own > 0 < drafts.answers.n_bytes
     drafts.forget_learned()
     assert drafts.n_bytes == 0
-
-
-# -- chances ---------------------------------------------------------------------------------------------------------
-
-
-def test_chances_become_the_measured_share() -> None:
-    chances, follower, rng = SuffixChances(), Branch(1, 1, 1, 1), random.Random(1)
-    first = chances.of(5, follower)
-    for _ in range(2000):
-        chances.learn(5, follower, rng.random() < 0.3)
-    assert abs(chances.of(5, follower) - 0.3) < 0.06 < abs(first - 0.3)
-    assert chances.of(40, follower) == SuffixChances().of(40, follower), (
-        "other lengths are learned apart"
-    )
-
-
-def test_a_texts_factor_follows_its_last_tokens() -> None:
-    text = TextFactor()
-    assert text.factor == 1.0
-    for _ in range(30):
-        text.add(0.8, came=False)
-    assert text.factor < 0.3
-    for _ in range(30):
-        text.add(0.8, came=True)
-    assert text.factor > 1.0

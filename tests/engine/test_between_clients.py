@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import time
@@ -14,6 +15,7 @@ from engine_rig import FIXTURES, GREEDY, Rig, fake_rig, plain_rig, rig
 from test_disk_tier import files, settled
 from test_slot_files import LLAMA, load
 
+from pyspec.engine.api import Engine
 from pyspec.engine.block_events import event_of
 from pyspec.engine.loop.block_feed import BlockFeed
 from pyspec.engine.policy.affinity import chain_of
@@ -188,3 +190,39 @@ def test_a_slot_s_text_is_saved_restored_and_erased_by_its_client_only(tmp_path:
         assert n_tokens(act(e, "erase", "a")) == 0, "b's request has the slot now"
         assert n_tokens(act(e, "restore", "a", tmp_path / "a")) == 78
         assert run(e, ask([*prompt, 1], "a"))[0] == 75
+
+
+def test_files_with_texts_are_for_their_user_alone(tmp_path: Path) -> None:
+    prompt = tuple(random.Random(5).choices(range(256), k=600))
+    values = {"ctx": 1000, "cache_disk": tmp_path / "new" / "cache", "page_size": 16, "np": 1}
+    before = os.umask(0o022)
+    try:
+        with load("llama without drafts", **values) as e:
+            run(e, ask(prompt, "a"))
+            settled(e)
+            assert n_tokens(act(e, "save", "a", tmp_path / "slot")) > 0
+    finally:
+        os.umask(before)
+    written = [tmp_path / "slot", *files(tmp_path / "new")]
+    assert len(written) > 3 and {f.stat().st_mode & 0o777 for f in written} == {0o600}
+    folders = [f for f in (tmp_path / "new" / "cache").rglob("*") if f.is_dir()]
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "new" / "cache", *folders)} == {0o700}
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_failed_listener_is_logged_once(isolated: bool, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[object] = []
+
+    def fail(event: object) -> None:
+        heard.append(event)
+        raise RuntimeError("closed")
+
+    values = {"ctx": 256, "warm_up": False, "device": "cpu", "spec_type": "none"}
+    with Engine.open(str(LLAMA), "auto", values, isolated=isolated) as e:
+        e.submit(ask(range(40), "a"), fail)
+        until = time.monotonic() + 60
+        while not any(hasattr(event, "finish") for event in heard) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(heard) > 1
+        assert run(e, ask(range(40), "b")) == (0, 0), "others go on"
+    assert sum("the listener of request" in message for message in caplog.messages) == 1

@@ -6,15 +6,18 @@ import itertools
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgpack
 import pytest
+import zmq
 from block_view import BlockReader, BlockView, wanted
 from draft_fakes import Liar
 from engine_rig import DEMO, FIXTURES, Rig, fake_rig, rig
@@ -219,6 +222,56 @@ def test_messages_are_those_of_vllm(publish: Callable[..., BlockPublisher], form
     while reader.sub.recv_multipart()[1] != (last + 1).to_bytes(8, "big"):
         pass
     assert reader.topics == {"kv@pod-3@model"}
+    reader.close()
+
+
+def test_connections_are_bounded(
+    publish: Callable[..., BlockPublisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_events, "MOST_PEERS", 5)
+    p = publish()
+    for endpoint in (p.endpoint, p.replay):
+        where = "127.0.0.1", int(endpoint.rpartition(":")[2])
+        with ExitStack() as held:
+            idle = [held.enter_context(socket.create_connection(where, timeout=20)) for _ in range(9)]
+            for peer in idle[5:]:
+                with suppress(ConnectionError):
+                    while peer.recv(100):
+                        pass
+            idle[0].settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                while idle[0].recv(100):
+                    pass
+        until = time.monotonic() + 20
+        while any(p._peers.values()) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not any(p._peers.values()), "those that leave make room"
+
+
+def test_replays_that_are_not_read_are_bounded(
+    publish: Callable[..., BlockPublisher], caplog: pytest.LogCaptureFixture
+) -> None:
+    p = publish()
+    for i in range(20):
+        p.publish([BlocksStored(array("Q", [i]), None, array("I", [2**31]) * 200_000, 200_000)])
+    reader = BlockReader(p.endpoint, p.replay)
+    while len(reader.ask(0)) < 20:
+        time.sleep(0.05)
+    dealers = []
+    for _ in range(block_events.MOST_REPLAYS + 2):
+        dealers.append(reader.context.socket(zmq.DEALER))
+        dealers[-1].rcvhwm = 1
+        dealers[-1].connect(p.replay)
+        dealers[-1].send_multipart([b"", bytes(8)])
+    until = time.monotonic() + 20
+    while not any("is not sent" in m for m in caplog.messages) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(p._replays) == block_events.MOST_REPLAYS
+    for dealer in dealers:
+        dealer.close(0)
+    while not all(last.done for last in p._replays) and time.monotonic() < until + 20:
+        time.sleep(0.05)
+    assert len(reader.ask(0)) == 20, "those that leave make room"
     reader.close()
 
 

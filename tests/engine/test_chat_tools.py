@@ -136,7 +136,7 @@ def test_calls_stand_in_the_place_of_a_text_with_a_schema(engine: Engine) -> Non
             RequestError,
             "tool_choice: a word, or an object",
         ),
-        ({"tool_chioce": "auto"}, ConfigError, "no sampling parameter 'tool_chioce'"),
+        ({"tool_chioce": "auto"}, ConfigError, "'tool_chioce'; did you mean 'tool_choice'"),
     ],
 )
 def test_what_can_not_be_is_refused_with_a_sentence(

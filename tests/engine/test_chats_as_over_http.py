@@ -153,13 +153,13 @@ def spoken(request: pytest.FixtureRequest, engine: Engine) -> Engine:
 def seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """The requests that the engine gets."""
     found: list[Request] = []
-    submit = engine.submit
+    submit = engine._send
 
     def listen(request: Request, sink: Any) -> str:
         found.append(request)
         return submit(request, sink)
 
-    monkeypatch.setattr(engine, "submit", listen)
+    monkeypatch.setattr(engine, "_send", listen)
     return found
 
 

@@ -15,7 +15,7 @@ from pyspec.draft.ngram import NGram
 from pyspec.draft.suffix_chances import Promise
 from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
-from pyspec.draft.suffix_text import PythonTexts
+from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.suffix_source import SuffixSource
 from pyspec.engine.policy.account import LIMIT, SHARE
 from pyspec.engine.policy.controller import Controller
@@ -60,7 +60,7 @@ class Oracle(SuffixDrafts):
     """Suffix drafts that are right as often as the test says, at set costs."""
 
     def __init__(self, work: Work) -> None:
-        super().__init__(LONGEST, kind=PythonTexts())
+        super().__init__(LONGEST, kind=PlainTexts())
         self.work = work
 
     def draft_all(self, wishes: Sequence[tuple[Slot, int, int]]) -> list[SuffixDraft]:

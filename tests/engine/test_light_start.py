@@ -38,7 +38,6 @@ HEAVY = {
     "torch._dynamo",
     "torch._inductor",
     "sympy",
-    "numba",
     "triton",
     "jinja2",
     "pydantic",

@@ -112,7 +112,7 @@ def test_a_type_checker_finds_planted_mistakes_and_no_others(tmp_path: Path):
         ({"temp": 0}, r"^no engine setting 'temp'; 'temperature' belongs to a generation$"),
         ({"spec_fixed": "x"}, r"^n_draft_fixed is 'x'; want one of True, False$"),
         ({"spec_fixed": True, "n_draft_fixed": True}, r"^spec_fixed and n_draft_fixed are one setting"),
-        ({"draft": "nope"}, r"^draft: 'nope' is neither a file nor a model .*\. Drafters are auto, none, .*mtp, .*,suffix'"),
+        ({"draft": "nope"}, r"^draft: 'nope' is neither a file nor in the catalogue .*\. Drafters are auto, none, .*mtp, .*,suffix'"),
         ({"draft": "gone.gguf"}, r"^no file gone\.gguf$"),
         ({"target": None}, r"^no model is named; want a file"),
         ({"hf": "user/repo"}, r"^target and hf exclude each other"),

@@ -31,7 +31,7 @@ KINDS = [*FAKES, "ngram", "none"]
 def make(kind: str, np: int, **options: int) -> Rig:
     if kind == "none":
         return fake_rig(np, None, **options)
-    return fake_rig(np, NGram(np, 5) if kind == "ngram" else FAKES[kind](5), **options)
+    return fake_rig(np, NGram(5) if kind == "ngram" else FAKES[kind](5), **options)
 
 
 def prompt(seed: int, n: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Each rule turns calls into one that a launch can do at once, keeps the order of the rest, and leaves alone what it must not touch."""
+"""Each rule turns calls into one call of a launch, keeps the order of the rest, and touches nothing else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pyspec.forward import rewrite
-from pyspec.forward.call import Call, Program, Value, Weight
-from pyspec.forward.lower import Text
+from pyspec.forward.call import ForwardProgram, OpCall, Value, Weight
+from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import Forward, traced
 
 N = 4
@@ -27,20 +27,20 @@ def site(*missing: str) -> Any:
     return own
 
 
-def program(block: Callable[..., Value], *missing: str, n_input: int = 1) -> Program:
+def program(block: Callable[..., Value], *missing: str, n_input: int = 1) -> ForwardProgram:
     return traced(block, site(*missing), *[N] * n_input)
 
 
-def ops(found: Program) -> list[str]:
+def ops(found: ForwardProgram) -> list[str]:
     return [call.op for call in found.calls]
 
 
-def preparation(call: Call) -> str | None:
-    return call.inputs[1].op if isinstance(call.inputs[1], Call) else None
+def preparation(call: OpCall) -> str | None:
+    return call.inputs[1].op if isinstance(call.inputs[1], OpCall) else None
 
 
 class Launches:
-    """Weights and launches by their names; a product is a function with marks of what it can."""
+    """Weights and launches by their names."""
 
     device = torch.device("cpu")
 
@@ -143,7 +143,7 @@ def feed(f: Forward, x: Value) -> Value:
 
 
 def test_activations_into_products_that_can_leave_them() -> None:
-    """A gated product that can leaves its activation to the next one, which begins with what is left."""
+    """If a gated product can leave its activation to the next product, it does."""
     able = SimpleNamespace(unfinished=lambda x, prep: None)
     for gates, want in ((able, ["unfinished", "product"]), (object(), ["product", "product"])):
         found = rewrite.plain(program(feed))
@@ -206,7 +206,7 @@ def test_bytes_of_a_row_are_those_of_the_values_that_live_at_once() -> None:
 def test_text_has_a_line_a_call_and_lets_go_of_what_is_read() -> None:
     sources = Launches(gate="G", down="D")
     sources.norm = lambda weight, eps: "norm"  # type: ignore[attr-defined]
-    made = Text(rewrite.plain(program(feed)), sources)  # type: ignore[arg-type]
+    made = ProgramText(rewrite.plain(program(feed)), sources)  # type: ignore[arg-type]
     lines = [line.strip() for line in made.text.splitlines()]
     assert lines[0] == "def forward(v0, run):" and lines[-1] == "return v2"
     assert lines[1].startswith("v1 = c") and lines[2].startswith("v2 = c") and lines[3] == "del v1"

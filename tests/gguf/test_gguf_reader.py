@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from craft import ARRAY, STRING, Craft, key, string, tensor, u32, u64
+from craft import ARRAY, STRING, U32, Craft, key, string, tensor, u32, u64
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, TensorInfo, ValueType, open_gguf
@@ -104,8 +104,10 @@ def test_bytes_that_are_not_utf8_survive(tmp_path: Path) -> None:
     odd = key(
         "tokenizer.ggml.tokens", ARRAY, u32(STRING) + u64(2) + string(b"\xc3") + string(b"a\xff\xfe")
     )
-    path.write_bytes(Craft(keys=[odd]).encode())
+    named = key(b"a\xff", U32, u32(7))  # llama.cpp reads such a key, too
+    path.write_bytes(Craft(keys=[odd, named]).encode())
     with open_gguf(path) as file:
+        assert file.metadata["a\udcff"] == 7
         tokens = file.fields.strings("tokenizer.ggml.tokens")
         assert [t.encode("utf-8", "surrogateescape") for t in tokens] == [b"\xc3", b"a\xff\xfe"]
         json.dumps(describe(file), ensure_ascii=False).encode("utf-8")

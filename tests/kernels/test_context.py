@@ -25,7 +25,7 @@ from pyspec.engine.load import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent
-# functions of pyspec.cuda with @cache: they keep names, numbers, sources, compiled code, a pool of threads, and which checks passed before
+# functions of pyspec.cuda with @cache: they keep names, numbers, sources, compiled code, and which checks passed before
 KEPT = {
     "shared",
     "digest",
@@ -35,7 +35,6 @@ KEPT = {
     "_compiled",
     "_archive",
     "_driver_major",
-    "_pool",
     "_compilers",
     "_starter",
     "_version_in",
@@ -276,8 +275,6 @@ def test_no_module_keeps_memory_of_a_device(path: Path) -> None:
     calls = {ast.unparse(c.func).split(".")[-1] for c in ast.walk(tree) if isinstance(c, ast.Call)}
     assert not calls & {"cache", "lru_cache"} or cached, "a cache that is no decorator"
     name = ".".join(("pyspec.cuda", *path.relative_to(ROOT).with_suffix("").parts))
-    if name.endswith("numba"):
-        return  # loads a compiler; its caches are of code
     held = [n for n, thing in vars(import_module(name)).items() if holds_tensors(thing)]
     assert not held
 

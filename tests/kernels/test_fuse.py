@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
-from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
@@ -19,6 +18,7 @@ from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.rows.ref import RELU2, HeadNorm, Norm
+from pyspec.cuda.rank import Rank
 from pyspec.cuda.streamed import Streamed
 from pyspec.models.matrices import Summed
 

@@ -16,7 +16,6 @@ from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
-from pyspec.synth.shapes import NemotronHMoe, Qwen35
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import sanitize
@@ -51,10 +50,11 @@ def test_products_take_the_rows_that_layers_give_them(model: str) -> None:
     dims = sanitize.dims_of(model)
     asks = [RowsSpec(CUDA, dims.n_embd, PrepKind.NORM), RowsSpec(CUDA, dims.n_ff, PrepKind.GLU)]
     asks.append(RowsSpec(CUDA, dims.n_head * dims.head_dim, PrepKind.GATE, dims.head_dim))
-    if isinstance(dims, Qwen35):
-        asks.append(RowsSpec(CUDA, dims.inner, PrepKind.HEADS, dims.state))
-    if isinstance(dims, NemotronHMoe):
-        asks.append(RowsSpec(CUDA, dims.inner, PrepKind.GROUPS, dims.inner // dims.groups))
+    if dims.arch.startswith("qwen35"):
+        asks.append(RowsSpec(CUDA, dims.n_v_head * dims.state, PrepKind.HEADS, dims.state))
+    if dims.arch == "nemotron_h_moe":
+        inner = dims.mamba_heads * dims.mamba_dim
+        asks.append(RowsSpec(CUDA, inner, PrepKind.GROUPS, inner // dims.n_group))
     assert [rows.impls[0].limits(ask) for ask in asks] == [None] * len(asks)
     for op in (linear, linear_tall):
         for kind in (GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4):

@@ -33,7 +33,7 @@ def fake(name: str, named: str = "") -> Op[str, object]:
     return Op(
         name,
         Impl("torch", bind),
-        [Impl(tier, bind) for tier in ("cuda", "triton", "numba")],
+        [Impl(tier, bind) for tier in ("cuda", "triton", "cpu")],
         named=named,
     )
 

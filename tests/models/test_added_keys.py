@@ -12,6 +12,7 @@ import torch
 from harness import FIXTURES
 from rewrite import rewrite
 
+from pyspec.cpu.tensors import query_factors
 from pyspec.cuda.ops.moe.ref import RouteSpec, choose
 from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
@@ -82,7 +83,7 @@ def test_mistral3_reads_its_ramp_and_length(tmp_path: Path) -> None:
 
 
 def test_queries_are_as_they_are_within_the_old_context() -> None:
-    got = QueryTemperature(0.1, 16).factors(torch.tensor([0, 15, 16, 31, 32, 1_000_000]))
+    got = query_factors(torch.tensor([0, 15, 16, 31, 32, 1_000_000]), 0.1, 16)
     want = [1 + 0.1 * math.log(p // 16 + 1) for p in (0, 15, 16, 31, 32, 1_000_000)]
     assert got.tolist() == pytest.approx(want) and got[:2].tolist() == [1.0, 1.0]
 

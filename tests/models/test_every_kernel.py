@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness import DEVICE, Bench
+from pyspec.synth.shapes import Dims
 
 from pyspec import synth
 from pyspec.cuda.op import all_ops
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.synth.dims import TINY, widened
-from pyspec.synth.shapes import Dims
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 

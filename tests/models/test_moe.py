@@ -13,9 +13,10 @@ import torch
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.moe import BoundExperts, Experts, shared_stacks, stacks_of
-from pyspec.models.part import Binding, Pass, Place
-from pyspec.models.rope import Ropes
+from pyspec.models.part import Place
+from pyspec.models.ropes import Ropes
 from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 

@@ -12,9 +12,8 @@ from pyspec.gguf import ValueType, open_gguf
 from pyspec.models import read_config
 from pyspec.models.wants import check_tensors
 from pyspec.synth import layout
-from pyspec.synth.dims import TINY
+from pyspec.synth.dims import TINY, Dims
 from pyspec.synth.layout import Key, Parts
-from pyspec.synth.shapes import Dims
 
 HYBRIDS = ("qwen35", "qwen35moe", "nemotron_h_moe", "deepseek4")
 
@@ -24,16 +23,16 @@ HYBRIDS = ("qwen35", "qwen35moe", "nemotron_h_moe", "deepseek4")
 def test_the_trunk_is_whole(
     arch: str, is_counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says, holds = layout.ARCHITECTURES[arch]
+    says, holds = layout.metadata, layout.tensors
 
     def announced(dims: Dims, parts: Parts) -> Iterator[Key]:
         yield from says(dims, Parts(mtp=is_counted))
         if not is_counted:
             yield f"{arch}.nextn_predict_layers", 1, ValueType.UINT32
 
-    monkeypatch.setitem(
-        layout.ARCHITECTURES, arch, (announced, lambda dims, parts: holds(dims, Parts()))
-    )
+    specs = list(holds(TINY[arch], Parts()))
+    monkeypatch.setattr(layout, "metadata", announced)
+    monkeypatch.setattr(layout, "tensors", lambda dims, parts: iter(specs))
     file = open_gguf(synth.write(arch, tmp_path / "m.gguf", quant="f32", tiny=True))
     config = read_config(file)
     check_tensors(file, config.tensors(file))

@@ -10,11 +10,11 @@ import torch
 from harness import DEVICE, FIXTURES, Bench
 
 from pyspec.cuda.ops.streams.ref import StreamMix
-from pyspec.models import block, residual
+from pyspec.models import streams as bound_streams
 from pyspec.models.block import BlockSpec, Mix
 from pyspec.models.decoder import Decoder, ModelSpec
 from pyspec.models.part import LoadTypes
-from pyspec.models.residual import Residual
+from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.weights import Weights
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.kv_types import F32
@@ -37,8 +37,8 @@ def test_two_even_streams_are_one_stream(name: str, monkeypatch: pytest.MonkeyPa
     assert isinstance(config, ModelSpec)
     streams, made = Residual(2, n_iter=3, floor=0.0), even(2, config.n_embd)
     head = StreamMix(made.fn[:2], made.scale[:1], made.base[:2])
-    monkeypatch.setattr(residual, "mix_of", lambda weights, of: head)
-    monkeypatch.setattr(block, "mix_of", lambda weights, of: made)
+    mixes = {HEAD_MIX: head}
+    monkeypatch.setattr(bound_streams, "mix_of", lambda weights, name: mixes.get(name, made))
     mixed = tuple(
         replace(b, parts=tuple(replace(p, mix=Mix(f"hc_{p.norm}", 2)) for p in b.parts))
         for b in config.blocks

@@ -19,7 +19,8 @@ from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.sparse_attention import TailRope
-from pyspec.models.rope import Rope, RopeFlags, RopeScaling, RopeSpec, read_scaling
+from pyspec.models.rope import RopeFlags, RopeScaling, RopeSpec, read_scaling
+from pyspec.models.ropes import Rope
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "make"))

@@ -11,7 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from pyspec.cuda.collective import Collective, Rank
+from pyspec.cuda.collective import Collective
+from pyspec.cuda.rank import Rank
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.cuts import check_ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 from rank_bench import FIXTURES
 
-from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
+from pyspec.cuda.rank import Rank
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, open_gguf
 from pyspec.models import cuts, read_config

@@ -53,7 +53,7 @@ def path_of(name: str) -> Path:
 def _gemma4(name: str) -> Path:
     dims = synth.TINY["gemma4"]
     kinds = {"gemma4_moe": {"n_expert": 6, "n_used": 2, "n_ff_expert": 32}}
-    kinds["gemma4_e"] = {"n_input": 8, "n_shared": 2}
+    kinds["gemma4_e"] = {"n_input": 8, "n_sharing": 2}
     path = Path(mkdtemp(prefix="pyspec-ranks-")) / f"{name}.gguf"
     return synth.write(replace(dims, **kinds.get(name, {})), path, quant="f32")
 

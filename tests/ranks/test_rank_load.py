@@ -16,7 +16,7 @@ from pyspec.draft import dflash_net
 from pyspec.engine.load.ranks import Ranks
 from pyspec.engine.process.core import EngineCore
 from pyspec.errors import DoesNotFit, PyspecError, RankLost
-from pyspec.models.block import Block
+from pyspec.models.bound import Block
 
 SOON_S = (
     100.0  # seconds, also on a busy machine: far below the wait for a rank that does not come (JOIN_S)

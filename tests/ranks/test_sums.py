@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.collective import SMALL, Collective, Rank
+from pyspec.cuda.collective import SMALL, Collective
 from pyspec.cuda.kernel_context import KernelContext, use
+from pyspec.cuda.rank import Rank
 from pyspec.cuda.sum_rows import SumRows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.anthropic import to_chat
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.left_out import NO_IMAGE
 
 if TYPE_CHECKING:
     import anthropic  # imports for two seconds: tests that use it do so when they run
@@ -347,3 +349,59 @@ def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
 def test_a_refusal_names_the_field(fields: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         chat(**fields)
+
+
+# -- blocks with text, and an overflow -------------------------------------------------------------------------------
+
+
+def messages_of(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
+    return to_chat({"messages": [{"role": role, "content": list(blocks)}]}, LIMITS)["messages"]
+
+
+def test_documents_whose_source_is_text_are_text_with_their_titles() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "The cat is red."}
+    part = {
+        "type": "content",
+        "content": [{"type": "text", "text": "One."}, {"type": "text", "text": " Two."}],
+    }
+    found = messages_of(
+        {"type": "document", "title": "Note", "context": "of today", "source": source},
+        {"type": "document", "source": part},
+        {"type": "document", "source": {"type": "content", "content": "Plain."}},
+        {"type": "search_result", "title": "Hit", "source": "https://x", "content": [{"type": "text", "text": "Found."}]},
+        {"type": "text", "text": "Which colour?"},
+    )  # fmt: skip
+    assert [each["text"] for each in found[0]["content"]] == [
+        "Note\nof today\nThe cat is red.\n", "One. Two.\n", "Plain.\n", "Hit\nhttps://x\nFound.\n", "Which colour?",
+    ]  # fmt: skip
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "a",
+        "content": [{"type": "document", "source": source}],
+    }
+    assert messages_of(result)[0]["content"] == "The cat is red.\n"
+    for kind in ("base64", "url", "file"):
+        with pytest.raises(NotSupported, match="'document'"):
+            messages_of({"type": "document", "source": {"type": kind, "data": "AAAA"}})
+
+
+def test_an_image_in_a_tools_result_is_a_line_and_one_of_a_user_is_refused() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    parts = [{"type": "text", "text": "Shot:\n"}, image]
+    found = messages_of({"type": "tool_result", "tool_use_id": "a", "content": parts})
+    assert found[0]["content"] == f"Shot:\n{NO_IMAGE}"
+    with pytest.raises(NotSupported, match="image input"):
+        messages_of(image)
+
+
+def test_developers_speak_here_too(app: App, engine: FakeEngine) -> None:
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert app.post("/v1/messages", {"messages": turns, "max_tokens": 5}).status_code == 200
+    assert "Be brief." in bytes(i for i in engine.seen[-1].prompt if i < 256).decode()
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(app: App) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 5}
+    error = app.post("/v1/messages", body).json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert re.match(r"prompt is too long: \d{3} tokens > 512 maximum", error["message"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ import pytest
 from server_client import App
 from server_fakes import FakeEngine
 
+from pyspec.cli.logs import JsonLines, TextLines
 from pyspec.server.app import create_app
+from pyspec.server.http.serve import make_server
 from pyspec.server.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -60,3 +64,45 @@ def test_slots_of_another_key_are_shown_as_busy_only(
     assert other["next_token"][0]["n_decoded"] == 0
     of(engine, "one", slot_save_path=str(tmp_path)).post("/slots/1?action=erase", {})
     assert engine.acted[-1].cache_salt == engine.acted[-1].client == mine
+
+
+@pytest.mark.parametrize(
+    ("header", "client"),
+    [
+        ("203.0.113.7", "203.0.113.7"),
+        ("2001:DB8::7", "2001:db8::7"),
+        ("198.51.100.1, 203.0.113.7", "203.0.113.7"),
+        ("fe80::1%\x1b[31mred", "fe80::1"),
+        ("me\x1b[2J", ""),
+        ("key 2c624232cdd221771", ""),
+        ("unknown", ""),
+    ],
+)
+def test_a_client_behind_a_proxy_is_an_address_or_nothing(
+    engine: FakeEngine, header: str, client: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(create_app(engine, ServerSettings()), ServerSettings())
+    server.config.load()
+    app = App(server.config.loaded_app)
+    caplog.set_level(logging.INFO, "pyspec.access")
+    answer = app.post(
+        "/v1/chat/completions", CHAT, headers={b"X-Forwarded-For": header.encode("latin-1")}
+    )
+    assert answer.status_code == 200
+    assert engine.seen[-1].client == client
+    (line,) = [r for r in caplog.records if r.name == "pyspec.access"]
+    assert line.fields["client"] == (client or "-")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("form", [TextLines(), JsonLines()])
+def test_lines_of_the_log_can_not_be_forged(form: logging.Formatter) -> None:
+    text = "bad\x1b[2J\u202e \n12:00:00 I server: forged"
+    record = logging.LogRecord("pyspec.server", logging.INFO, "", 0, "a %s", (text,), None)
+    record.fields = {"path": text}
+    try:
+        raise ValueError(text)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    written = form.format(record)
+    assert not {"\x1b", "\u202e", "\x85"} & set(written) and "ValueError" in written
+    assert not any(line.startswith("12:00:00 I server: forged") for line in written.splitlines())

@@ -16,6 +16,7 @@ from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.responses import to_chat
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.left_out import NO_IMAGE
 
 LIMITS = Limits()
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
@@ -263,3 +264,10 @@ def test_what_agents_send_along_is_no_reason_to_refuse() -> None:
 def test_a_refusal_names_the_field(fields: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         chat(**fields)
+
+
+def test_an_image_that_a_tool_returned_is_a_line() -> None:
+    parts = [{"type": "input_text", "text": "Shot:"}, {"type": "input_image", "image_url": "data:"}]
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    sent = {"input": [call, {"type": "function_call_output", "call_id": "a", "output": parts}]}
+    assert to_chat(sent, Limits())["messages"][-1]["content"] == f"Shot:\n{NO_IMAGE}"

@@ -212,6 +212,12 @@ def test_a_prompt_too_long_says_both_numbers(app: App) -> None:
     error = error_of(app.post("/completion", {"prompt": "x" * 600}), 400)
     assert error["type"] == "exceed_context_size_error"
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (601, 512)
+    assert "maximum context length is 512 tokens" in error["message"]  # clients look for such words
+
+
+def test_a_byte_order_mark_before_a_body_is_no_part_of_it(app: App) -> None:
+    response = app.post("/completion", content=b'\xef\xbb\xbf{"prompt": "hi"}')
+    assert response.status_code == 200, response.text
 
 
 def test_a_body_too_large_is_refused_before_and_after_it_is_read(engine: FakeEngine) -> None:

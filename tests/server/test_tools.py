@@ -17,6 +17,7 @@ from server_live import Live
 from pyspec.constrain.trie import TokenTable
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
+from pyspec.text.left_out import NO_IMAGE
 
 HERMES = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts: <think> </think> enable_thinking'
 TOOLS: list[Any] = [
@@ -401,3 +402,56 @@ def test_what_can_not_be_continued_is_refused(
     app: App, messages: list[Any], body: dict[str, Any], said: str
 ) -> None:
     assert said in ask(app, 400, messages=messages, **body)["error"]["message"]
+
+
+# -- older clients ---------------------------------------------------------------------------------------------------
+
+
+def test_functions_are_tools_under_their_first_name(app: App, engine: FakeEngine) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    choice = ask(app, functions=functions)["choices"][0]
+    want = {"name": "weather", "arguments": '{"city": "Zürich"}'}
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == want and "tool_calls" not in choice["message"]
+    history: list[Any] = [
+        *HELLO,
+        {"role": "assistant", "content": None, "function_call": want},
+        {"role": "function", "name": "weather", "content": "sun"},
+    ]
+    ask(app, messages=history, functions=functions, function_call="none")
+    assert "sun" in prompt_of(engine)
+    ask(app, functions=functions, function_call={"name": "clock"})
+    assert engine.seen[-1].grammar is not None and "weather" not in engine.seen[-1].grammar.source
+    ask(app, 400, functions=functions, tools=TOOLS)
+
+
+def test_functions_are_called_in_a_stream(app: App) -> None:
+    body = {"messages": HELLO, "functions": [tool["function"] for tool in TOOLS], "stream": True}
+    text = app.post("/v1/chat/completions", body).text
+    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    calls = [each["delta"]["function_call"] for each in choices if "function_call" in each["delta"]]
+    assert "".join(call.get("name", "") for call in calls) == "weather"
+    assert json.loads("".join(call["arguments"] for call in calls)) == {"city": "Zürich"}
+    assert choices[-1]["finish_reason"] == "function_call" and "tool_calls" not in text
+
+
+def test_an_image_that_a_tool_returned_is_a_line(app: App, engine: FakeEngine) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    turns: list[Any] = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    result = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "Shot:"}, image]}
+    ask(app, messages=[*turns, result])
+    assert NO_IMAGE in prompt_of(engine)
+    ask(app, 400, messages=[{"role": "user", "content": [image]}])
+
+
+def test_openapis_nullable_allows_null(app: App, engine: FakeEngine) -> None:
+    city = {"type": "string", "nullable": True}
+    weather = {
+        "name": "weather",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"city": city}, "required": ["city"]},
+    }
+    ask(app, tools=[{"type": "function", "function": weather}])
+    assert '"null"' in engine.seen[-1].grammar.source.replace("\\", "")  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ import pytest
 from sampling import few
 
 from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content
 
@@ -96,7 +97,7 @@ def tags(word: str, key: str, prefix: str = "", open_: str = "", close: str = ""
     loose = [
         [
             f'{begin}{each}="NAME">', f"{begin}{each}='NAME'>", f"{begin}{each} name='NAME'>", f"{begin}{each}=NAME >", f"{begin}{each} NAME>",
-            f"{begin}{each}=NAME", f'{begin}{each}="NAME>', f"{begin}{each}=NAME>\n{begin}{each}=NAME>", f'{begin}{each} name="NAME" kind="x">',
+            f"{begin}{each}=NAME", f"{prefix}{each}=NAME>", f'{begin}{each}="NAME>', f"{begin}{each}=NAME>\n{begin}{each}=NAME>", f'{begin}{each} name="NAME" kind="x">',
         ]
         for each in (word, key)
     ]  # fmt: skip
@@ -166,6 +167,8 @@ def test_elements_with_marks_that_are_missing_twice_quoted_or_wrong(name: str, n
         call = some_call(rng, PLAIN if form["value_end"] == "\n" else TEXTS)
         if form["value_end"] == "\n" and not form["end"] + form["close"]:
             form["close"] = FORMS[name]["close"][0]  # an answer that ends inside a value
+        if not form["head"].startswith("<"):
+            form["open"] = FORMS[name]["open"][0]  # nothing else would tell that it is a call
         inside = elements(form, call)
         end = "" if inside.endswith("\n") else "\n"
         check(name, f"{form['open']}\n{inside}{end}{form['close']}", [call])
@@ -177,7 +180,7 @@ def test_several_calls_of_elements_and_text_around_them(name: str) -> None:
     rng, forms = random.Random(52), FORMS[name]
     form = {part: each[0] for part, each in forms.items()}
     open_, close = form["open"], form["close"]
-    for _ in range(few_of(60)):
+    for _ in range(60):
         calls = [some_call(rng), some_call(rng)]
         one, two = (elements(form, call) for call in calls)
         check(
@@ -193,10 +196,6 @@ def test_several_calls_of_elements_and_text_around_them(name: str) -> None:
                 check(name, f"{open_}\n{no_end}\n{open_}\n{two}\n{close}", calls)
         elif calls[0][1]:
             check(name, f"{open_}\n{one}\n{open_}\n{two}\n{close}", calls)
-
-
-def few_of(n: int) -> int:
-    return n
 
 
 def as_object(call: Call) -> str:
@@ -215,7 +214,7 @@ BARE = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "gemma4", "lfm2")
 @pytest.mark.parametrize("name", OBJECTS)
 def test_objects_with_brackets_and_marks_that_are_left_over_or_missing(name: str) -> None:
     rng, (open_, close) = random.Random(53), OBJECTS[name]
-    for _ in range(few_of(60)):
+    for _ in range(60):
         calls = [some_call(rng), some_call(rng)]
         one, two = map(as_object, calls)
         for between in ("", "\n", ", ", "}\n", "]\n"):
@@ -240,7 +239,7 @@ def test_objects_where_other_syntax_was_expected(name: str) -> None:
     open_, close = {
         "gemma4": ("<|tool_call>", "<tool_call|>"), "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     }.get(name) or (FORMS[name]["open"][0], FORMS[name]["close"][0])  # fmt: skip
-    for _ in range(few_of(40)):
+    for _ in range(40):
         calls = [some_call(rng), some_call(rng)]
         one, two = map(as_object, calls)
         check(name, f"{open_}\n{one}\n{close}", calls[:1])
@@ -258,9 +257,18 @@ def test_objects_where_other_syntax_was_expected(name: str) -> None:
 def test_elements_where_other_syntax_was_expected(name: str, other: str) -> None:
     rng = random.Random(55)
     form = {part: each[0] for part, each in FORMS[other].items()}
-    for _ in range(few_of(60)):
+    for _ in range(60):
         call = some_call(rng)
         check(name, f"{form['open']}\n{elements(form, call)}\n{form['close']}", [call])
+
+
+@pytest.mark.parametrize("space", ["functions.", "default_api:", "mcp/"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "qwen3_coder", "lfm2", "mistral_args", "deepseek_v3", "kimi_k2", "nemotron_v2"]
+)
+def test_a_name_behind_a_namespace_is_the_tools(name: str, space: str) -> None:
+    for call in (("look", {"days": 3}), ("look_up", {"text": "a"})):
+        check(name, written(name, (space + call[0], call[1])), [call])
 
 
 def marked(value: Any, quote: str) -> str:
@@ -277,7 +285,7 @@ def marked(value: Any, quote: str) -> str:
 
 def test_gemma4_with_other_openers_brackets_and_quotes() -> None:
     rng = random.Random(56)
-    for _ in range(few_of(400)):
+    for _ in range(400):
         call = some_call(rng, (*PLAIN, "Fine words, they: {said}", "x = (1, 2), y: [3]"))
         opener = rng.choice(
             (
@@ -333,7 +341,7 @@ DEEPSEEK = tuple(
 @pytest.mark.parametrize(("name", "marks"), [("kimi_k2", KIMI), ("deepseek_v3", DEEPSEEK)])
 def test_named_calls_without_marks_and_under_other_names(name: str, marks: tuple[str, ...]) -> None:
     rng, (open_, begin, sep, end, close) = random.Random(57), marks
-    for _ in range(few_of(200)):
+    for _ in range(200):
         calls = [some_call(rng), some_call(rng)]
         texts = []
         for i, (tool, values) in enumerate(calls):
@@ -492,3 +500,20 @@ def test_mentions_of_marks_in_prose_are_no_calls(name: str) -> None:
             f"A mark: {mark}",
         ):
             check(name, text, [], text)
+
+
+def test_an_argument_that_is_nullable_in_openapis_words_may_be_null() -> None:
+    tools = {
+        "f": {
+            "type": "object",
+            "properties": {"n": {"type": "integer", "nullable": True}, "t": {"type": "string"}},
+        }
+    }
+    for name, form in FORMS.items():
+        right = {part: each[0] for part, each in form.items()}
+        text = f"{right['open']}\n{elements(right, ('f', {'n': None, 't': 'null'}))}\n{right['close']}"
+        markup = AnswerMarkup(calls=dialects.dialect(name), tools=tools)
+        assert read(markup, text, 3) == ([("f", {"n": None, "t": "null"})], "")
+        rules = Lark()
+        source = rules.calls(dialects.dialect(name).rules(rules, tools, is_single=True))
+        assert '"null"' in source and "nullable" not in source

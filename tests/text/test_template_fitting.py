@@ -528,3 +528,73 @@ def test_results_stand_beside_their_calls_where_a_template_has_them_there() -> N
         '<assistant>call:h{"a": 1};response:hlate;<user>and?[assistant]'
     )
     assert ANY_ROLE.render(chat).count("[tool]") == 3, "elsewhere they are messages"
+
+
+KIMI = (
+    EACH + "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments }}{% endfor %}{% if m.role == 'tool' %} of {{ m.tool_call_id }}{% endif %}" + END
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("ids", [("functions.f:4", "functions.g:5"), ("call_a", "call_b"), (None, None)])
+def test_calls_that_a_template_writes_by_their_ids_stay_together_and_keep_their_names(
+    ids: tuple[str | None, str | None],
+) -> None:
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": "{}"}}
+        | ({"id": id_} if id_ else {})
+        for name, id_ in zip("fg", ids, strict=True)
+    ]
+    results = [{"role": "tool", "content": "r"} | ({"tool_call_id": id_} if id_ else {}) for id_ in ids]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    own = ids if ids[0] == "functions.f:4" else ("functions.f:0", "functions.g:1")
+    text = ChatTemplate(KIMI).render([*chat, *results])
+    begin, sep = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}"
+    assert f"[assistant]{begin}{own[0]}{sep}{begin}{own[1]}{sep}[tool]" in text
+    if ids[0]:
+        assert f"[tool]r of {own[0]}[tool]r of {own[1]}" in text
+
+
+TURNS = ChatTemplate(
+    "{% set ns = namespace(last='') %}" + EACH + "{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{% if role != 'model' or ns.last != 'model' %}<|turn>{{ role }}\n{% endif %}{% for c in m.tool_calls or [] %}"
+    "<|tool_call>call:{{ c.function.name }}{}<tool_call|>{% endfor %}{% for r in m.tool_responses or [] %}"
+    "<|tool_response>{{ r.response }}<tool_response|>{% endfor %}{{ m.content }}"
+    "{% if m.content or not m.tool_responses %}<turn|>\n{% endif %}{% set ns.last = role %}{% endfor %}"
+)  # fmt: skip
+
+
+def test_text_a_call_and_its_result_are_one_turn_where_results_stand_beside_calls() -> None:
+    def called(id_: str, said: str) -> list[dict[str, Any]]:
+        call = {"id": id_, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        return [
+            {"role": "assistant", "content": said, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": id_, "content": f"r{id_}"},
+        ]
+
+    chat = [
+        {"role": "user", "content": "hi"},
+        *called("1", "So."),
+        *called("2", ""),
+        *called("3", "More."),
+    ]
+    call, result = "<|tool_call>call:f{}<tool_call|>", "<|tool_response>r%d<tool_response|>"
+    assert TURNS.render(chat) == (
+        f"<|turn>user\nhi<turn|>\n<|turn>model\nSo.{call}{result % 1}{call}{result % 2}More.{call}{result % 3}"
+    )
+    assert TURNS.render([*chat, {"role": "assistant", "content": "End."}]).endswith("End.<turn|>\n")
+
+
+def test_templates_read_json_and_change_lists_of_their_own() -> None:
+    reads = ChatTemplate("{{ ('{\"a\": [1, 2]}' | fromjson).a[1] }}{{ ('[3]' | from_json)[0] }}")
+    assert reads.render(USER) == "23"
+    makes = "{% set l = [] %}{% set d = {} %}{% for m in messages %}{% set _ = l.append(m.role) %}{% set _ = d.update({m.role: 1}) %}{% endfor %}"
+    assert ChatTemplate(makes + "{{ l | join }}{{ d }}").render(USER) == "user{'user': 1}"
+    for given in ("messages.append(1)", "messages.clear()", "tools.pop()"):
+        with pytest.raises(RequestError, match="can not be rendered"):
+            ChatTemplate("{{ " + given + " }}").render(USER, tools=function(name="now"))
+
+
+def test_a_file_with_an_empty_template_has_none() -> None:
+    for empty in ("", " \n"):
+        assert ChatTemplate.from_metadata({"tokenizer.chat_template": empty}) is None

@@ -1,11 +1,13 @@
-// Suffix drafts of a round, for all slots in one call: as pyspec/draft/suffix_text.py, which explains it, to the last bit of each chance.
+// Suffix drafts of a round, for all slots in one call. A draft follows the likeliest branch behind the longest suffix that stands before, while
+// the product of its chances stays above a bound (SuffixDecoding: Oliaro et al., 2024). Chances are learned from the tokens that come: every
+// token of an answer, drafted or not, is compared with the follower that a draft would have had. So they stay true while nothing is drafted.
 // Compiled alone where no library is at hand (pyspec/cpu/build.py), so it needs no other source, and without fused products.
 #include "suffix_automaton.h"
 
 namespace pyspec::suffix {
 namespace {
 
-constexpr int LEAST_MATCH = 2, LATE = 64, BEFORE = 64;
+constexpr int LATE = 64, BEFORE = 64;
 constexpr int64_t MOST_TEXT = 1 << 18;
 constexpr int N_LENGTH = 10, N_SHARE = 8, N_PROMISE = 4, LONGEST = 48;
 constexpr int LENGTHS[N_LENGTH] = {2, 3, 4, 6, 8, 12, 16, 24, 32, LONGEST};
@@ -22,7 +24,7 @@ int below(const T *sorted, int n, X x) {
   return i;
 }
 
-// Python's tables of SuffixChances: [length, share].
+// How often the likeliest follower of a match came, by the match's length and the follower's share: Python's tables of SuffixChances.
 struct Chances {
   double *came, *seen;
   const double *guess;
@@ -68,6 +70,7 @@ struct Promise {
   }
 };
 
+// Tokens that came and those that were expected, in one text lately.
 struct Factor {
   double came = TEXT_PRIOR, expected = TEXT_PRIOR;
 
@@ -86,9 +89,11 @@ struct Place {
   int64_t serial = 0;
   int32_t state = 0, length = 0;
 
+  // The automaton's own text.
   static Place of_text(const Automaton &a) { return {&a, a.serial, a.match(), a.state(a.match()).length}; }
-  bool likeliest(Branch *found) {
-    while (length >= LEAST_MATCH) {
+  // The likeliest next token behind a suffix of `n_match` tokens or more; a shorter one if nothing follows the longest.
+  bool likeliest(Branch *found, int n_match) {
+    while (length >= n_match) {
       if (automaton->likeliest(state, found)) return true;
       state = automaton->state(state).link;
       length = automaton->state(state).length;
@@ -122,7 +127,7 @@ struct Text {
   Array<int32_t> tokens;
   int64_t n_begin = 0, n_entered = 0, n_followed = 0;
   Place places[2];
-  int n_place = 0;
+  int n_place = 0, n_match = 2;
   Chances of_text{}, of_answers{};
   Promise promise{};
   Factor own_factor, others_factor;
@@ -136,6 +141,7 @@ struct Text {
       own.extend(tokens[n_entered]);
   }
 
+  // Learn what drafts keep of their promises.
   void judge(int64_t n_draft, int n_accepted) {
     if (!n_draft || !offer.tokens.size()) return;
     double part = 0.0;
@@ -143,6 +149,7 @@ struct Text {
     promise.add(offer.size, part, n_accepted);
   }
 
+  // Learn from an offer that was not taken: its first tokens stand beside those that came.
   void compare() {
     if (n_offered < 0) return;
     int64_t n = tokens.size() - n_offered, n_right = 0;
@@ -152,9 +159,9 @@ struct Text {
     n_offered = -1;
   }
 
-  static void learn(Place &place, int32_t token, Chances &chances, Factor &factor) {
+  void learn(Place &place, int32_t token, Chances &chances, Factor &factor) const {
     Branch branch;
-    if (!place.likeliest(&branch)) return;
+    if (!place.likeliest(&branch, n_match)) return;
     const bool is_right = branch.token == token;
     factor.add(chances.learn(place.length, branch, is_right), is_right);
   }
@@ -205,7 +212,7 @@ struct Text {
     double survives = 1.0;
     to->clear();
     Branch branch;
-    while (to->tokens.size() < most && place.likeliest(&branch)) {
+    while (to->tokens.size() < most && place.likeliest(&branch, n_match)) {
       const double likely = chances.of(place.length, branch) * factor;
       const double chance = likely < MOST_CHANCE ? likely : MOST_CHANCE;
       survives *= chance;
@@ -221,7 +228,8 @@ struct Text {
   }
 
   // The draft is `offer` then.
-  void draft(const Ask &ask, const int32_t *added, double least) {
+  void draft(const Ask &ask, const int32_t *added, double least, int match) {
+    n_match = match;
     for (int64_t i = 0; i < ask.n_new && ask.n_known + i < n_entered; i++)
       is_other = is_other || tokens[ask.n_known + i] != added[i];
     tokens.cut(ask.n_known);
@@ -328,14 +336,14 @@ void pyspec_suffix_judge(Text *t, int64_t n_draft, int64_t n_accepted) {
   t->judge(n_draft, int(n_accepted));
   t->n_offered = -1;
 }
-// Draft for n texts. added: new tokens of all, one text behind the other. For each text: its number of tokens and what it expects; and one
+// Draft for n texts, where `n_match` tokens or more stood before. added: new tokens of all, one text behind the other. For each text: its number of tokens and what it expects; and one
 // text behind the other the tokens, their chances, and the chances that all up to each are right.
-int64_t pyspec_suffix_round(const Ask *asks, int64_t n, const int32_t *added, double least, int32_t *n_token, double *expected,
-                            int32_t *tokens, double *chances, double *survival) {
+int64_t pyspec_suffix_round(const Ask *asks, int64_t n, const int32_t *added, double least, int32_t n_match, int32_t *n_token,
+                            double *expected, int32_t *tokens, double *chances, double *survival) {
   return guarded([&] {
     for (int64_t i = 0; i < n; i++) {
       const Ask &ask = asks[i];
-      ask.text->draft(ask, added, least);
+      ask.text->draft(ask, added, least, n_match);
       added += ask.n_new;
       const Draft &draft = ask.text->offer;
       const double factor = ask.text->promise.factor(draft.size);

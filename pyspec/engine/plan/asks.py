@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec
 from pyspec.cuda.ops.angles.op import angles
@@ -26,13 +25,14 @@ from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_many, linear_ta
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.ring_places.op import ring_places
 from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
+from pyspec.cuda.rank import Rank
 from pyspec.engine.plan.describe import Description, describe, rings_of
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.wants import WHOLE, Want, scale_of
-from pyspec.models.weights import EMBEDDING, PLAIN
+from pyspec.models.wants import EMBEDDING, WHOLE, Want, scale_of
+from pyspec.models.weights import PLAIN
 
 ORDER = {
     attend_prompt.name: -2,  # it loads a library,

@@ -27,8 +27,8 @@ from pyspec.engine.plan.memory_plan import (
 )
 from pyspec.models import coarse
 from pyspec.models.part import AttentionShape
+from pyspec.models.wants import HEAD
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
-from pyspec.models.weights import HEAD
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import Paged, Recurrent

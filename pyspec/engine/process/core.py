@@ -90,6 +90,7 @@ class EngineCore:
         self._slot_tasks: list[SlotTask] = []
         self._actions = SlotActions(self.loop.imager(), self.info)
         self._jobs: dict[str, Job] = {}  # in order of arrival
+        self._failed_listeners: set[str] = set()  # by request: their further failures are not logged
         # requests that lost their place to another client's, until their last event
         self._ousted: dict[str, QueueFull] = {}
         self._due: list[tuple[Sink, Event]] = []
@@ -401,9 +402,13 @@ class EngineCore:
             try:
                 sink(event)
             except BaseException:
-                log.exception("the listener of request %s failed", event.request)
+                if event.request not in self._failed_listeners:
+                    log.exception("the listener of request %s failed", event.request)
+                self._failed_listeners.add(event.request)
                 if (job := self._jobs.get(event.request)) is not None:
                     self.loop.cancel(job)
+            if isinstance(event, Done | Failed):
+                self._failed_listeners.discard(event.request)
 
     def _die(self, error: PyspecError) -> None:
         if self._on_death is not None and not self._closing:

@@ -69,6 +69,7 @@ class SupervisedRequest:
     def __init__(self, name: str, request: Request, seed: int, sink: Sink) -> None:
         self.name, self.request, self.seed, self.sink = name, request, seed, sink
         self.cancelled = self.in_slot = self.has_begun = False
+        self.is_logged = False  # a failure of its sink
         self.key: int | None = None  # of its prompt's last whole block (affinity.chain)
         self.ousted: QueueFull | None = None  # it lost its place to another client's request
         self.tokens: list[int] = []

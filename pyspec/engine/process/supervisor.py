@@ -336,7 +336,9 @@ class Supervisor:
         try:
             record.sink(self._place.placed(event))
         except BaseException:
-            log.exception("the listener of request %s failed", record.name)
+            if not record.is_logged:
+                log.exception("the listener of request %s failed", record.name)
+            record.is_logged = True
             self.cancel(record.name)
 
     def _drop_cancelled(self) -> None:

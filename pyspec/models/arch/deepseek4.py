@@ -10,7 +10,7 @@ from pyspec.models.block import BlockSpec, Mix, Part
 from pyspec.models.blocks.compressor import CSA, HCA
 from pyspec.models.blocks.sparse_attention import IndexerShape, SparseAttention, TailRope
 from pyspec.models.blocks.stream_experts import StreamExperts, read_limits
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape
 from pyspec.models.read import check_rope, trunk_layers, vocab_size
 from pyspec.models.residual import Residual

@@ -20,7 +20,7 @@ from pyspec.models.blocks.layer_input import LayerInput
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.together import Together
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape
 from pyspec.models.per_layer import PerLayer
 from pyspec.models.read import block_count, check_heads, check_rope, read_decoder

@@ -11,7 +11,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.read import (
     block_count,
     read_attention,

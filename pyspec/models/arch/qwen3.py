@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
+from pyspec.models.model import ModelSpec
 from pyspec.models.read import read_gqa
-from pyspec.models.target import ModelConfig
 
 
-def read(file: GGUFFile) -> ModelConfig:
+def read(file: GGUFFile) -> ModelSpec:
     return read_gqa(file, neox=True, qk_norm=True)

@@ -15,7 +15,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.mlp import Mlp
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import read_attention, read_rope, trunk_layers, vocab_size
 

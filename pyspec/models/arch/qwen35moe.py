@@ -11,7 +11,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.arch.qwen35 import check_sections, read_hybrid, read_state
 from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> int:

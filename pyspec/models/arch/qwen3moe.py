@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.read import read_gqa
 
 

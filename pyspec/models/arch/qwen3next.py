@@ -8,7 +8,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.arch.qwen35 import read_hybrid, read_state
 from pyspec.models.arch.qwen35moe import read_experts
 from pyspec.models.blocks.gdn import DeltaNet
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 
 
 def read(file: GGUFFile) -> ModelSpec:

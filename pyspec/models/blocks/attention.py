@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,8 @@ from pyspec.models.cuts import Cut, Divided, Keys, Readers
 from pyspec.models.part import AttentionShape, Place, Plain
 from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
-from pyspec.models.weights import Weights
-from pyspec.slots.kv import KvFormat
-from pyspec.slots.memory import KV
-from pyspec.slots.parts import LayerParts, Paged
+from pyspec.slots.kv_types import KvFormat
+from pyspec.slots.parts import KV, LayerParts, Paged
 
 SINKS = "attn_sinks.weight"  # one logit a head
 
@@ -188,6 +187,8 @@ class Attention(Plain):
     def _row_normed(self, f: Forward, y: Value) -> Value:
         names, widths = [f"attn_{x}_norm.weight" for x in "qk"], self.row_widths
         if f.at.n_rank > 1:
+            from pyspec.models.rank_norms import RankNorms
+
             both = f.read(RankNorms, *names, widths=widths, eps=f.eps)
             return f.op("rank_norms", both, y, shape=y.shape)
         q, k, v = f.split(y, (*widths, widths[1]))
@@ -234,27 +235,5 @@ def _bias(f: Forward) -> Weight | None:
     return f.read(_row, *(f"attn_{p}.bias" for p in "qkv"))
 
 
-def _row(w: Weights, *names: str) -> Tensor:
+def _row(w: Any, *names: str) -> Tensor:
     return torch.cat([w.vector(name) for name in names])
-
-
-class RankNorms:
-    """Norms of all heads of q at once, and of all of k, of which each rank has some: their squares are summed. widths: of this rank's q and k."""
-
-    def __init__(self, w: Weights, q: str, k: str, widths: tuple[int, int], eps: float) -> None:
-        assert w.ranks is not None, "one rank norms its rows by an op"
-        self.widths, self.eps, self.ranks = widths, eps, w.ranks
-        self.weights = w.vector(q), w.vector(k)
-        self.whole = [w.file.tensors[name].shape[-1] for name in (q, k)]  # of all ranks
-        self.capturable = w.device.type != "cpu"  # sums of ranks are torch's there
-
-    def __call__(self, y: Tensor) -> Tensor:
-        """y [row, q | k | v] -> the same, normed."""
-        n_q, n_k = self.widths
-        q, k, v = y[:, :n_q], y[:, n_q : n_q + n_k], y[:, n_q + n_k :]
-        squares = torch.stack([q.square().sum(-1), k.square().sum(-1)], -1)
-        squares = self.ranks.sum(squares)
-        parts = []
-        for i, (x, w) in enumerate(zip((q, k), self.weights, strict=True)):
-            parts.append(x * (squares[:, i : i + 1] / self.whole[i] + self.eps).rsqrt() * w)
-        return torch.cat([*parts, v], -1)

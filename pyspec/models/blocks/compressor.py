@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pyspec.cuda.ops.compress.op import compress
 from pyspec.cuda.ops.compress.ref import CompressSpec
-from pyspec.models.part import Binding, Place
+from pyspec.models.binding import Binding
+from pyspec.models.part import Place
 from pyspec.models.wants import Want
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool

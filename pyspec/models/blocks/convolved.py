@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pyspec.cuda import fuse
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
-from pyspec.forward.call import Given, Value
+from pyspec.forward.call import Folding, RunInput, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.part import AttentionShape, PartSpec, Place, Plain, ReadsBlocks
 from pyspec.models.wants import Want
@@ -55,14 +54,14 @@ class Convolved(Plain):
         return replace(self, part=self.part.of_file(at)) if isinstance(self.part, ReadsBlocks) else self
 
     @property
-    def folds(self) -> fuse.Folding | None:
+    def folds(self) -> Folding | None:
         return self.part.folds
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         spec = ConvolveSpec(f.device, x.width, self.n_tap, self.group)
         n = f.norm_apart(x, f.vector(f"{f.at.norm}.weight"))
         given = f.product(n, f"{self.name}_proj.weight", n_out=2 * self.n_tap * (x.width // self.group))
-        base, rows = f.vector(f"{self.name}_base"), Given("row_seq")
+        base, rows = f.vector(f"{self.name}_base"), RunInput("row_seq")
         y = f.op("convolve", spec, n, given, base, rows, 0, shape=x.shape)
         y = self.part.forward(f.behind(""), y, None)
         return f.op("convolve", spec, y, given, base, rows, 1, stream, shape=x.shape)

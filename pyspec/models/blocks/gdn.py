@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from pyspec.cuda import fuse
 from pyspec.cuda.ops.gdn.ref import GdnSpec, flush
 from pyspec.cuda.ops.gdn.shape import GdnShape
-from pyspec.forward.call import Value
+from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, KeyGroups, Keys, Readers
-from pyspec.models.matrices import Matrix
 from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
-from pyspec.models.weights import Weights
-from pyspec.slots.memory import STATE
-from pyspec.slots.parts import LayerParts, Recurrent
+from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class DeltaNet(Plain):
         return KeyGroups(s.n_k_head, s.n_v_head // s.n_k_head, even=s.dim == 128)
 
     @property
-    def folds(self) -> fuse.Folding:
+    def folds(self) -> Folding:
         return "gdn", partial(flush, grouped=self.shape.grouped)
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
@@ -93,7 +90,7 @@ def _projections(s: GdnShape, joined: bool) -> tuple[str, ...]:
     return ("ssm_in", "ssm_ba") if joined else ("attn_qkv", "attn_gate", "ssm_ba")
 
 
-def _by_kind(w: Weights, *names: str, by_head: tuple[int, int, int]) -> Matrix:
+def _by_kind(w: Any, *names: str, by_head: tuple[int, int, int]) -> Any:
     """The projections side by side. by_head: key heads, value heads of each and their dims, where matrices are joined by key head: their rows
     go by kind first."""
     n_head, each, dim = by_head

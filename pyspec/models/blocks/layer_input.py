@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyspec.forward.call import Given, Value
+from pyspec.forward.call import RunInput, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
@@ -34,5 +34,5 @@ class LayerInput(Plain):
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         gate = f.product(x, "inp_gate.weight", n_out=self.n)
-        y = f.op("gelu_times", None, gate, Given("inputs", self.layer), shape=(self.n,))
+        y = f.op("gelu_times", None, gate, RunInput("inputs", self.layer), shape=(self.n,))
         return f.add(stream, f.product(y, "proj.weight", n_out=x.width))

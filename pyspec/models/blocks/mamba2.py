@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +15,7 @@ from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, KeyGroups, Keys
 from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
-from pyspec.models.weights import Weights
-from pyspec.slots.memory import STATE
-from pyspec.slots.parts import LayerParts, Recurrent
+from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +70,11 @@ class Mamba2(Plain):
         return f.add(stream, f.summed(y, "ssm_out.weight", x.width))
 
 
-def _flat(w: Weights, name: str) -> Tensor:
-    return w.vector(name).flatten()
+def _flat(w: Any, name: str) -> Tensor:
+    vector: Tensor = w.vector(name)
+    return vector.flatten()
 
 
-def _params(w: Weights, a: str, dt_bias: str, d: str, conv: str, conv_bias: str) -> Params:
+def _params(w: Any, a: str, dt_bias: str, d: str, conv: str, conv_bias: str) -> Params:
     of_heads = _flat(w, a), _flat(w, dt_bias), _flat(w, d)
     return Params(*of_heads, w.vector(conv), w.vector(conv_bias))

@@ -19,9 +19,8 @@ from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import AttentionShape, Place, Plain
 from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
-from pyspec.slots.kv import KvFormat
-from pyspec.slots.memory import KV
-from pyspec.slots.parts import LayerParts, Paged
+from pyspec.slots.kv_types import KvFormat
+from pyspec.slots.parts import KV, LayerParts, Paged
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pyspec.cuda.ops.linear.ref import GATES
+from pyspec.cuda.ops.rows.ref import GATES
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Units, each_of

@@ -20,20 +20,10 @@ from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, TensorInfo
+from pyspec.models.binding import Binding, BoundPart, Pass
 from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.matrices import Matrix
-from pyspec.models.part import (
-    Binding,
-    BoundPart,
-    ForwardSize,
-    LoadTypes,
-    Pass,
-    Place,
-    Request,
-    Site,
-    Whole,
-    column_block,
-)
+from pyspec.models.part import ForwardSize, LoadTypes, OneCall, Place, PlannedSite, Request, column_block
 from pyspec.models.wants import Want, scale_of
 from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts
@@ -42,7 +32,7 @@ LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where t
 
 
 @dataclass(frozen=True, slots=True)
-class Experts(Whole):
+class Experts(OneCall):
     """A feed-forward of experts as data.
 
     n_ff         width of an expert; n_ff_shared that of the shared one, 0 for none
@@ -157,7 +147,7 @@ class Experts(Whole):
         own, shared = (column_block(at, f"ffn_down_{x}.weight") for x in ("exps", "shexp"))
         return replace(self, block=own, block_shared=shared)
 
-    def kernels(self, at: Site, on: LoadTypes) -> Iterator[Request]:
+    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
         has_bias = at.has("exp_probs_b.bias")
         yield moe_route, self.route_spec(on.device, at.n_embd, at.eps, has_bias=has_bias)
         if on.streams:

@@ -11,8 +11,7 @@ from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.part import Place, Plain, column_block
 from pyspec.models.wants import Want
-from pyspec.slots.memory import STATE
-from pyspec.slots.parts import LayerParts, Recurrent
+from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)

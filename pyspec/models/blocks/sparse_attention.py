@@ -26,16 +26,16 @@ from pyspec.cuda.ops.sparse_attend import op as sparse_op
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.cuda.ops.streams.ref import Streams
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.compressor import BoundCompressor, Compressor
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.part import AttentionShape, Binding, ForwardSize, Pass, Place, Whole
+from pyspec.models.part import AttentionShape, ForwardSize, OneCall, Place
 from pyspec.models.rope import RopeFlags, turning_dimension
 from pyspec.models.wants import Want
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
-from pyspec.slots.memory import KV
-from pyspec.slots.parts import LayerParts, Paged, PartMemory, Ring
+from pyspec.slots.parts import KV, LayerParts, Paged, PartMemory, Ring
 from pyspec.slots.ring import RingRows
 
 WINDOW = "window"  # name of the ring of rows
@@ -98,7 +98,7 @@ class IndexerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseAttention(Whole):
+class SparseAttention(OneCall):
     """The mixer as data.
 
     q_rank     width of a row's low-rank query

@@ -16,8 +16,9 @@ from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.moe import Experts, stacks_of
-from pyspec.models.part import Binding, ForwardSize, LoadTypes, Pass, Place, Request, Site
+from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
 from pyspec.models.wants import Want
 
 TABLE = "ffn_gate_tid2eid.weight"  # the experts of each token
@@ -47,7 +48,7 @@ class StreamExperts(Experts):
             return Experts.scratch(self, size)
         return moe_op.buffer_bytes(self.n_used, self.n_expert, size.n_embd, self.n_ff)
 
-    def kernels(self, at: Site, on: LoadTypes) -> Iterator[Request]:
+    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
         """None: the ops are compiled and checked when they are bound."""
         return iter(())
 

@@ -1,6 +1,6 @@
 """Anthropic's messages, converted to a body of chat completions. Fields that are not part of a chat pass unchanged.
 
-Images and documents are refused by name. Tools that Anthropic's servers run, and their results, are left out. Hints for caching and
+Images, and documents that are no text, are refused by name; an image that a tool returned is left out with a line. Tools that Anthropic's servers run, and their results, are left out. Hints for caching and
 billing are ignored: every prompt is cached, and nothing is billed.
 """
 
@@ -16,7 +16,7 @@ from pyspec.server.api.left_out import is_foreign_block, words
 from pyspec.server.api.schema import WHOLE, AsSent, Body, Count, tools_field, validate
 from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
-from pyspec.text.left_out import own_tools
+from pyspec.text.left_out import NO_IMAGE, own_tools
 
 MAX_TOKENS = 4096  # default, as in llama-server; Anthropic's own API requires it
 HANDLED = words(
@@ -35,8 +35,8 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 class ConversationTurn(Body):
     """One message. Its content is text or a list of blocks, which are checked when they are read."""
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class MessagesTool(AsSent):
@@ -83,14 +83,14 @@ class MessagesBody(Body):
 
     model: str | None = None
     messages: Annotated[list[ConversationTurn], Field(min_length=1, fail_fast=True)]
-    system: str | list[dict[str, Any]] | None = None
+    system: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     max_tokens: Count | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, WHOLE] | None = None
-    tools: list[MessagesTool] | None = tools_field("custom")
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True)] | None = tools_field("custom")
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -165,7 +165,7 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
     if isinstance(content, list):
         parts = [(part, f"{where}.content.{i}") for i, part in enumerate(content)]
-        texts = (_text(part, at) for part, at in parts if not is_foreign_block(_kind(part, at)))
+        texts = (_shown(part, at) for part, at in parts if not is_foreign_block(_kind(part, at)))
         content = "".join(texts)
     if not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content: a string or a list of text blocks")
@@ -214,14 +214,35 @@ def _kind(block: Any, where: str) -> str:
     return kind
 
 
+def _shown(block: Any, where: str) -> str:
+    """The text of a block of a result. A tool's image costs the model a line, not the client every later turn."""
+    return NO_IMAGE if _kind(block, where) == "image" else _text(block, where)
+
+
 def _text(block: Any, where: str) -> str:
-    """The text of a block that must be text."""
+    """The text of a block: of a document or a search result its title, too, and all of its text."""
     kind = _kind(block, where)
+    if kind in ("document", "search_result") and (text := _document(block, where)) is not None:
+        return text
     if kind == "image":
         raise NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
     if kind != "text":
         raise NotSupported(f"{where}: blocks of type {kind[:40]!r} are not supported here")
     return _string(block, "text", where)
+
+
+def _document(block: dict[str, Any], where: str) -> str | None:
+    """The text of a document, with its title before; None if its source is no text."""
+    source = block.get("source")
+    content = block.get("content")
+    if isinstance(source, dict):
+        is_text = source.get("type") == "text" or source.get("type") == "content"
+        content = source.get("data", source.get("content")) if is_text else None
+    if isinstance(content, list):
+        content = "".join(_shown(part, f"{where}.source.content.{i}") for i, part in enumerate(content))
+    heads = (block.get("title"), block.get("context"), source)
+    lines = [head for head in heads if isinstance(head, str) and head]
+    return "\n".join([*lines, content, ""]) if isinstance(content, str) else None
 
 
 def _string(block: dict[str, Any], name: str, where: str) -> str:

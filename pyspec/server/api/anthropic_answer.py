@@ -56,7 +56,7 @@ class MessagesAnswer(PartedAnswer):
         return self.ping
 
     def error(self, error: PyspecError) -> bytes:
-        return named_event(anthropic_error(error.status, str(error))[1])
+        return named_event(anthropic_error(error)[1])
 
     # -- blocks --------------------------------------------------------------------------------------------------
 

@@ -100,12 +100,15 @@ class ChatAnswer(OpenAIAnswer):
             "message": heard.message(),
             "finish_reason": self._finish_reason(i, choice.done),
         }
+        if self._prepared.calls_functions and heard.calls:
+            value["message"]["function_call"] = value["message"].pop("tool_calls")[0]["function"]
         if self._prepared.logprobs:
             value["logprobs"] = self._logprobs(i, choice.logprobs)
         return value
 
     def _finish_reason(self, i: int, done: Done) -> str:
-        return finish_reason(done.finish, has_called=i in self._has_called)
+        reason = finish_reason(done.finish, has_called=i in self._has_called)
+        return "function_call" if self._prepared.calls_functions and reason == "tool_calls" else reason
 
     def _deltas(self, i: int, text: str) -> Iterator[str]:
         if text:
@@ -128,6 +131,8 @@ class ChatAnswer(OpenAIAnswer):
             self._has_called.add(i)
             function = {"name": part.name, "arguments": ""}
             call = {"index": part.index, "id": part.id, "type": "function", "function": function}
+        if self._prepared.calls_functions:  # which takes one call
+            return dumps({} if part.index else {"function_call": call["function"]})
         return dumps({"tool_calls": [call]})
 
     def _end_choice(self, i: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pyspec.errors import RequestError
 from pyspec.request import ThinkBudget
@@ -55,6 +56,30 @@ def plan_chat(
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
         begun=_behind(answer_start(body, settings), think),
     )
+
+
+def with_tools(sent: dict[str, Any]) -> dict[str, Any]:
+    """A body whose `functions`, the name that OpenAI's clients gave tools at first, are tools, in its history, too."""
+    value = dict(sent)
+    functions, choice = value.get("functions"), value.get("function_call")
+    if isinstance(functions, list) and functions and not value.get("tools"):
+        value["tools"] = [{"type": "function", "function": each} for each in value.pop("functions")]
+        if value.pop("function_call", None) is not None:
+            is_word = isinstance(choice, str)
+            value["tool_choice"] = choice if is_word else {"type": "function", "function": choice}
+    messages: list[Any] = []
+    called: dict[Any, str] = {}  # the last call's id, by its name
+    for i, message in enumerate(sent["messages"]):
+        call = message.get("function_call") if isinstance(message, dict) else None
+        if isinstance(call, dict):
+            called[call.get("name")] = f"call_{i}"
+            message = {key: each for key, each in message.items() if key != "function_call"}
+            message["tool_calls"] = [{"id": f"call_{i}", "type": "function", "function": call}]
+        elif isinstance(message, dict) and message.get("role") == "function":
+            id_ = called.get(message.get("name"), f"call_{i}")
+            message = message | {"role": "tool", "tool_call_id": id_}
+        messages.append(message)
+    return value | {"messages": messages}
 
 
 def calls_of(body: Chat, speaks: Dialect | None) -> CallPlan:

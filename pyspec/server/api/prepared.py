@@ -15,7 +15,7 @@ from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
 from pyspec.server.api.answers import generation_settings
-from pyspec.server.api.chats import plan_chat
+from pyspec.server.api.chats import plan_chat, with_tools
 from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.infill import infill_ids
@@ -78,6 +78,7 @@ class PreparedBody:
     hides_logprobs: bool = False  # logprobs are only used to choose the best answer
     # parser of the answer; one per choice
     markup: AnswerMarkup = field(default_factory=AnswerMarkup)
+    calls_functions: bool = False  # the body has `functions`, so the answer has `function_call`
 
     # Values of `generation_settings` that the body has and a request does not
     of_body: Mapping[str, Any] = field(default_factory=dict)
@@ -147,6 +148,7 @@ def prepare(
         echo=isinstance(body, TextBody) and bool(body.echo),
         tells_prompt=body.prompt_logprobs is not None,
         hides_logprobs=hides_logprobs,
+        calls_functions="functions" in sent and "functions" not in value,
         repeated=responses.repeated(sent) if kind == "responses" else {},
         n_moved=len(moved),
         markup=(markup := plan.answer.markup if plan else AnswerMarkup()),
@@ -196,8 +198,10 @@ def _steady(
             raise RequestError(
                 f"{name}: there is one answer on this path; /v1/chat/completions gives several",
             )
-    elif "tools" in sent:
-        value = sent | {"tools": own_tools(sent["tools"], "function")}
+    elif kind == "chat" and isinstance(sent.get("messages"), list):
+        value = with_tools(sent)
+    if kind not in TO_CHAT and "tools" in value:
+        value = value | {"tools": own_tools(value["tools"], "function")}
     if "messages" not in value:
         return value, []
     messages, moved = steady(value["messages"], settings.volatile_lines)

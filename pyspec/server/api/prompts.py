@@ -12,6 +12,7 @@ from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.described_tools import ToolList, has_tools, with_described
+from pyspec.text.left_out import NO_IMAGE
 from pyspec.text.markup.dialect import GENERIC, dialect_for, recognised, think_marks
 from pyspec.text.markup.reasoning import THINK, ThinkMarks
 from pyspec.text.template import template_defaults
@@ -258,10 +259,13 @@ def _plain(message: Message, i: int, between: str = "\n") -> dict[str, Any]:
         )
     content = message.content
     if isinstance(content, list):
+        texts = []
         for part in content:
-            if part["type"] != "text":
+            is_image = message.role == "tool" and "image" in part["type"]
+            if part["type"] != "text" and not is_image:
                 raise NotSupported(f"messages.{i}.content: {_no_part(part['type'])}")
-        content = between.join(part["text"] for part in content)
+            texts.append(NO_IMAGE if is_image else part["text"])
+        content = between.join(texts)
     if content is None and not message.tool_calls:
         content = ""
     called = [_function(call.sent) for call in message.tool_calls or ()]

@@ -15,7 +15,7 @@ from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.left_out import is_foreign_item, words
 from pyspec.server.api.schema import AsSent, Body, Count, tools_field, validate
 from pyspec.server.settings import Limits
-from pyspec.text.left_out import own_tools
+from pyspec.text.left_out import NO_IMAGE, own_tools
 
 HANDLED = words("input instructions tools tool_choice max_output_tokens reasoning text top_logprobs")
 IGNORED = words(
@@ -70,19 +70,19 @@ class ResponsesBody(Body):
     """`/v1/responses`. Sampling parameters of chat completions are accepted, too."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     stream: bool | None = None
     store: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[ResponsesTool] | None = tools_field("function")
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] | None = tools_field("function")
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
     text: TextConfig | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     top_logprobs: Count | None = None
 
 
@@ -171,9 +171,18 @@ def _call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> N
 
 
 def _call_output(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    text = "\n".join(_texts(item.get("output"), f"{where}.output"))
+    output = item.get("output")
+    if isinstance(output, list):
+        output = [_without_image(part) for part in output]
+    text = "\n".join(_texts(output, f"{where}.output"))
     call = _string(item, "call_id", where)
     messages.append({"role": "tool", "tool_call_id": call, "content": text})
+
+
+def _without_image(part: Any) -> Any:
+    """A part of a tool's result; an image becomes a line."""
+    is_image = isinstance(part, dict) and part.get("type") == "input_image"
+    return {"type": "input_text", "text": NO_IMAGE} if is_image else part
 
 
 ITEMS: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], str], None]] = {

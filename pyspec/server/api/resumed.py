@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from pyspec.errors import RequestError
 from pyspec.server.api.schema import Body, validate
-from pyspec.server.http.body import parse_object, read_body
+from pyspec.server.http.body import parse_object
 from pyspec.server.http.envelope import JSON
 from pyspec.server.resume import ReplayStream, SessionKey, owner_of, session_key
 from pyspec.server.service import Service
@@ -24,7 +24,11 @@ Handler = Callable[[Request], Awaitable[ASGIApp]]
 class LookupBody(Body):
     """The conversations to look up."""
 
-    conversation_ids: Annotated[list[str], Field(max_length=1024)]
+    conversation_ids: Annotated[list[str], Field(max_length=1024, fail_fast=True)]
+
+
+def _lookup(raw: bytes, service: Service) -> LookupBody:
+    return validate(LookupBody, parse_object(raw, service.settings.limits))
 
 
 def _session_of(service: Service, request: Request) -> SessionKey:
@@ -61,8 +65,9 @@ def lookup_streams(service: Service) -> Handler:
     """The streams of the named conversations."""
 
     async def handle(request: Request) -> Response:
-        raw = await read_body(request, service.settings.limits)
-        body = validate(LookupBody, parse_object(raw, service.settings.limits))
+        raw, client = await service.body(request), service.client_of(request)
+        with service.admitted(client):
+            body = await service.text(_lookup, raw, service, n_byte=len(raw), client=client)
         owner = owner_of(request.headers, service.settings)
         return JSON(service.sessions.rows(owner, list(dict.fromkeys(body.conversation_ids))))
 

@@ -7,6 +7,7 @@ Schema; 4.5 is not. The published OpenAPI document is built from these models. U
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import PydanticCustomError
 
 from pyspec.errors import RequestError
+from pyspec.ranges import printable
 
 INT32 = 2**31 - 1
 SEED_MAX = 2**32 - 1
@@ -242,9 +244,13 @@ class Generate(Body):
     dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
     dry_allowed_length: Count | None = None
     dry_penalty_last_n: Window | None = None
-    dry_sequence_breakers: list[Annotated[str, Field(min_length=1, max_length=64)]] | None = None
+    dry_sequence_breakers: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(fail_fast=True)] | None
+    ) = None
     samplers: (
-        Annotated[list[str], Field(max_length=64)] | Annotated[str, Field(max_length=64)] | None
+        Annotated[list[str], Field(max_length=64, fail_fast=True)]
+        | Annotated[str, Field(max_length=64)]
+        | None
     ) = None
     min_tokens: Count | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
@@ -277,7 +283,7 @@ class Generate(Body):
     grammar: str | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=1024)] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     speculative: Speculative | None = None
@@ -292,7 +298,8 @@ class NativeBody(Generate):
 
     prompt: Prompt
     response_fields: (
-        Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None
+        Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256, fail_fast=True)]
+        | None
     ) = None
 
 
@@ -309,7 +316,7 @@ class InfillBody(NativeBody):
     prompt: str = ""
     input_prefix: Mixed
     input_suffix: Mixed
-    input_extra: Annotated[list[ExtraText], Field(max_length=1024)] | None = None
+    input_extra: Annotated[list[ExtraText], Field(max_length=1024, fail_fast=True)] | None = None
 
 
 class TextBody(Generate):
@@ -399,7 +406,7 @@ class Chat(Body):
     """The fields that the chat template reads."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    tools: list[Tool] | None = tools_field("function")
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = tools_field("function")
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -440,11 +447,41 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
+WORDS = {
+    "missing": "field required",
+    "string_type": "want a string",
+    "bool_type": "want true or false",
+    "int_type": "want a whole number",
+    "int_from_float": "want a whole number",
+    "float_type": "want a number",
+    "finite_number": "want a finite number",
+    "list_type": "want a list",
+    "dict_type": "want an object",
+    "model_type": "want an object",
+    "literal_error": "want {expected}",
+    "greater_than_equal": "want at least {ge}",
+    "less_than_equal": "want at most {le}",
+    "too_short": "want {min_length} entries or more",
+    "too_long": "want {max_length} entries or fewer",
+    "string_too_short": "want {min_length} characters or more",
+    "string_too_long": "want {max_length} characters or fewer",
+    "value": "{why}",
+}
+"""What is wrong with a field, by the kind of error."""
+WAY = re.compile(
+    r"\.(str|bool|constrained-str|[a-z]+\[.*)(\.|$)"
+)  # what pydantic calls a form of several
+MOST_WHERE = 120  # characters of a field's place: a client may choose them
+
+
 def validate(model: type[AnyBody], value: dict[str, Any]) -> AnyBody:
     """The body as its model; RequestError with the name of the first wrong field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RequestError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = printable(".".join(map(str, first["loc"])), MOST_WHERE)
+        if (one_of := WAY.search(where)) is not None:
+            raise RequestError(f"{where[: one_of.start()]}: it has none of its legal types") from None
+        words = WORDS.get(first["type"], "it can not be used").format_map(first.get("ctx", {}))
+        raise RequestError(f"{where}: {words}") from None

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from pyspec.errors import NotSupported, PyspecError, RequestError
 from pyspec.server.api.schema import Body, validate
-from pyspec.server.http.body import parse_object, read_body
+from pyspec.server.http.body import parse_object
 from pyspec.server.http.envelope import JSON
 from pyspec.server.service import Service
 from pyspec.server.stream import while_connected
@@ -47,8 +47,10 @@ def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
             )
         client = service.client_of(request)
         with service.admitted(client):
-            raw = await read_body(request, service.settings.limits)
-            name = "" if kind == "erase" else file_name(raw, service)
+            raw = await service.body(request)
+            name = ""
+            if kind != "erase":
+                name = await service.text(file_name, raw, service, n_byte=len(raw), client=client)
             path = str(Path(service.settings.slot_save_path).absolute() / name) if name else ""
             action = SlotAction(
                 cast(Literal["save", "restore", "erase"], kind),

@@ -59,7 +59,7 @@ class AccessLog:
             "path": printable(scope["path"], MOST_SHOWN),
             "status": status,  # 0: the client left before an answer
             "ms": round(ms, 1),
-            "client": client[0] if client else "unix",
+            "client": (client[0] or "-") if client else "unix",
             "request_id": request_id,
         }
         text = "%(method)s %(path)s %(status)d %(ms).1f ms %(client)s %(request_id)s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from math import isinf
 from typing import Any
@@ -18,7 +19,10 @@ from pyspec.server.settings import Limits
 
 # a too large body is read to its end before the answer, up to this multiple of the limit
 DROPPED = 16
-CONTAINERS = 200_000  # objects and arrays in one body
+FIELDS, CONTAINERS = 1024, 200_000  # of a body itself; objects and arrays anywhere in it
+STRINGS, NUMBERS = 300_000, 1 << 20  # of one body, names of fields included; and its other values
+SMALL = 64 << 10  # bytes that hold too few values to count
+_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[,\[{]', re.DOTALL)
 CLIENT_GONE = 499  # nginx's code; appears only in logs
 
 
@@ -100,9 +104,11 @@ async def read_body(
 
 
 def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
-    """A JSON object of finite numbers, valid text and bounded depth, or RequestError."""
+    """A JSON object of finite numbers, valid text and bounded depth and size, or RequestError."""
+    if len(raw) > SMALL:
+        _check_size(raw)
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")  # some clients send a byte order mark
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 at byte {error.start}") from None
@@ -118,8 +124,24 @@ def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
+    if len(value) > FIELDS:
+        raise RequestError(f"the body has {len(value)} fields; at most {FIELDS} are taken")
     _check_tree(value, limits.json_depth, check_text=b"\\u" in raw)
     return value
+
+
+def _check_size(raw: bytes) -> None:
+    """Bound the number of values that the parser has to make, because it is one call in which no other thread runs."""
+    n_string = n_container = n_comma = 0
+    for found in _SIGN.finditer(raw):
+        sign = raw[found.start()]
+        n_string += sign == ord('"')
+        n_comma += sign == ord(",")
+        n_container += sign in b"[{"
+        if n_string > STRINGS or n_container > CONTAINERS or n_comma > NUMBERS + STRINGS:
+            raise RequestError(
+                f"the body has more than {CONTAINERS} objects and arrays, {STRINGS} strings, or {NUMBERS} numbers"
+            )
 
 
 def _refuse_constant(name: str) -> float:
@@ -137,12 +159,9 @@ def _finite(text: str) -> float:
 def _check_tree(root: dict[str, Any], max_depth: int, check_text: bool) -> None:
     """Bound the depth and refuse lone surrogates, which no encoder takes. Iterative, so depth uses no stack."""
     level: list[Any] = [root]
-    depth = n = 0
+    depth = 0
     while level:
         depth += 1
-        n += len(level)
-        if n > CONTAINERS:
-            raise RequestError(f"the body has more than {CONTAINERS} objects and arrays")
         if depth > max_depth:
             raise RequestError(f"the body is nested deeper than {max_depth} levels")
         deeper: list[Any] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from ipaddress import ip_address
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -39,6 +40,18 @@ def in_origin_form(scope: Scope) -> Scope:
     headers = [(b"host", found[1]), *(h for h in scope["headers"] if h[0] != b"host")]
     raw = found[2] or b"/"
     return {**scope, "path": unquote(raw.decode("latin-1")), "raw_path": raw, "headers": headers}
+
+
+def with_address(scope: Scope) -> Scope:
+    """The client is an address or nothing: a proxy passes on any text (X-Forwarded-For)."""
+    host, port = scope.get("client") or (None, 0)
+    if host is None:
+        return scope
+    try:
+        host = str(ip_address(host.partition("%")[0]))  # a zone of IPv6 is any text, too
+    except ValueError:
+        host = ""
+    return {**scope, "client": (host, port)}
 
 
 class LoadLog:
@@ -81,7 +94,7 @@ class Door:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         else:
-            await self._logged(in_origin_form(scope), receive, send)
+            await self._logged(with_address(in_origin_form(scope)), receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]

@@ -86,8 +86,14 @@ def error_body(error: PyspecError) -> dict[str, Any]:
     return {"error": inner}
 
 
-def anthropic_error(status: int, message: str) -> tuple[int, dict[str, Any]]:
-    """Status and envelope of an error in Anthropic's form: temporary failures are 529."""
+def anthropic_error(error: PyspecError) -> tuple[int, dict[str, Any]]:
+    """Status and envelope of an error in Anthropic's form: temporary failures are 529.
+
+    A prompt that is too long is told in the words for which its clients look.
+    """
+    status, message = error.status, str(error)
+    if isinstance(error, PromptTooLong):
+        message = f"prompt is too long: {error.n_prompt} tokens > {error.n_ctx} maximum; {message}"
     status = 529 if status == 503 else status
     other = "invalid_request_error" if status < 500 else "api_error"
     inner = {"type": ANTHROPIC_TYPES.get(status, other)}
@@ -101,7 +107,7 @@ def error_response(
 ) -> Response:
     """An error in the form of the API that the path belongs to."""
     if path.endswith((ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")):
-        status, body = anthropic_error(error.status, str(error))
+        status, body = anthropic_error(error)
         return JSON(body, status_code=status, headers=headers)
     return JSON(error_body(error), status_code=error.status, headers=headers)
 

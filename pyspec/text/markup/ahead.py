@@ -13,10 +13,10 @@ Lookahead = tuple[Step, ...]
 """Consecutive steps."""
 
 
-class Named(tuple[str, ...]):
+class Names(tuple[str, ...]):
     """Alternative texts, of which the one that matches is wanted: longer ones first."""
 
-    def __new__(cls, names: object = ()) -> Named:
+    def __new__(cls, names: object = ()) -> Names:
         return super().__new__(cls, sorted(names, key=len, reverse=True))  # type: ignore[call-overload]
 
 
@@ -74,7 +74,7 @@ def matches(
                 new = found if found.is_ahead else replace(found, end=end)
                 if found.is_ahead:
                     pass
-                elif isinstance(step, Named) or step == NAME:
+                elif isinstance(step, Names) or step == NAME:
                     new = replace(new, name=taken)
                 elif step in (ATTRIBUTES, NUMBER):
                     new = replace(new, attributes=taken)

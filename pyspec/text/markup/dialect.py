@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from pyspec.text.markup import gemma4, harmony, llama3
 from pyspec.text.markup.ahead import Lookahead
@@ -29,22 +29,12 @@ from pyspec.text.markup.reasoning import (
 )
 
 
-class AnswerMachine(Protocol):
-    """Parses an answer behind its reasoning."""
-
-    def __call__(self, reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]: ...
-
-
-class MakeRules(Protocol):
-    """Makes the grammar of calls of these tools."""
-
-    def __call__(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """A syntax of calls.
 
+    machine  parses an answer behind its reasoning: (reader, tools, *, trims_start)
+    rules  makes the grammar of calls of these tools: (lark, tools, *, is_single)
     heads  starts of calls of these tools
     marks  its texts that may be control tokens, which answers otherwise hide
     signs  texts that all its chat templates contain
@@ -56,8 +46,8 @@ class Dialect:
     """
 
     name: str
-    machine: AnswerMachine
-    rules: MakeRules
+    machine: Callable[..., Steps[None]]
+    rules: Callable[..., CallRules]
     heads: Callable[[Tools], tuple[Lookahead, ...]]
     marks: tuple[str, ...]
     signs: tuple[str, ...]
@@ -90,103 +80,41 @@ def _of(
     return Dialect(name, machine, syntax.rules, syntax.heads, marks, signs, **options)
 
 
-HERMES = Objects(("<tool_call>",), ("</tool_call>",))
-OBJECTS = Objects(is_known=True)
+_OBJECTS = Objects(is_known=True)
+_HERMES = Objects(("<tool_call>",), ("</tool_call>",))
 _TOOLCALL = Objects(("<TOOLCALL>",), ("</TOOLCALL>",), "[", "]")
 _GRANITE = Objects(("<|tool_call|>",), ("<|/tool_call|>",), "[", "]", is_closed=False)
 _FUNCTOOLS = Objects(("functools[",), (), "", "]")
 _LISTS = Objects(MISTRAL.open, (), "[", "]", has_ids=True)
 _GEMMA4, _LFM2 = KeyedCalls(), PythonCalls()
+_PAIRS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_OF_DEEPSEEK = (*DEEPSEEK.open, *DEEPSEEK.between, *DEEPSEEK.ends)
+_OF_KIMI = (*KIMI.open, *KIMI.between, *KIMI.ends)
+_OF_GEMMA4 = (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE, gemma4.CHANNEL, gemma4.END_CHANNEL)
+_OF_HARMONY = (harmony.START, harmony.CHANNEL, harmony.MESSAGE)
 _MISTRAL = _of("mistral", _LISTS, MISTRAL.open, MISTRAL.open, also=(MISTRAL,), new_id=new_id)
+_OF_ARGS = (*MISTRAL.open, CALL_ID, ARGS)
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
-    Dialect(
-        "harmony",
-        harmony.machine,
-        harmony.rules,
-        harmony.heads,
-        harmony.MARKS,
-        (harmony.START, harmony.CHANNEL, harmony.MESSAGE),
-    ),
-    _of("deepseek_v32", DSML, ("｜DSML｜",), ("｜DSML｜",), also=(OBJECTS,), is_bare=True),
-    _of("deepseek_v3", DEEPSEEK, (*DEEPSEEK.open, *DEEPSEEK.between, *DEEPSEEK.ends), DEEPSEEK.open[:1]),
-    _of("kimi_k2", KIMI, (*KIMI.open, *KIMI.between, *KIMI.ends), (KIMI.mark, *KIMI.between)),
-    _of(
-        "glm45",
-        GLM,
-        (*GLM.open, *GLM.close, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        ("<tool_call>", "<arg_key>", "<arg_value>"),
-        also=(OBJECTS, QWEN),
-        is_bare=True,
-    ),
-    _of(
-        "qwen3_coder",
-        QWEN,
-        (*QWEN.open, *QWEN.close),
-        ("<tool_call>", "<function=", "<parameter="),
-        also=(OBJECTS, GLM),
-        is_bare=True,
-    ),
-    replace(
-        _MISTRAL,
-        name="mistral_args",
-        rules=MISTRAL.rules,
-        marks=(*MISTRAL.open, CALL_ID, ARGS),
-        signs=(*MISTRAL.open, ARGS),
-    ),
+    Dialect("harmony", harmony.machine, harmony.rules, harmony.heads, harmony.MARKS, _OF_HARMONY),
+    _of("deepseek_v32", DSML, ("｜DSML｜",), ("｜DSML｜",), also=(_OBJECTS,), is_bare=True),
+    _of("deepseek_v3", DEEPSEEK, _OF_DEEPSEEK, DEEPSEEK.open[:1]),
+    _of("kimi_k2", KIMI, _OF_KIMI, (KIMI.mark, *KIMI.between)),
+    _of("glm45", GLM, (*GLM.open, *GLM.close, *_PAIRS), (*GLM.open, "<arg_key>", "<arg_value>"), also=(_OBJECTS, QWEN), is_bare=True),
+    _of("qwen3_coder", QWEN, (*QWEN.open, *QWEN.close), (*QWEN.open, "<function=", "<parameter="), also=(_OBJECTS, GLM), is_bare=True),
+    replace(_MISTRAL, name="mistral_args", rules=MISTRAL.rules, marks=_OF_ARGS, signs=(*MISTRAL.open, ARGS)),
     _MISTRAL,
-    _of(
-        "minimax_m2",
-        MINIMAX,
-        (*MINIMAX.open, *MINIMAX.close),
-        (*MINIMAX.open, '<invoke name="'),
-        also=(OBJECTS,),
-        is_bare=True,
-    ),
-    _of(
-        "gemma4",
-        _GEMMA4,
-        (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE, gemma4.CHANNEL, gemma4.END_CHANNEL),
-        (gemma4.OPEN, gemma4.QUOTE),
-        also=(OBJECTS,),
-        is_bare=True,
-    ),
-    _of(
-        "lfm2",
-        _LFM2,
-        (*_LFM2.open, *_LFM2.close),
-        ("List of tools: ", "<|im_start|>"),
-        also=(Objects(),),
-    ),
+    _of("minimax_m2", MINIMAX, (*MINIMAX.open, *MINIMAX.close), (*MINIMAX.open, '<invoke name="'), also=(_OBJECTS,), is_bare=True),
+    _of("gemma4", _GEMMA4, _OF_GEMMA4, (gemma4.OPEN, gemma4.QUOTE), also=(_OBJECTS,), is_bare=True),
+    _of("lfm2", _LFM2, (*_LFM2.open, *_LFM2.close), ("List of tools: ", "<|im_start|>"), also=(Objects(),)),
     _of("granite", _GRANITE, (*_GRANITE.open, *_GRANITE.close), _GRANITE.open),
     _of("nemotron_v2", _TOOLCALL, (*_TOOLCALL.open, *_TOOLCALL.close), _TOOLCALL.open),
     # GLM's family and MiniMax use the same marks with another content
-    _of(
-        "hermes",
-        HERMES,
-        (*HERMES.open, *HERMES.close),
-        (*HERMES.open, *HERMES.close, "arguments"),
-        also=(QWEN, GLM),
-        lacks=("<arg_key>", "minimax"),
-    ),
-    _of(
-        "functionary_v31",
-        FUNCTIONARY,
-        FUNCTIONARY.starts,
-        (*FUNCTIONARY.starts, "</function>"),
-        lacks=("<parameter=",),
-    ),
+    _of("hermes", _HERMES, (*_HERMES.open, *_HERMES.close), (*_HERMES.open, *_HERMES.close, "arguments"), also=(QWEN, GLM), lacks=("<arg_key>", "minimax")),
+    _of("functionary_v31", FUNCTIONARY, FUNCTIONARY.starts, (*FUNCTIONARY.starts, "</function>"), lacks=("<parameter=",)),
     _of("firefunction_v2", _FUNCTOOLS, (), _FUNCTOOLS.open),
-    Dialect(
-        "llama3_json",
-        llama3.machine,
-        llama3.rules,
-        llama3.heads,
-        (llama3.TAG,),
-        ("<|start_header_id|>", '"parameters"'),
-        as_schema=llama3.as_schema,
-    ),
-)
+    Dialect("llama3_json", llama3.machine, llama3.rules, llama3.heads, (llama3.TAG,), ("<|start_header_id|>", '"parameters"'), as_schema=llama3.as_schema),
+)  # fmt: skip
 GENERIC = replace(
     next(each for each in DIALECTS if each.name == "hermes"),
     name="generic",

@@ -15,7 +15,7 @@ grammar ended it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from pyspec.text.markup.ahead import (
@@ -27,7 +27,7 @@ from pyspec.text.markup.ahead import (
     TAIL,
     Found,
     Lookahead,
-    Named,
+    Names,
     Step,
 )
 from pyspec.text.markup.call_grammar import (
@@ -43,7 +43,7 @@ from pyspec.text.markup.call_grammar import (
     words_of,
 )
 from pyspec.text.markup.json_text import read_arguments
-from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, beginnings
+from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, beginnings, offered
 from pyspec.text.markup.typed import ArgumentWriter, names_of, types_of
 
 CLOSING = frozenset(".)]}>")  # last characters of a value before another argument on the same line
@@ -61,7 +61,8 @@ def tag(exact: str, *words: str) -> Forms:
     quote = ('"',) if exact.endswith('"') else ("",)
 
     def forms(names: Step) -> tuple[Lookahead, ...]:
-        any_begin = (begins, ("=", " name=", " name = ", " ", ": ", ":"), QUOTE, names, QUOTE)
+        cut = words if isinstance(names, Names) else ()
+        any_begin = ((*begins, *cut), ("=", " name=", " name = ", " ", ": ", ":"), QUOTE, names, QUOTE)
         return ((exact,), names, quote, ATTRIBUTES), (*any_begin, ATTRIBUTES), any_begin
 
     return forms
@@ -126,20 +127,20 @@ class Elements:
         found = yield from reader.take(*self._begins(reader, tools, is_open=is_open))
         if not found:
             return None
-        reader.begin_call(found.name)
+        reader.begin_call(name := offered(found.name, tools))
         yield from reader.drop_spaces()
         if (yield from reader.peek()) == "{":
             yield from read_arguments(reader)
         else:
-            arguments = ArgumentWriter(reader, tools.get(found.name, {}))
+            arguments = ArgumentWriter(reader, tools.get(name, {}))
             yield from self._arguments(reader, tools, arguments)
         return ""
 
     def _begins(self, reader: AnswerReader, tools: Tools, *, is_open: bool) -> list[Lookahead]:
         begin, end = self.call_marks
         if reader.is_constrained:
-            return [((begin,), Named(tools), (end,))]
-        known, unknown = self.calls(Named(tools)), self.calls(NAME)
+            return [((begin,), Names(tools), (end,))]
+        known, unknown = self.calls(Names(tools)), self.calls(NAME)
         forms = self._known(tools)
         if self._has_tags:
             known, unknown = known[:-1], unknown[:-1]
@@ -151,17 +152,17 @@ class Elements:
 
     def _known(self, tools: Tools) -> list[Lookahead]:
         """Beginnings of calls of these tools, up to the name's end, and what may follow."""
-        begins = self.calls(Named(tools))
-        forms = [(*form, AHEAD, GAP, (*self._behind, "{")) for form in begins]
-        if self._has_tags:
-            forms += [
-                (*form, GAP, *form, AHEAD, GAP, self._behind) for form in begins
-            ]  # it may be there twice
-        else:
-            for name in sorted(tools, key=len, reverse=True):
-                keys = self.keys(Named(names_of(tools[name])))
-                forms += [(Named([name]), AHEAD, GAP, *key) for key in keys]
+        behind = (*self._behind, "{")
+        forms: list[Lookahead] = [(*form, AHEAD, GAP, behind) for form in self._once_or_twice(tools)]
+        for name in sorted(tools, key=len, reverse=True):
+            keys = self.keys(Names(names_of(tools[name])))
+            keys = keys[1:2] if self._has_tags else keys
+            forms += [(*form, AHEAD, GAP, *key) for form in self._once_or_twice([name]) for key in keys]
         return forms
+
+    def _once_or_twice(self, names: Iterable[str]) -> list[Lookahead]:
+        once = self.calls(Names(names))
+        return [*once, *((*form, GAP, *form) for form in once)] if self._has_tags else [*once]
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         known = self._known(tools)
@@ -196,7 +197,7 @@ class Elements:
         """Take the marks around an argument's name. None if there are none, or not whole ones."""
         begin, text = self.key_marks
         end, line, value = text.partition("\n")
-        known = self.keys(Named(arguments.names))
+        known = self.keys(Names(arguments.names))
         if reader.is_constrained:
             forms = known[:1]
         elif self._has_tags:
@@ -218,7 +219,7 @@ class Elements:
         if found and line and not value:
             yield from reader.take_mark("\n")
         if found and not reader.is_constrained:  # the mark may be there twice
-            keys = self.keys(Named([found.name]))[:-1] if self._has_tags else (((value,),),)
+            keys = self.keys(Names([found.name]))[:-1] if self._has_tags else (((value,),),)
             if (yield from reader.take(*((GAP, *key) for key in keys))) and line and not value:
                 yield from reader.take_mark("\n")
         return found
@@ -282,12 +283,12 @@ class Elements:
 
         is_line, is_word  whether a line or a word ends before it
         """
-        calls = self.calls(Named(tools))
-        keys = self.keys(NAME if expected is None else Named(expected))
+        calls = self.calls(Names(tools))
+        keys = self.keys(NAME if expected is None else Names(expected))
         end: Lookahead = (self.value_ends, TAIL)
         whole: Lookahead = (tuple(mark.rstrip(">") + ">" for mark in self.value_ends),)
         follow: list[Lookahead] = [(self._behind,), (self.open, GAP, *calls[-1])]
-        follow += [calls[-1]] if self._has_tags else []
+        follow += [calls[-1], keys[1]] if self._has_tags else []
         forms = [(*each, AHEAD, GAP, *behind) for each in (end, (*end, GAP, *end)) for behind in follow]
         if not self._has_tags and expected:
             forms += [
@@ -371,7 +372,7 @@ QWEN = Elements(
     keys=tag("<parameter=", "parameter"),
     starts=("<function", "<invoke"),
     key_starts=("<parameter",),
-    value_ends=("</param", "<parameter>"),
+    value_ends=("</param", "<parameter>", "<parameter/>"),
     call_ends=("</function", "</invoke"),
     close_ends=("</tool_call",),
 )

@@ -6,12 +6,10 @@ bare, too, or in the marks of strings. Models write the keys of an object in the
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import AHEAD, GAP, NAME, OVER, WORD, Lookahead, Named, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, NAME, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -25,27 +23,19 @@ from pyspec.text.markup.call_grammar import (
     takes_any,
     words_of,
 )
-from pyspec.text.markup.json_text import DEPTH, NotJson, as_json, read_escape, read_string
-from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed
-from pyspec.text.markup.typed import ALL, ArgumentWriter, types_of
+from pyspec.text.markup.json_text import NotJson, Style, read_members
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools, Trimmed, offered
+from pyspec.text.markup.typed import ALL, names_of, types_of
 from pyspec.text.schema_refs import followed
 
 OPEN, CLOSE, CALL = "<|tool_call>", "<tool_call|>", "call:"
 QUOTE = '<|"|>'
 CHANNEL, END_CHANNEL, THOUGHT = "<|channel>", "<channel|>", "thought"
-NAME_CHARS, WORD_CHARS = 256, 512
 NESTED = 6  # levels of a schema that a grammar follows; deeper values may be any
 ANY_KEY = r"/[^\s<>{}\[\]:,\"']{1,64}/"
 SCALARS = ("number", "boolean", "null")
 
 _CALLS: Step = (CALL, ":", "call", "")
-_CLOSING = {"{": "}", "(": ")", "[": "]"}
-_WORD = re.compile(r"[^,\[\]{}<\n]+")
-_WORD_IN_ROUND = re.compile(r"[^,\[\]{}()<\n]+")
-
-
-class _Ended(NotJson):
-    """The call's end mark stands where a key should."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +60,9 @@ class KeyedCalls:
         if not is_open or not (name := (yield from self._name(reader, tools))):
             return None
         reader.begin_call(name)
+        style = Style(Names(names_of(tools.get(name, {}))), (":", "="), QUOTE)
         try:
-            yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
-        except _Ended:
-            return ""
+            yield from read_members(reader, reader.arguments, style)
         except NotJson:  # pass on the model's text, up to the end mark
             yield from reader.find(reader.ends, reader.arguments)
         return ""
@@ -81,19 +70,19 @@ class KeyedCalls:
     def _name(self, reader: AnswerReader, tools: Tools) -> Steps[str]:
         """Take a call's text up to its bracket. Returns its name; "", with nothing taken, if it has none."""
         brackets: Lookahead = (GAP, AHEAD, ("{", "("))
-        exact: Lookahead = ((CALL,), Named(tools), AHEAD, ("{",))
-        if found := (yield from reader.take(exact, (_CALLS, GAP, Named(tools), *brackets))):
+        exact: Lookahead = ((CALL,), Names(tools), AHEAD, ("{",))
+        if found := (yield from reader.take(exact, (_CALLS, GAP, Names(tools), *brackets))):
             return found.name
         if found := (yield from reader.sees((_CALLS, GAP, NAME, *brackets))):
-            name = next((each for each in Named(tools) if found.name.endswith(_behind(each))), "")
-            if not name and not (yield from reader.sees(((CALL,), NAME, AHEAD, ("{",)))):
+            name = offered(found.name, tools)
+            if name not in tools and not (yield from reader.sees(((CALL,), NAME, AHEAD, ("{",)))):
                 return ""
             yield from reader.take((_CALLS, GAP, NAME, *brackets))
-            return name or found.name
+            return name
         return ""
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
-        return ((self.open, GAP, _CALLS, GAP, Named(tools), GAP, ("{", "(")),)
+        return ((self.open, GAP, _CALLS, GAP, Names(tools), GAP, ("{", "(")),)
 
     def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
         values = _Values(lark)
@@ -103,125 +92,6 @@ class KeyedCalls:
         ]
         call = lark.rule(either(options))
         return CallRules(OPEN, repeated(call, literal(OPEN), is_single=is_single))
-
-
-def _behind(name: str) -> tuple[str, ...]:
-    """The name behind a namespace."""
-    return tuple(sign + name for sign in ":./")
-
-
-def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
-    """Read key:value, or key=value, between the brackets of a call."""
-    known: Lookahead = (Named(arguments.names), (":", "="))
-    end = _CLOSING[(yield from reader.take_mark(*_CLOSING))]
-    while True:
-        if not (yield from reader.sees(known)):  # names may begin with a space
-            yield from reader.drop_spaces()
-            if (yield from _is_end(reader, end)):
-                break
-        arguments.name((yield from _key(reader, arguments.names)))
-        yield from _value(reader, reader.arguments, DEPTH, end)
-        yield from reader.drop_spaces()
-        if not (yield from reader.take_mark(",")) and (yield from reader.peek()) not in (end, "", "<"):
-            raise NotJson
-    arguments.end()
-
-
-def _is_end(reader: AnswerReader, end: str) -> Steps[bool]:
-    """Take the bracket that closes. True, too, if the call ends without it."""
-    if (yield from reader.take_mark(end)):
-        return True
-    return (yield from reader.look(*reader.ends)) is not None
-
-
-def _key(reader: AnswerReader, known: Collection[str] = ()) -> Steps[str]:
-    """Read a key, bare or in marks, with the colon behind it."""
-    is_known = bool(known) and (yield from reader.sees((Named(known), (":", "="))))
-    if not is_known and (quote := (yield from reader.take_mark(QUOTE, '"', "'"))):
-        name, found = yield from reader.take_until(quote, most=NAME_CHARS)
-        yield from reader.drop_spaces()
-        if not found or not (yield from reader.take_mark(":", "=")):
-            raise NotJson
-        return name
-    name, found = yield from reader.take_name(known, ":", "=", CLOSE, most=NAME_CHARS)
-    if found not in (":", "="):
-        reader.arguments(name)
-        raise _Ended if found else NotJson
-    return name if name in known else name.strip()
-
-
-def _value(reader: AnswerReader, emit: Emit, depth: int, end: str) -> Steps[None]:
-    """Read one value, and pass it on as JSON. NotJson: it is cut off or malformed. end: the bracket that closes what it is in."""
-    yield from reader.drop_spaces()
-    if (yield from reader.take_mark(QUOTE)):
-        ends = () if reader.is_constrained else tuple(f"{each}{CLOSE}" for each in _CLOSING.values())
-        emit('"')
-        if not (yield from reader.find((QUOTE, *ends), lambda text: emit(_escaped(text)))):
-            raise NotJson
-        yield from reader.take_mark(QUOTE)
-        emit('"')
-        return
-    char = yield from reader.peek()
-    if char in ("{", "["):
-        if not depth:
-            raise NotJson
-        reader.skip(1)
-        emit(char)
-        yield from _items(reader, emit, depth - 1, _CLOSING[char])
-    elif char == '"':
-        yield from read_string(reader, emit)
-    elif char == "'":
-        reader.skip(1)
-        yield from _quoted(reader, emit, end)
-    else:
-        word, pattern = "", _WORD if end != ")" else _WORD_IN_ROUND
-        while more := (yield from reader.take_while(pattern, WORD_CHARS - len(word))):
-            word += more
-        if not word or not (yield from reader.peek()):
-            emit(word)
-            raise NotJson
-        emit(as_json(word) or json.dumps(word.strip(), ensure_ascii=False))
-
-
-def _quoted(reader: AnswerReader, emit: Emit, end: str) -> Steps[None]:
-    """Read a text in single quotes, which may contain such: it ends where another value or the end of all follows."""
-    quotes: Step = (QUOTE, '"', "'", "")
-    another: Lookahead = (
-        (GAP, (",",)) if end == "]" else (GAP, (",",), GAP, quotes, WORD, quotes, GAP, (":", "="))
-    )
-    emit('"')
-    while sign := (yield from reader.until(("\\", "'"), lambda text: emit(_escaped(text)))):
-        if sign == "\\":
-            yield from read_escape(reader, emit)
-        elif (yield from reader.sees((GAP, (end, CLOSE)), another, (GAP, OVER))):
-            emit('"')
-            return
-        else:
-            emit(sign)
-    raise NotJson
-
-
-def _items(reader: AnswerReader, emit: Emit, depth: int, end: str) -> Steps[None]:
-    """Read the values of a list, or the keys and values of an object, up to its end."""
-    comma = ""
-    while True:
-        yield from reader.drop_spaces()
-        if (yield from _is_end(reader, end)):
-            emit(end)
-            return
-        emit(comma)
-        if end == "}":
-            name = yield from _key(reader)
-            emit(json.dumps(name, ensure_ascii=False) + ": ")
-        yield from _value(reader, emit, depth, end)
-        yield from reader.drop_spaces()
-        if not (yield from reader.take_mark(",")) and (yield from reader.peek()) not in (end, "", "<"):
-            raise NotJson
-        comma = ", "
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class _Values:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
+from pyspec.text.markup.ahead import GAP, OVER, WORD, Found, Lookahead, Names, Step
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps
 
 DEPTH = 64  # of nested lists and objects
@@ -22,9 +25,15 @@ _PYTHON_NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?P<whole>0|[1-9][0-9]*(?:_[0-9]+)*)?"
     r"(?:\.(?P<part>[0-9]*))?(?P<power>[eE][-+]?[0-9]+)?"
 )
+_BARE, _BARE_IN_ROUND = re.compile(r"[^,\[\]{}<\n]+"), re.compile(r"[^,\[\]{}()<\n]+")
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _HEX = frozenset("0123456789abcdefABCDEF")
+
+
+Open = list[tuple[str, str]]
+"""Brackets that close the open lists and objects: as they are written, and in JSON."""
+See = Callable[..., Steps[Found | None]]
 
 
 class NotJson(Exception):
@@ -44,38 +53,125 @@ def as_json(text: str) -> str | None:
     return "".join(taken) if reader.is_read else None
 
 
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Values in another form than JSON's and Python's.
+
+    names   keys of the outermost object that are known; they may be bare
+    colons  what stands behind them
+    quote   a mark around texts, which have no escapes then; with it keys and texts may be bare at any depth
+    """
+
+    names: Names
+    colons: Step
+    quote: str = ""
+
+
 def read_value(reader: AnswerReader, emit: Emit) -> Steps[None]:
     """Read one value, without spaces before it. Raises NotJson, also if the answer ends inside the value.
 
     At one of the reader's `ends`, and at the end of an answer that has such, the open brackets are closed.
     """
-    open_: list[str] = []  # closing brackets of the open lists and objects
+    yield from _values(reader, emit, [], None)
+
+
+def read_members(reader: AnswerReader, emit: Emit, style: Style) -> Steps[None]:
+    """The same for an object in curly or round brackets."""
+    end = _CLOSING[(yield from reader.take_mark("{", "("))]
+    emit("{")
+    yield from _values(reader, emit, [(end, "}")], style)
+
+
+def _values(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None) -> Steps[None]:
+    is_inside = bool(open_)  # directly behind an opening bracket
     while True:
-        yield from reader.drop_spaces()
-        char = yield from _need(reader)
-        if char in _CLOSING:
-            if len(open_) == DEPTH:
-                raise NotJson
-            reader.skip(1)
-            emit(_begin(char))
-            open_.append(_CLOSING[char])
+        if not is_inside:
             yield from reader.drop_spaces()
-            if (yield from _need(reader)) != open_[-1]:
-                if char == "{":
-                    yield from _key(reader, emit)
+            char = yield from _need(reader)
+            if char in _CLOSING:
+                if len(open_) == DEPTH:
+                    raise NotJson
+                reader.skip(1)
+                emit("{" if char == "{" else "[")
+                open_.append((_CLOSING[char], "}" if char == "{" else "]"))
+                is_inside = True
+            else:
+                yield from _scalar(reader, emit, open_, style)
+        if is_inside:
+            is_inside = False
+            if not (yield from _is_closing(reader, open_, style)):
+                if open_[-1][1] == "}":
+                    yield from _key(reader, emit, open_, style, "")
                 continue
-        elif char in _PLAIN:
-            yield from read_string(reader, emit)
-        else:
-            yield from _word(reader, emit)
-            if open_ and not (yield from reader.peek()):
-                raise NotJson  # perhaps more of it was to come
-        if not (yield from _behind_value(reader, emit, open_)):
+        if not (yield from _behind_value(reader, emit, open_, style)):
             return
 
 
-def _begin(char: str) -> str:
-    return "[" if char == "(" else char
+def _is_closing(reader: AnswerReader, open_: Open, style: Style | None) -> Steps[bool]:
+    """True if the last bracket closes here, behind spaces."""
+    if (yield from _named(reader, open_, style, reader.sees)):
+        return False
+    yield from reader.drop_spaces()
+    is_end = bool(reader.ends) and bool((yield from reader.look(*reader.ends)))
+    return is_end or (yield from _need(reader)) == open_[-1][0]
+
+
+def _named(reader: AnswerReader, open_: Open, style: Style | None, see: See) -> Steps[Found | None]:
+    """A known key and its colon, if they are next; names may begin with a space."""
+    if style is None or len(open_) > 1:
+        return None
+    return (yield from see((style.names, style.colons), ((" ",), style.names, style.colons)))
+
+
+def _scalar(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None) -> Steps[None]:
+    """Read a text, a number or a word."""
+    quote, char = style.quote if style else "", (yield from reader.peek())
+    if quote and (yield from reader.take_mark(quote)):
+        ends = [bracket + mark for bracket in _CLOSING.values() for mark in reader.ends]
+        emit('"')
+        marks = (quote, *(() if reader.is_constrained else ends))
+        if not (yield from reader.find(marks, lambda text: emit(_escaped(text)))):
+            raise NotJson
+        yield from reader.take_mark(quote)
+        emit('"')
+    elif quote and char == "'":
+        reader.skip(1)
+        yield from _quoted(reader, emit, open_[-1][0], quote)
+    elif char in _PLAIN:
+        yield from read_string(reader, emit)
+    elif quote:
+        word, pattern = "", _BARE_IN_ROUND if open_[-1][0] == ")" else _BARE
+        while more := (yield from reader.take_while(pattern, WORD_CHARS - len(word))):
+            word += more
+        if not word or not (yield from reader.peek()):
+            emit(word)
+            raise NotJson
+        emit(as_json(word) or json.dumps(word.strip(), ensure_ascii=False))
+    else:
+        yield from _word(reader, emit)
+        if open_ and not (yield from reader.peek()):
+            raise NotJson  # perhaps more of it was to come
+
+
+def _quoted(reader: AnswerReader, emit: Emit, end: str, quote: str) -> Steps[None]:
+    """Read a text in single quotes, which may contain such: it ends where another value or the end of all follows."""
+    quotes: Step = (quote, '"', "'", "")
+    key: Lookahead = () if end == "]" else (GAP, quotes, WORD, quotes, GAP, (":", "="))
+    forms: tuple[Lookahead, ...] = ((GAP, (end, *reader.ends)), (GAP, (",",), *key), (GAP, OVER))
+    emit('"')
+    while sign := (yield from reader.until(("\\", "'"), lambda text: emit(_escaped(text)))):
+        if sign == "\\":
+            yield from _escape(reader, emit)
+        elif (yield from reader.sees(*forms)):
+            emit('"')
+            return
+        else:
+            emit(sign)
+    raise NotJson
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
@@ -88,7 +184,7 @@ def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
     while (char := (yield from _need(reader))) != quote:
         if char == "\\":
             reader.skip(1)
-            yield from read_escape(reader, emit)
+            yield from _escape(reader, emit)
         elif char < " " or char == '"':
             reader.skip(1)
             emit(json.dumps(char)[1:-1])
@@ -139,8 +235,7 @@ def take(reader: AnswerReader, char: str) -> Steps[None]:
     reader.skip(1)
 
 
-def read_escape(reader: AnswerReader, emit: Emit) -> Steps[None]:
-    """Read what stands behind a backslash."""
+def _escape(reader: AnswerReader, emit: Emit) -> Steps[None]:
     kind = yield from _need(reader)
     if kind != "u":
         if kind in '"\\/bfnrt':
@@ -185,38 +280,58 @@ def _mended(word: str) -> str | None:
     return f"{sign}{(match['whole'] or '0').replace('_', '')}{part}{match['power'] or ''}"
 
 
-def _behind_value(reader: AnswerReader, emit: Emit, open_: list[str]) -> Steps[bool]:
+def _behind_value(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None) -> Steps[bool]:
     """Read closing brackets and a comma. Returns whether another value follows."""
     while open_:
         yield from reader.drop_spaces()
         if reader.ends and (yield from reader.look(*reader.ends)) is not None:
-            emit("".join("}" if each == "}" else "]" for each in reversed(open_)))
+            emit("".join(bracket for _, bracket in reversed(open_)))
             return False
         char = yield from _need(reader)
-        if char == open_[-1]:
+        if char == open_[-1][0]:
             reader.skip(1)
-            open_.pop()
-            emit("}" if char == "}" else "]")
+            emit(open_.pop()[1])
         elif char == ",":
             reader.skip(1)
-            yield from reader.drop_spaces()
-            if (yield from _need(reader)) == open_[-1]:
+            if (yield from _is_closing(reader, open_, style)):
                 continue  # the last comma has no value behind it
-            emit(", ")
-            if open_[-1] == "}":
-                yield from _key(reader, emit)
+            if open_[-1][1] == "}":
+                yield from _key(reader, emit, open_, style, ", ")
+            else:
+                emit(", ")
             return True
         else:
             raise NotJson
     return False
 
 
-def _key(reader: AnswerReader, emit: Emit) -> Steps[None]:
-    yield from reader.drop_spaces()
-    yield from read_string(reader, emit)
-    yield from reader.drop_spaces()
-    yield from take(reader, ":")
-    emit(": ")
+def _key(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None, comma: str) -> Steps[None]:
+    """Read a key and its colon, and pass them on behind `comma`."""
+    if style is None or (len(open_) > 1 and not style.quote):
+        yield from reader.drop_spaces()
+        emit(comma)
+        yield from read_string(reader, emit)
+        yield from reader.drop_spaces()
+        yield from take(reader, ":")
+        emit(": ")
+        return
+    if found := (yield from _named(reader, open_, style, reader.take)):
+        name = found.name
+    elif style.quote and (quote := (yield from reader.take_mark(style.quote, '"', "'"))):
+        name, end = yield from reader.take_until(quote, most=WORD_CHARS)
+        yield from reader.drop_spaces()
+        if not end or not (yield from reader.take_mark(*style.colons)):
+            raise NotJson
+    else:
+        taken: list[str] = []
+        mark = yield from reader.find((*style.colons, "\n", *reader.ends), taken.append)
+        name = "".join(taken)
+        if mark not in style.colons:
+            emit(name)
+            raise NotJson
+        yield from reader.take_mark(mark)
+        name = name.strip()
+    emit(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
 
 
 def _need(reader: AnswerReader) -> Steps[str]:

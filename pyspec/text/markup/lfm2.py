@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, NAME, Lookahead, Named, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, NAME, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -20,12 +20,11 @@ from pyspec.text.markup.call_grammar import (
     repeated,
     takes_any,
 )
-from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.json_text import NotJson, Style, read_members
 from pyspec.text.markup.objects import object_head
-from pyspec.text.markup.reader import AnswerReader, Steps, Tools
-from pyspec.text.markup.typed import ArgumentWriter, types_of
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools, offered
+from pyspec.text.markup.typed import names_of, types_of
 
-NAME_CHARS = 256
 ANY_VALUE = {"type": ["string", "number", "boolean", "array", "object", "null"]}
 WORDS = either([literal(word) for word in ("True", "False", "true", "false")])
 
@@ -48,13 +47,14 @@ class PythonCalls:
         """Read calls up to the bracket that closes their list."""
         begin, n_calls = ("[", ""), reader.n_calls
         while is_open:
-            names = (Named(tools), NAME)
-            found = yield from reader.take(*((begin, GAP, each, ("(",)) for each in names))
+            names = (Names(tools), NAME)
+            found = yield from reader.take(*((begin, GAP, each, AHEAD, ("(",)) for each in names))
             if not found:
                 break
-            reader.begin_call(found.name)
+            reader.begin_call(name := offered(found.name, tools))
             try:
-                yield from _arguments(reader, ArgumentWriter(reader, tools.get(found.name, {})))
+                style = Style(Names(names_of(tools.get(name, {}))), ("=",))
+                yield from read_members(reader, reader.arguments, style)
             except NotJson:  # pass on the model's text, up to the end mark
                 yield from reader.find(reader.ends, reader.arguments)
                 return ""
@@ -67,7 +67,7 @@ class PythonCalls:
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         start: Lookahead = (self.open, GAP, ("[",), GAP)
-        return (*start, Named(tools), ("(",)), (*start, *object_head(tools))
+        return (*start, Names(tools), ("(",)), (*start, *object_head(tools))
 
     def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
         options = [
@@ -76,29 +76,6 @@ class PythonCalls:
         ]
         calls = repeated(lark.rule(either(options)), literal(", "), is_single=is_single)
         return CallRules(self.open[0], concat(literal("["), calls, literal("]"), literal(self.close[0])))
-
-
-def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
-    """Read NAME=VALUE up to the bracket that closes the call."""
-    known: Lookahead = (Named(arguments.names), ("=",))
-    while True:
-        if not (yield from reader.sees(known)):  # names may begin with a space
-            yield from reader.drop_spaces()
-        if (yield from reader.take_mark(")")):
-            break
-        name, found = yield from reader.take_name(arguments.names, "=", ")", most=NAME_CHARS)
-        if found != "=":
-            reader.arguments(name + found)
-            raise NotJson
-        arguments.name(name if name in arguments.names else name.strip())
-        yield from reader.drop_spaces()
-        yield from read_value(reader, reader.arguments)
-        yield from reader.drop_spaces()
-        if (yield from reader.take_mark(",")):
-            yield from reader.take_mark(" ")
-        elif (yield from reader.peek()) != ")":
-            raise NotJson
-    arguments.end()
 
 
 def _named(lark: Lark, schema: Schema) -> str:

@@ -45,7 +45,7 @@ def _call(reader: AnswerReader, tools: Tools, tag: str) -> Steps[str | None]:
     """Read one call. Returns None if it was emitted, or its text if it is not a call."""
     spaces = yield from reader.take_spaces()
     try:
-        text = yield from read_call(reader, None if tag else tools.__contains__)
+        text = yield from read_call(reader, tools, is_known=not tag)
     except NotJson:
         yield from reader.until((TAG,), reader.arguments)
         return None

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import AHEAD, GAP, NAME, NUMBER, OVER, Found, Lookahead, Named, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, NAME, NUMBER, OVER, Found, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.objects import ID_IN_LARK
-from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools, offered
 
 _NUMBERED = re.compile(r"(.+?)(?::(\d+))?")
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -64,20 +64,20 @@ class NamedCalls:
     ) -> Steps[str | None]:
         marks = (self.mark,) if self.mark else (*self.open, *self.starts)
         marks = ("",) if opened in marks else marks
-        found = yield from reader.take(*self._forms(Named(tools), marks))
+        found = yield from reader.take(*self._forms(Names(tools), marks))
         if not found and is_open:
             forms = self._forms(NAME, marks)
             found = yield from reader.take(*(forms[:2] if self.id else reversed(forms)))
         if not found:
             return None
-        id_ = ""
+        name, id_ = offered(found.name, tools), ""
         if self.id and (yield from reader.take_mark(self.id)):
             own = yield from reader.take((NAME,))
             id_ = own.name if own and _SHORT_ID.fullmatch(own.name) else ""
             yield from reader.take_mark(*self.between)
         elif self.prefix:
-            found, id_ = self._id(reader, found, tools)
-        reader.begin_call(found.name, id_)
+            name, id_ = self._id(reader, found, tools)
+        reader.begin_call(name, id_)
         yield from read_arguments(reader)
         stray: Lookahead = (("}", "]"), AHEAD, GAP)
         yield from reader.take_spaces()
@@ -85,18 +85,18 @@ class NamedCalls:
             yield from reader.take_spaces()
         return ""
 
-    def _id(self, reader: AnswerReader, found: Found, tools: Tools) -> tuple[Found, str]:
-        """The model's id, in the form that templates know, and once in an answer."""
+    def _id(self, reader: AnswerReader, found: Found, tools: Tools) -> tuple[str, str]:
+        """The name, and the model's id in the form that templates know, once in an answer."""
         name, number = found.name, found.attributes.strip(":._-")
         if name not in tools and (match := _NUMBERED.fullmatch(name)):
-            name, number = match[1], match[2] or ""
+            name, number = offered(match[1], tools), match[2] or ""
         n = int(number) if number else reader.n_calls
         while (id_ := f"{self.prefix}{name}:{n}") in reader.ids:
             n += 1
-        return Found(found.end, name), id_
+        return name, id_
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
-        forms = self._forms(Named(tools), (self.mark, "") if self.mark else ("",))
+        forms = self._forms(Names(tools), (self.mark, "") if self.mark else ("",))
         return tuple(((*self.open, *self.starts), GAP, *form) for form in forms)
 
     def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, Lookahead, Named, Step
+from pyspec.text.markup.ahead import GAP, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -22,7 +21,7 @@ from pyspec.text.markup.call_grammar import (
     repeated,
 )
 from pyspec.text.markup.json_text import NotJson, as_object, read_string, read_value, take
-from pyspec.text.markup.reader import HELD_CHARS, NO_LIMIT, AnswerReader, Steps, Tools
+from pyspec.text.markup.reader import HELD_CHARS, NO_LIMIT, AnswerReader, Steps, Tools, offered
 
 ARGUMENTS = ("arguments", "parameters")
 BETWEEN = frozenset(" \t\r\n,;]}")  # of objects: separators, and brackets that close nothing
@@ -67,7 +66,7 @@ class Objects:
         if not opened or (yield from reader.peek()) not in ("{", "["):
             return None
         text = yield from reader.take_mark("[")
-        return (yield from read_objects(reader, text, tools.__contains__ if self.is_known else None))
+        return (yield from read_objects(reader, tools, text, is_known=self.is_known))
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         start: Lookahead = (self.open, GAP, ("[", "") if self.begin else ("",), GAP)
@@ -98,22 +97,20 @@ class Objects:
 def object_head(tools: Tools) -> Lookahead:
     """The start of a call that is an object with its name first."""
     key: Lookahead = (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP)
-    return (*key, _QUOTE, Named(tools), _QUOTE, GAP, (",", "}"))
+    return (*key, _QUOTE, Names(tools), _QUOTE, GAP, (",", "}"))
 
 
-def read_objects(
-    reader: AnswerReader, text: str, is_tool: Callable[[str], bool] | None = None
-) -> Steps[str]:
+def read_objects(reader: AnswerReader, tools: Tools, text: str, *, is_known: bool) -> Steps[str]:
     """Read objects, and what stands between and behind them. Returns text that is not a call, or "" if all of it was emitted.
 
-    text     the text read so far: the list's bracket, or ""
-    is_tool  whether a name is a tool's; None: any is
+    text      the text read so far: the list's bracket, or ""
+    is_known  only offered tools are called
     A call that is malformed behind its name gets the model's text up to an end mark as its arguments.
     """
     text += yield from reader.take_spaces()
     while (yield from reader.peek()) == "{":
         try:
-            content = yield from read_call(reader, is_tool)
+            content = yield from read_call(reader, tools, is_known=is_known)
         except NotJson:
             yield from reader.find(reader.ends, reader.arguments)
             return ""
@@ -133,8 +130,8 @@ class _Call:
     held   the object's text so far, in case it is not a call
     """
 
-    def __init__(self, reader: AnswerReader, is_tool: Callable[[str], bool] | None) -> None:
-        self.reader, self.is_tool = reader, is_tool
+    def __init__(self, reader: AnswerReader, tools: Tools, is_known: bool) -> None:
+        self.reader, self.tools, self.is_known = reader, tools, is_known
         self.held: list[str] = []
         self.has_begun = self.is_whole = False
         self.arguments: str | None = None  # arguments that precede the name
@@ -146,7 +143,8 @@ class _Call:
     def begin(self, name: object) -> None:
         if self.has_begun:
             return
-        if not isinstance(name, str) or not name or (self.is_tool and not self.is_tool(name)):
+        name = offered(name, self.tools) if isinstance(name, str) else ""
+        if not name or (self.is_known and name not in self.tools):
             raise NotJson
         self.has_begun, self.reader.room = True, NO_LIMIT
         self.held.clear()
@@ -155,12 +153,12 @@ class _Call:
             self.reader.arguments(self.arguments)
 
 
-def read_call(reader: AnswerReader, is_tool: Callable[[str], bool] | None) -> Steps[str | None]:
+def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool) -> Steps[str | None]:
     """Read the next object as a call. Returns None if it was emitted, or its text if it is not a call.
 
     Raises NotJson if it is malformed between its name and its arguments, or in these.
     """
-    call, reader.room = _Call(reader, is_tool), HELD_CHARS
+    call, reader.room = _Call(reader, tools, is_known), HELD_CHARS
     try:
         yield from _object(call)
     except NotJson:

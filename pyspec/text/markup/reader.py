@@ -27,6 +27,7 @@ Emit = Callable[[str], None]
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
 
+SIGNS = (".", ":", "/")  # between a namespace and a name
 SPACES = " \t\r\n"
 NO_LIMIT = 1 << 62
 HELD_SPACES = 256  # at most this many spaces before a call belong to its markup
@@ -202,10 +203,6 @@ class AnswerReader:
                 return ""
             yield
 
-    def skip_until(self, *marks: str) -> Steps[str]:
-        """Drop text up to the first of the marks, which is consumed and returned; "" if the answer ends first."""
-        return (yield from self.until(marks, lambda text: None))
-
     @property
     def is_read(self) -> bool:
         """True if all text so far is consumed."""
@@ -303,6 +300,14 @@ def _joined(parts: list[Part]) -> list[Part]:
         first = same[0]
         out += same if isinstance(first, CallBegin) else [replace(first, text=text)]
     return out
+
+
+def offered(name: str, tools: Tools) -> str:
+    """The tool that a model's name means: the one of this name, or one behind a namespace that no tool has."""
+    if name in tools:
+        return name
+    behind = (each for each in tools if name.endswith(tuple(sign + each for sign in SIGNS)))
+    return max(behind, key=len, default=name)
 
 
 def _new_id() -> str:

@@ -184,6 +184,8 @@ def types_of(schema: Schema, name: str) -> frozenset[str]:
 def _types(schema: Any, root: Schema, hops: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or hops == 0:
         return ALL
+    if schema.get("nullable") is True:  # OpenAPI's way to allow null
+        return _types({k: v for k, v in schema.items() if k != "nullable"}, root, hops) | {"null"}
     if schema.keys() & REFERENCES:
         return _types(followed(schema, root), root, hops - 1)
     kinds = schema.get("type")

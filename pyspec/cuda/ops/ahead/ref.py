@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.op import Guard
+from pyspec.cuda.guard import Guard
 from pyspec.slots.batch import Batch, SeqMode
 
 GUARD = Guard(10)

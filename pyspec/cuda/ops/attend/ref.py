@@ -15,21 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Concatenate
+from typing import TYPE_CHECKING, Concatenate, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.guard import Guard
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.op import Guard
-from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import PLAIN
 
+if TYPE_CHECKING:
+    from pyspec.slots.batch import Batch
+
 GUARD = Guard(4)
 
-Attend = Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]
+Attend: TypeAlias = "Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]"
 """attend(q, pool, batch, window=0, sinks=None) -> out; one that fetches ahead takes `after`, too (fuse.py)"""
 
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.exact import by_row
-from pyspec.cuda.op import Guard
+from pyspec.cuda.guard import Guard
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pyspec.cuda.op import FaultPlace, Guard
+from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.cuda.ops.angles.ref import angles
 from pyspec.cuda.ops.linear.dequant import dequantize_rows
 from pyspec.gguf import GGMLType

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyspec.cuda.op import FaultPlace, Guard
+from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.recurrent import ref as recurrent
 from pyspec.cuda.ops.recurrent.check import layers_of, prompts, run_rounds

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.guard import Guard
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool

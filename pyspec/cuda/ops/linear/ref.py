@@ -32,11 +32,6 @@ USUAL_TYPES = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 """Of the weights of most files: `pyspec doctor` shows ops that read weights for these."""
 
 
-GATES = (
-    "silu",
-)  # activations of gates that a gated product has; others take a plain product, and torch behind it
-
-
 class Epilogue(IntEnum):
     """Operation on a product before it is written; the values are linear.cu's."""
 

@@ -7,7 +7,6 @@ import torch
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.mamba2 import cpu as mamba2_cpu
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
-from pyspec.cuda.ops.mamba2 import numba as mamba2_numba
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
@@ -28,7 +27,6 @@ mamba2: Op[mamba2_ref.Mamba2Spec, mamba2_ref.Mamba2] = Op(
         ),
         Impl("triton", mamba2_triton.bind, mamba2_triton.limits, capturable=True),
         Impl("cpu", mamba2_cpu.bind, mamba2_cpu.limits, capturable=True),
-        Impl("numba", mamba2_numba.bind, mamba2_numba.limits),
     ],
     mamba2_ref.check,
     guard=mamba2_ref.GUARD,

@@ -27,7 +27,7 @@ from typing import Concatenate
 import torch
 from torch import Tensor
 
-from pyspec.cuda.op import FaultPlace, Guard
+from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent import ref as recurrent
 from pyspec.cuda.ops.recurrent.check import layers_of, prompts, run_rounds

@@ -5,7 +5,6 @@ Norms of rows that go into a product are prepared with them (rows_ref.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,19 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cpu.tensors import add, scaled
-from pyspec.cuda.op import Guard
+from pyspec.cuda.guard import Guard
+from pyspec.cuda.ops.norms.spec import NormsSpec as NormsSpec
 
 GUARD = Guard(9)  # it knows neither the row nor its sequence
-
-
-@dataclass(frozen=True, slots=True)
-class NormsSpec:
-    """Rows of n columns. layer: LayerNorm without a bias, otherwise RMSNorm."""
-
-    device: torch.device
-    n: int
-    eps: float
-    layer: bool = False
 
 
 class Norms(Protocol):

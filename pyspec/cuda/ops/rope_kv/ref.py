@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.op import FaultPlace, Guard
+from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_codes import turned
 from pyspec.slots.kv_types import PLAIN

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.op import FaultPlace, Guard
+from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.cuda.ops.rope_kv.ref import Angles, rotate
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_codes import turned

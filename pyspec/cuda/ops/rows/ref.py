@@ -13,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+GATES = (
+    "silu",
+)  # activations of gates that a gated product has; others take a plain product, and torch behind it
+
 
 class PrepKind(IntEnum):
     """The preparations; the values are rows.cu's."""

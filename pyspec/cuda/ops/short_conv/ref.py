@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyspec.cuda.op import FaultPlace, Guard
+from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.cuda.ops.recurrent.check import layers_of, prompts, run_rounds
 from pyspec.cuda.ops.recurrent.ref import check_seqs, has_records, shift_window, through_window
 from pyspec.cuda.ops.short_conv.shape import ShortConvShape

@@ -1,0 +1,119 @@
+"""A part bound to its weights: where it is bound, what a forward brings to it, and what a part that is one call gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import fuse
+from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.ops.streams.ref import Streams
+from pyspec.models.rope import RopeFlags
+from pyspec.models.ropes import Angles, Ropes
+from pyspec.models.tables import Tables
+from pyspec.models.weights import Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KvFormat, KVPool
+from pyspec.slots.memory import Memory
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where a part is bound.
+
+    layer  the number of its memory
+    norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed, where a part takes such
+    kv     types of keys and values
+    tables  of a model whose forward looks them up
+    """
+
+    weights: Weights
+    prefix: str
+    layer: int
+    norm: str
+    n_embd: int
+    eps: float
+    kv: KvFormat
+    ropes: Ropes
+    tables: Tables = field(default_factory=Tables)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def flags(self) -> RopeFlags:
+        """What changes the model's ropes."""
+        return self.weights.rope
+
+    @property
+    def n_rank(self) -> int:
+        return self.weights.n_rank
+
+    def name(self, tensor: str) -> str:
+        return f"{self.prefix}.{tensor}"
+
+    def has(self, tensor: str) -> bool:
+        return self.weights.has(self.name(tensor))
+
+    def behind(self, norm: str) -> Binding:
+        return replace(self, norm=norm)
+
+    def bound_norm(self) -> Norm:
+        return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
+    tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`); inputs: of each block [row, layer, n]
+    (`per_layer.py`); rings: the batch as rings of each size hold it (`ringed.py`)."""
+
+    angles: tuple[Angles, ...]
+    memory: Memory
+    batch: Batch
+    rows: tuple[Tensor, ...] = ()
+    queries: tuple[Tensor | None, ...] = ()
+    inputs: Tensor | None = None
+    rings: Mapping[int, Batch] = field(default_factory=dict)
+
+    def placed(self, pool: KVPool) -> Batch:
+        """The batch with the rows and pages that it has in this pool."""
+        return self.rings[pool.n_ring] if pool.n_ring else self.batch
+
+
+class BoundPart(Protocol):
+    """A part that is one call (`OneCall`), bound to its weights.
+
+    capturable  a CUDA graph may hold it: it looks at no list of the host
+    gives       the sum of ranks that it ends with, if it does
+    """
+
+    @property
+    def capturable(self) -> bool: ...
+    @property
+    def gives(self) -> fuse.GivesSum | None: ...
+
+    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""
+        ...
+
+
+@runtime_checkable
+class WorksForStreams(Protocol):
+    """A bound part that finds its rows ready where the op `streams` put them, and may leave its sums to that op."""
+
+    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
+        """Where `streams` may put the rows that the part reads, normed; None: the part prepares them."""
+        ...
+
+    def between(
+        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
+    ) -> Tensor | fuse.Shares:
+        """part(norm(y)) of rows y [row, n_embd] f32. place: where they lie ready, if they do. streams: the op that merges the result with
+        the next reading, if one does; it may sum the outputs of experts."""
+        ...

@@ -1,0 +1,141 @@
+"""A model as data: embedding, blocks, head, and the numbers of its file, over which plans are folds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.mtp import MtpOfBlock
+from pyspec.models.part import AttentionShape, LoadTypes, Place, Request
+from pyspec.models.per_layer import PerLayer
+from pyspec.models.residual import Residual
+from pyspec.models.wants import EMBEDDING, HEAD, Want
+from pyspec.slots.parts import LayerParts
+
+if TYPE_CHECKING:
+    from pyspec.models.target import MtpSpec, Target
+    from pyspec.models.weights import Weights
+    from pyspec.slots.memory import Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A decoder read from a file and checked. Implements `ModelConfig`.
+
+    n_nextn      MTP blocks that the metadata announces
+    n_ff         inner values of a row; with experts, those of all that it uses
+    blocks       of the trunk
+    mtp_block    the block behind the trunk, where the architecture has one
+    residual     one stream or several
+    per_layer    inputs of each block besides the stream
+    last_norm    the name of the norm before the head
+    ties_head    a file without a head has the embedding for it
+    embed_factor  the embedding's rows are multiplied with it
+    logit_factor  logits are multiplied with it
+    final_cap    c: logits are c tanh(logits / c); 0: as they are
+    """
+
+    arch: str
+    n_vocab: int
+    n_embd: int
+    n_nextn: int = 0
+    n_ff: int
+    n_ctx_train: int
+    eps: float
+    blocks: tuple[BlockSpec, ...]
+    mtp_block: BlockSpec | None = None
+    residual: Residual = Residual()  # noqa: RUF009 - frozen
+    per_layer: PerLayer | None = None
+    last_norm: str = "output_norm.weight"
+    ties_head: bool = True
+    embed_factor: float = 1.0
+    logit_factor: float = 1.0
+    final_cap: float = 0.0
+
+    @property
+    def n_layer(self) -> int:
+        """Blocks of the trunk."""
+        return len(self.blocks)
+
+    @property
+    def n_hidden(self) -> int:
+        """Width of the hidden states that an MTP block reads."""
+        return self.residual.n * self.n_embd
+
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """The distinct shapes of attention."""
+        return tuple(dict.fromkeys(shape for block in self.blocks for shape in block.attention))
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting."""
+        return all(block.captures_prompts for block in self.blocks)
+
+    @property
+    def mtp(self) -> MtpSpec | None:
+        """The MTP block with its projections and norms; None: the architecture has none."""
+        if self.mtp_block is None:
+            return None
+        return MtpOfBlock(
+            self.mtp_block, self.residual, self.n_layer, self.n_vocab, self.n_embd, self.eps
+        )
+
+    def place(self, file: GGUFFile, i: int) -> Place:
+        """Of block `i`."""
+        return Place(file, f"blk.{i}", self.n_embd, self.eps)
+
+    def tensors(self, file: GGUFFile) -> dict[str, Want]:
+        """The tensors that the trunk needs."""
+        wants = {
+            EMBEDDING: Want((self.n_vocab, self.n_embd)),
+            self.last_norm: Want((self.n_embd,)),
+            HEAD: Want(
+                (self.n_vocab, self.n_embd),
+                self.ties_head,
+                cut=Cut(0, (Units(self.n_vocab, "tokens", uneven=True),)),
+            ),
+            **self.residual.tensors(self.n_embd),
+            **({} if self.per_layer is None else self.per_layer.tensors()),
+        }
+        for i, block in enumerate(self.blocks):
+            wants |= block.tensors(self.place(file, i))
+        return wants
+
+    def parts(self) -> list[LayerParts]:
+        """Memory of each trunk layer for its slots."""
+        return [block.memory() for block in self.blocks]
+
+    def share(self, n: int) -> ModelSpec:
+        """The model of each of `n` ranks: a share of the heads, states and inner widths of every block. The stream keeps its width."""
+        if n == 1:
+            return self
+        blocks = tuple(block.share(n) for block in self.blocks)
+        return replace(self, n_ff=-(-self.n_ff // n), blocks=blocks)
+
+    def of_file(self, file: GGUFFile) -> ModelSpec:
+        """The model with the sizes of blocks of this file's types, where shares of its parts depend on them."""
+        blocks = tuple(block.of_file(self.place(file, i)) for i, block in enumerate(self.blocks))
+        return replace(self, blocks=blocks)
+
+    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+        """The ops that a load asks for, products and the embedding apart."""
+        from pyspec.models.kernels import of_model
+
+        return of_model(self, file, on)
+
+    def scratch_bytes(self, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:
+        """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes; contexts have up to `n_token` tokens."""
+        from pyspec.models.kernels import scratch_of_model
+
+        return scratch_of_model(self, file, on, n_row, n_token)
+
+    def build(self, weights: Weights, memory: Memory) -> Target:
+        """The model, bound to its memory."""
+        from pyspec.models.decoder import Decoder
+
+        return Decoder(self, weights, memory)

@@ -1,0 +1,30 @@
+"""A model's file imports data and specs of ops, and no implementation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+LISTED = "import {}, sys; print(*(name for name in sys.modules if name.startswith('pyspec.')))"
+BOUND = (
+    "cuda.op",
+    "cuda.fuse",
+    "cuda.jit",
+    "cuda.streamed",
+    "cpu.kernels",
+    "models.weights",
+    "models.decoder",
+)
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "llama", "qwen2"])
+def test_a_model_is_data(arch: str) -> None:
+    code = LISTED.format(f"pyspec.models.arch.{arch}")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = run.stdout.split()
+    assert not {f"pyspec.{name}" for name in BOUND} & {*found}
+    kernels = [name for name in found if name.startswith("pyspec.cuda.ops.") and name.count(".") == 4]
+    assert {name.rsplit(".", 1)[1] for name in kernels} <= {"ref", "spec"}, kernels
+    assert len(found) < 60
