@@ -21,7 +21,7 @@ from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.draft.suffix_chances import Promise
 from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
-from pyspec.draft.suffix_text import PythonTexts
+from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.policy import prompt_throttle
@@ -70,7 +70,7 @@ class Suffixes(SuffixDrafts):
     """Finds tokens at random."""
 
     def __init__(self, rng: random.Random, n_draft: int) -> None:
-        super().__init__(n_draft, kind=PythonTexts())
+        super().__init__(n_draft, kind=PlainTexts())
         self.rng = rng
 
     def draft_all(self, wishes: Sequence[tuple[Slot, int, int]]) -> list[SuffixDraft]:
@@ -278,7 +278,7 @@ class Play:
         if prompts:
             c.timed_beside(ms)
         elif decoding:
-            c.timed(n_row, len(decoding), ms + pause, len(live), max(live, default=0), draft_ms)
+            c.timed(n_row, ms + pause, len(live), max(live, default=0), draft_ms)
 
 
 @pytest.mark.parametrize("seed", [*range(12), *(slow(seed) for seed in range(12, 300))])
@@ -299,7 +299,7 @@ def test_requests_that_all_forbid_drafts_beside_a_drafter_that_rests() -> None:
     assert c.reading.rests
     for _ in range(100):
         assert c.choose([(slot, 0) for slot in range(16)]) == [0] * 16
-        c.timed(16, 16, 5.0, 0, 0, 0.0)
+        c.timed(16, 5.0, 0, 0, 0.0)
 
 
 def test_an_offer_that_is_taken_back_is_not_drafted_beyond_the_slot_s_cap() -> None:
@@ -307,7 +307,7 @@ def test_an_offer_that_is_taken_back_is_not_drafted_beyond_the_slot_s_cap() -> N
     for _ in range(300):
         picked = c.choose([(0, 0)], {0: [0.9, 0.8, 0.7]})
         assert 0 in c.offered or picked == [0]
-        c.timed(1 + picked[0], 1, 5.0, 0, 0, 0.0)
+        c.timed(1 + picked[0], 5.0, 0, 0, 0.0)
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])

@@ -13,7 +13,7 @@ from engine_rig import FIXTURES, Heard, Rig, fake_rig, rig
 
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load import warmup
-from pyspec.engine.loop.suffix_source import Patience, SuffixSource
+from pyspec.engine.loop.suffix_source import SuffixSource
 from pyspec.engine.policy.controller import NO_OFFER, Controller
 from pyspec.slots.table import Slot
 
@@ -212,31 +212,15 @@ def test_offers_longer_than_the_drafters_stand_beside_its_drafts() -> None:
     assert n[1] == 12 and n[0] <= 3 and set(c.offered) == {1}
 
 
-def test_offers_that_are_declined_keep_no_round_waiting() -> None:
-    patience = Patience()
-    assert patience.is_left
-    waited = 0
-    for _ in range(400):
-        patience.count(True, False)
-        while not patience.is_left:
-            waited += 1
-    assert waited > 10 * 400
-    patience.count(True, True)
-    assert patience.is_left and patience.is_left
-
-
 def test_declined_offers_let_rounds_run_ahead() -> None:
     """Each row costs as much as a round: no offer is taken, and rounds are launched ahead as without suffix drafts."""
     made, launched = make("none", 2), []
     made.run_ahead()
     made.watch_launches(launched)
     made.loop.controller.fixed = False
-    made.loop.controller.choose = lambda caps, offers=None, beside=0: (
-        made.loop.controller.__dict__.update(  # type: ignore[method-assign]
-            offered=made.loop.controller.preferred(caps, offers or {})
-        )
-        or [0] * len(caps)
-    )
+    for rows in range(1, 40):
+        for _ in range(3):
+            made.loop.controller.verify_ms.add(rows, 10.0 * rows)
     heard = [made.submit(prompt(i, 9), 150) for i in range(2)]
     made.run()
     for h in heard:
