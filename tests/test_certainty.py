@@ -64,7 +64,7 @@ def controller(n_slot: int = 4) -> Controller:
     c = Controller(n_slot, 4)
     for _ in range(5):
         for rows in range(1, 21):
-            c.timed(rows, n_slot, 10.0 + 2.5 * max(0, rows - n_slot), 0, 0, 0.0)
+            c.timed(rows, 10.0 + 2.5 * max(0, rows - n_slot), 0, 0, 0.0)
     c.rate = 0.2
     return c
 

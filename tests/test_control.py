@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sampling import few
 
 from pyspec.draft.blocks import BlockLength
-from pyspec.engine.load.warmup import rehearsed
 from pyspec.engine.policy.controller import ASK_DRAFT, DOUBT_EVERY, MARGIN, RETHINK, Controller
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
@@ -70,7 +69,7 @@ class Machine:
             k = next((j for j in range(n) if self.rng.random() >= acceptance[i]), n)
             self.controller.record(i, n, k)
             self.tokens += 1 + k
-        self.controller.timed(rows, len(slots), verify, len(live), max(live, default=0), draft)
+        self.controller.timed(rows, verify, len(live), max(live, default=0), draft)
         self.ms += verify + draft
 
     def run(self, rounds: int, acceptance: Sequence[float]) -> float:
@@ -225,7 +224,7 @@ def test_one_hiccup_does_not_change_the_mind() -> None:
     m = Machine(flat, 1.0, noise=0.0, n_slot=1)
     m.run(100, [0.9])
     before = m.controller.choose([(0, N_MAX)])
-    m.controller.timed(1 + before[0], 1, 1e4, 1, before[0], 1e3)
+    m.controller.timed(1 + before[0], 1e4, 1, before[0], 1e3)
     assert m.controller.choose([(0, N_MAX)]) == before
 
 
@@ -341,9 +340,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
     for n in (0, n_max // 2, n_max):  # measured by the warm-up
         for _ in range(4):
             rows, live = n_slot * (n + 1), n_slot if n else 0
-            controller.timed(
-                rows, n_slot, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n)
-            )
+            controller.timed(rows, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n))
     ms = tokens = 0.0
     left = [rng.randint(50, 300) for _ in range(n_slot)]
     for _ in range(n_round):
@@ -359,7 +356,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
             if requests and left[slot] < 0:
                 controller.begin(slot)
                 left[slot] = rng.randint(100, 300)
-        controller.timed(rows, n_slot, verify, live, max(picked), draft)
+        controller.timed(rows, verify, live, max(picked), draft)
         ms += verify + draft
     return tokens / ms / (n_slot / (graphs[n_slot] * 1.025))
 
@@ -395,7 +392,7 @@ def test_a_choice_of_no_drafts_stands_until_something_changes(monkeypatch: pytes
         c, "_best", lambda caps: (weighed.append(caps), ([0] * len(caps), "plain: so"))[1]
     )
     monkeypatch.setattr(c, "_plain_is_stale", lambda busy: False)
-    monkeypatch.setattr(c, "_may_try", lambda busy: False)
+    c.try_in = 10**9
     both, one = [(0, 3), (1, 3)], [(0, 3)]
 
     def times(caps: list[tuple[int, int]], n: int = 1) -> int:
@@ -562,16 +559,3 @@ def test_asking_stops_where_it_has_cost_its_share() -> None:
     assert m.controller._news(caps, 0.05).sum() > 0
     m.controller.asks.add(20.0 * flat(1), flat(1))
     assert m.controller._news(caps, 0.05).sum() == 0
-
-
-def test_what_a_busy_slot_adds_is_told_apart_from_rows() -> None:
-    """All slots plain and a few with drafts have as many rows, but not as many states to read."""
-    c = Controller(16, 3, chained=True)
-    for busy, drafts in rehearsed(16, 3):
-        for live, n in drafts:
-            c.force, rows = (live, n), busy + live * n
-            for _ in range(4):
-                c.timed(rows, busy, 10.0 + 0.1 * rows + 0.5 * busy, live, n, 0.3 * n)
-    c.forget_acceptance()
-    assert c.verify_ms.slot_ms == pytest.approx(0.5)
-    assert c.verify_ms(16) == pytest.approx(11.6) and c._verify_ms(16, 4) == pytest.approx(13.6)

@@ -62,7 +62,7 @@ class Start:
             k = next((i for i in range(n) if self.rng.random() >= self.acceptance), n)
             self.controller.record(slot, n, k)
             gained += k + 1
-        self.controller.timed(rows, len(slots), told[0], live, max(picked), told[1])
+        self.controller.timed(rows, told[0], live, max(picked), told[1])
         self.told_ms, self.ms, self.tokens = (
             self.told_ms + sum(told),
             self.ms + verify + draft,
@@ -175,18 +175,6 @@ def test_a_warm_up_is_believed_where_its_timings_agree() -> None:
     assert not timer.knows(8), "and these do not agree"
 
 
-def test_one_good_time_far_below_the_warm_ups_takes_the_others_trust() -> None:
-    timer = Timer()
-    for size in (1, 4, 8):
-        told(timer, size, 50.0, 51.0, 52.0, 53.0)
-    timer.mark_unverified(1.0)
-    assert timer.add(4, 50.0) and timer.add(1, 30.0)
-    assert not timer.add(1, 10.0)
-    timer.reset_warmup()
-    assert timer.knows(1) and timer.knows(4) and not timer.knows(8)
-    assert timer.add(1, 1.0), "once is enough"
-
-
 def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> None:
     c = Controller(1, N_MAX)
     told(c.verify_ms, 1, 10.0, 10.0, 10.0)
@@ -197,7 +185,7 @@ def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> Non
         (n,) = c.choose([(0, N_MAX)])
         drafted += [i] if n else []
         c.record(0, n, 0)
-        c.timed(1 + n, 1, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
+        c.timed(1 + n, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
     assert drafted == [6, 19, 44], (
         "6, 12 and 24 rounds after the last; from there on it must have earned what it costs"
     )
@@ -223,7 +211,7 @@ def test_lengths_that_a_noisy_warm_up_made_dear_are_tried(seed: int, inflated: f
             factor, rows = noise.uniform(1, inflated), busy * (1 + n)
             c.force = busy, n
             for _ in range(4):
-                c.timed(rows, busy, factor * (10 + 0.115 * rows), busy if n else 0, n, 2.5 * factor)
+                c.timed(rows, factor * (10 + 0.115 * rows), busy if n else 0, n, 2.5 * factor)
     c.forget_acceptance()
     ms = tokens = 0.0
     for i in range(400):
@@ -234,7 +222,7 @@ def test_lengths_that_a_noisy_warm_up_made_dear_are_tried(seed: int, inflated: f
             kept = next((j for j in range(n) if coins.random() >= 0.86 * 0.985**j), n)
             c.record(slot, n, kept)
             tokens += 1 + kept if i >= 100 else 0
-        c.timed(rows, n_slot, took, sum(n > 0 for n in picked), max(picked), draft_ms)
+        c.timed(rows, took, sum(n > 0 for n in picked), max(picked), draft_ms)
         ms += took + draft_ms if i >= 100 else 0
     assert 1e3 * tokens / ms > 0.95 * 3828, "of four drafts always"
 
@@ -268,7 +256,7 @@ def offered(seed: int, chances: tuple[float, float], n_round: int, *, takes: boo
         ms = (20.0 + 10.0 * rows) * (1 + 0.1 * rng.expovariate(3))
         for slot, n in enumerate(picked):
             tokens += 1 + next((k for k in range(n) if rng.random() >= right[slot]), n)
-        c.timed(rows, busy, ms, 0, 0, 0.0)
+        c.timed(rows, ms, 0, 0, 0.0)
         total += ms
     return tokens / total
 
@@ -296,5 +284,5 @@ def test_offers_are_taken_again_when_times_that_spoke_against_them_have_gone() -
     for _ in range(6 * TRY_LAST):
         picked = c.choose([(slot, 0) for slot in range(8)], offers)
         taken.append(sum(picked))
-        c.timed(8 + sum(picked), 8, 30.0 + 0.5 * sum(picked), 0, 0, 0.0)
+        c.timed(8 + sum(picked), 30.0 + 0.5 * sum(picked), 0, 0, 0.0)
     assert taken[:4] == [0] * 4 and sum(taken[-50:]) > 50 * 8

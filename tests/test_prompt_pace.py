@@ -71,7 +71,7 @@ class Server:
             for n in range(N_MAX + 1):
                 for _ in range(3):
                     rows = busy * (1 + n)
-                    c.timed(rows, busy, self.cost(rows), busy if n else 0, n, self.pass_ms * n)
+                    c.timed(rows, self.cost(rows), busy if n else 0, n, self.pass_ms * n)
         c.forget_acceptance()
         least = self.rows or 512
         self.pace = PromptPace(least, self.rows or MOST, c.forward_costs, self.targets)
@@ -138,7 +138,7 @@ class Server:
         self.pace.committed(given)
         if len(decoding) == len(work):
             live = [n for n in picked if n]
-            c.timed(n_row, len(decoding), took, len(live), max(live, default=0), draft_ms)
+            c.timed(n_row, took, len(live), max(live, default=0), draft_ms)
         else:
             c.timed_beside(took + draft_ms)
 

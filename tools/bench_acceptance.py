@@ -33,8 +33,8 @@ from pyspec.cli.logs import set_up
 from pyspec.sample.synth import SynthAcceptance
 
 N_TIMED = 40  # rounds of each kind
-# Arguments of `Controller.timed`: rows, busy slots, ms, slots that drafted, passes, ms of drafting
-Took = tuple[int, int, float, int, int, float]
+# Arguments of `Controller.timed`: rows, ms, slots that drafted, passes, ms of drafting
+Took = tuple[int, float, int, int, float]
 
 
 class MixedAcceptance(SynthAcceptance):
@@ -70,7 +70,7 @@ def told(engine: Engine) -> Iterator[list[Took]]:
 def print_trace(engine: Engine, found: list[Took], n: int) -> None:
     """Rounds of n streams in order, as runs of the same number of rows, and the controller's times of sizes."""
     runs: list[tuple[int, list[float]]] = []
-    for rows, _, ms, _, _, draft in found:
+    for rows, ms, _, _, draft in found:
         if not runs or runs[-1][0] != rows:
             runs.append((rows, []))
         runs[-1][1].append(ms + draft)
@@ -85,12 +85,12 @@ def print_known(engine: Engine) -> None:
     """Print the controller's times of sizes."""
     c = engine.loop.controller
     known = {
-        size: f"{min(c.verify_ms.times(size)):.2f} ({len(c.verify_ms.times(size))})"
+        size: f"{min(c.verify_ms.samples[size]):.2f} ({c.verify_ms.n(size)})"
         for size in sorted(c.verify_ms.samples)
     }
-    drafts = {size: f"{min(c.draft_ms.times(size)):.2f}" for size in sorted(c.draft_ms.samples)}
+    drafts = {size: f"{min(c.draft_ms.samples[size]):.2f}" for size in sorted(c.draft_ms.samples)}
     print(
-        f"a slot {c.verify_ms.slot_ms:.3f}; verify",
+        "verify",
         known,
         "draft, by rows of blocks" if c.block else "draft, by slots",
         drafts,

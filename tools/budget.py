@@ -133,7 +133,7 @@ class Decider(ABC):
     def record(self, slot: int, n_draft: int, n_right: int) -> None:  # noqa: B027 - not every policy learns
         pass
 
-    def timed(self, rows: int, busy: int, verify: float, live: int, passes: int, draft: float) -> None:  # noqa: B027 - not every policy learns
+    def timed(self, rows: int, verify: float, live: int, passes: int, draft: float) -> None:  # noqa: B027 - not every policy learns
         pass
 
 
@@ -162,7 +162,7 @@ class Engine(Decider):
                 for _ in range(N_ROUND):
                     rows = busy + live * n
                     verify, draft = sim.noisy(rows, busy, live, n)
-                    self.controller.timed(rows, busy, verify, live, n, draft)
+                    self.controller.timed(rows, verify, live, n, draft)
         self.controller.forget_acceptance()
 
     def begin(self, slot: int) -> None:
@@ -421,7 +421,7 @@ class Machine:
             self.ms += self.ms_of(rows, len(caps), live, passes) + (0.0 if decider.late else self.waits)
             verify, draft = self.noisy(rows, len(caps), live, passes)
             if not joined:
-                decider.timed(rows, len(caps), verify, live, passes, draft)
+                decider.timed(rows, verify, live, passes, draft)
             self.n_round += 1
         return self.tokens / self.ms
 

@@ -321,7 +321,7 @@ class Served:
                 self.controller.force = live, n
                 for _ in range(N_ROUND):
                     rows = busy + live * n
-                    self.controller.timed(rows, busy, *self.told(card, rows, busy, live, n, 0.0))
+                    self.controller.timed(rows, *self.told(card, rows, busy, live, n, 0.0))
         self.controller.forget_acceptance()
 
     def told(
@@ -387,7 +387,7 @@ class Served:
             self.card, rows, len(caps), live, max(picked), self.card.waking * min(asleep, 16) / 16
         )
         if not joined:
-            self.controller.timed(rows, len(caps), *times)
+            self.controller.timed(rows, *times)
         self.ms += sum(self.took)
         self.picks.append(picked)
 

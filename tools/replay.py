@@ -183,7 +183,7 @@ class Machine:
                 for live, n in drafts:
                     self.c.force = live, n
                     for _ in range(N_ROUND):
-                        self.c.timed(busy + live * n, busy, *self.told(busy + live * n, busy, live, n))
+                        self.c.timed(busy + live * n, *self.told(busy + live * n, busy, live, n))
             self.c.forget_acceptance()
 
     def told(self, rows: int, busy: int, live: int, n: int) -> tuple[float, int, int, float]:
@@ -265,7 +265,7 @@ class Machine:
             c.timed_beside(took + draft)
             self.ms += took + self.took[1]
         else:
-            c.timed(rows, len(decoding), verify, live, n, draft)
+            c.timed(rows, verify, live, n, draft)
             self.ms += sum(self.took)
         self.ms += cut_ms + (r.lookup_ms * len(asked))
         self.drafted += sum(kept)
@@ -361,9 +361,6 @@ def offs() -> dict[str, AbstractContextManager[Any]]:
         "drafts beside prompts": patch(f"{__name__}.BESIDE", False),
         "doubt of times": patch(c + "DOUBT_EVERY", 10**9),
         "margin": patch(c + "MARGIN", 1.0),
-        "clipped warm-up": patch(M + "timer.Timer._clip", lambda *_: None),
-        "cost of a slot": patch(M + "timer.Timer._share", lambda *_: 0.0),
-        "distrust of the warm-up": patch(M + "timer.Timer._distrust", lambda *_: None),
         "host's account": patch(M + "host_drafts.HostDrafts.is_resting", False),
     }  # fmt: skip
 

@@ -196,7 +196,7 @@ def warm(loop: Any, n_slot: int) -> None:
                 rows = busy * (1 + n)
                 ms = COST["round"] + COST["row"] * (bucket_of(rows, 256) or rows)
                 draft = n * (COST["pass"] + COST["pass_slot"] * busy) if n else 0.0
-                c.timed(rows, busy, ms, busy if n else 0, n, draft)
+                c.timed(rows, ms, busy if n else 0, n, draft)
 
 
 def play(kind: str, n_stream: int, args: argparse.Namespace, folder: Path) -> tuple[float, Counter[str]]:

@@ -99,7 +99,7 @@ def replay(texts: Sequence[tuple[str, str]], chance: float, suffixes: SuffixDraf
             else:
                 c.record(0, n, n_right)
             ms = PLAIN_MS + ROW_MS * n
-            c.timed(1 + n, 1, ms, *((1, n) if n and 0 not in c.offered else (0, 0)), BLOCK_MS)
+            c.timed(1 + n, ms, *((1, n) if n and 0 not in c.offered else (0, 0)), BLOCK_MS)
             trace.ms += ms + (BLOCK_MS if n and 0 not in c.offered else 0.0)
             slot.tokens = slot.tokens + tokens[done - 1 : done + n_right]
             done += n_right + 1

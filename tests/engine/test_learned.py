@@ -30,8 +30,8 @@ def taught(**key: object) -> LearnedDrafting:
         c.choose([(slot, 3) for slot in range(4)])
         for slot in range(4):
             c.record(slot, 2, 0)
-        c.timed(4, 4, 10.0, 0, 0, 0.0)
-        c.timed(12, 4, 14.0, 4, 2, 3.0)
+        c.timed(4, 10.0, 0, 0, 0.0)
+        c.timed(12, 14.0, 4, 2, 3.0)
     return kept
 
 

@@ -58,7 +58,7 @@ class Served:
     def _timed(self, rows: int, live: int, n: int) -> None:
         busy = sum(s.busy for s in self.table.slots) or len(self.table.slots)
         verify = 12 + 0.125 * (bucket_of(rows, 256) or rows)
-        self.controller.timed(rows, busy, verify, live, n, n * (0.5 + 0.012 * busy) if live else 0.0)
+        self.controller.timed(rows, verify, live, n, n * (0.5 + 0.012 * busy) if live else 0.0)
 
     def _seat(self, slot: Slot, n: int) -> None:
         self.table.acquire(slot, 300)

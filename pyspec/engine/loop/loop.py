@@ -374,9 +374,7 @@ class Loop:
         ]
         until = self.ended if is_last else pending.arrived  # the next round hides the rest
         took, draft_ms = 1e3 * (until - pending.since), 1e3 * (pending.drafted - pending.began)
-        self.speculator.controller.timed(
-            n_row, len(work), took, len(live), max(live, default=0), draft_ms
-        )
+        self.speculator.controller.timed(n_row, took, len(live), max(live, default=0), draft_ms)
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -35,12 +35,11 @@ DECAY = 0.96  # per round, of the draft counts in /slots
 MARGIN = 1.02  # a draft must promise this factor more than none
 ASK_DRAFT = 2  # tokens of a draft that only probes
 TRY_FIRST, TRY_LAST = 6, 192  # rounds without drafts until some slots try, doubled each time
-TRY_FREE = 64  # a shorter wait need not have earned the cost of the try
+TRY_FREE = 64  # a shorter wait need not have earned the cost of the try: after a busy start half of the costs are wrong
 TRY_SLOTS = 8  # one in this many slots tries
 PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, doubled each time
 DOUBT_EVERY = 512  # rounds
 RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it
-ASK_GAIN = 0.1  # part of the drafts' expected gain that pays for asking
 HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
@@ -165,7 +164,9 @@ class Controller:
             own = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
             if rests and not (self.pays and own):
                 self.pays = self._would_pay(caps)
-            is_due = self.silent >= self.try_in and self._may_try(len(caps))
+            is_due = self.silent >= self.try_in and (
+                self.try_in < TRY_FREE or self._may_ask(self.verify_ms(len(caps)))
+            )
             if is_due or (rests and self.reading.is_hopeful):
                 tried = self._tried(own_caps, picked) if self.n_own else self._tried_offer(caps, picked)
                 picked, why = tried, f"trying again after {self.silent} rounds without; {why}"
@@ -285,8 +286,8 @@ class Controller:
         if not found or self.fixed or self.force is not None:
             return bool(found)
         survive = -np.sort(-np.concatenate(found))
-        ms = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(survive))) + self._slots_ms(busy)
-        plain = busy / self._verify_ms(busy, busy)
+        ms = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(survive)))
+        plain = busy / self.verify_ms(busy)
         return bool(((busy + survive.cumsum()) / ms).max() > MARGIN * plain)
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
@@ -308,8 +309,8 @@ class Controller:
         if self.n_round - at >= RETHINK or abs(busy - of) > of // 8:
             offered, self.offered = self.offered, {}
             rows = self._rows(whole, np.zeros(busy))
-            verify = self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
-            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self._verify_ms(busy, busy)
+            verify = self.verify_ms.of_all(more_rows(rows, busy))
+            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self.verify_ms(busy)
             self.offered, self._would = offered, (self.n_round, busy, pays)
         return pays
 
@@ -326,9 +327,6 @@ class Controller:
         self.asks.settle(self.ms)
         return self.asks.debt < LIMIT * plain_ms
 
-    def _may_try(self, busy: int) -> bool:
-        return self.try_in < TRY_FREE or self._may_ask(self._verify_ms(busy, busy))
-
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
         """Have some slots draft, others each time: texts or times may have changed. caps: the drafter's own, of all slots."""
         able = [i for i, (slot, cap) in enumerate(caps) if cap and slot not in self.unread]
@@ -338,7 +336,7 @@ class Controller:
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
-        self.asks.add(self._costs(caps, tried) - before, self._verify_ms(len(caps), len(caps)))
+        self.asks.add(self._costs(caps, tried) - before, self.verify_ms(len(caps)))
         self.try_in = min(2 * self.try_in, TRY_LAST) if able else self.try_in
         return tried
 
@@ -347,13 +345,13 @@ class Controller:
         best = max(range(len(caps)), key=lambda i: sum(self.offered.get(caps[i][0], ())))
         tried, before = picked.copy(), self._costs(caps, picked)
         tried[best] = min(caps[best][1], ASK_DRAFT)
-        self.asks.add(self._costs(caps, tried) - before, self._verify_ms(len(caps), len(caps)))
+        self.asks.add(self._costs(caps, tried) - before, self.verify_ms(len(caps)))
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
 
     def _costs(self, caps: Sequence[tuple[int, int]], picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
-        verify = self._verify_ms(len(picked) + sum(picked), len(picked))
+        verify = self.verify_ms(len(picked) + sum(picked))
         asked = [n for (slot, _), n in zip(caps, picked, strict=True) if n and slot not in self.offered]
         return verify + float(self._draft_ms(len(picked), max(asked))[len(asked)] if asked else 0.0)
 
@@ -368,19 +366,16 @@ class Controller:
             return range(1, self.n_own + 1) or (0,)
         return self.block.depths(busy, self.n_own) if self.block and self.n_own else (self.n_own,)
 
-    def _verify_ms(self, rows: int, busy: int) -> float:
-        return self.verify_ms(rows) + self._slots_ms(busy)
-
     def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Give rows to slots in the order of their chance to survive, and take the most tokens a millisecond. A round that reads prompts, too,
         is as long as those: there a draft has to be worth its time at the rate of rounds without prompts."""
         busy = len(caps)
-        plain_ms = self._verify_ms(busy, busy)
+        plain_ms = self.verify_ms(busy)
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: no slot may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
+        verify = self.verify_ms.of_all(more_rows(rows, busy))
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
             # fewer rows never take longer, so this was noise
             plain_ms = min(plain_ms, float(verify.min()))
@@ -389,7 +384,7 @@ class Controller:
         is_worth, where = best.worth > MARGIN * plain, ""
         if self.beside:
             price, where = MARGIN * max(best.worth, plain), f" beside {self.beside} rows of prompts"
-            forward = self._forward_ms(range(busy, busy + 1 + len(rows.slot))) + self._slots_ms(busy)
+            forward = self._forward_ms(range(busy, busy + 1 + len(rows.slot)))
             best, plain_ms = self._best_way(rows, busy, forward[1:], price), float(forward[0])
             is_worth = best.worth > busy - price * plain_ms
         self.rate = price
@@ -404,22 +399,18 @@ class Controller:
                 min(n, ASK_DRAFT) for n in picked
             ], f"probing texts: some would give more than {1e3 * price:.0f} tok/s{where}"
         self.pays = True
-        self.asks.add(-ASK_GAIN * saved, plain_ms)
         if self.beside:
             return picked, f"worth their time{where}"
         self.rate = max(tokens / best.ms, plain)
         return picked, f"expects {1e3 * self.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def _forward_ms(self, sizes: range) -> Floats:
-        """Milliseconds of forwards with so many rows of decoding slots, beside the prompts of this round; without the time of the slots."""
+        """Milliseconds of forwards with so many rows of decoding slots, beside the prompts of this round."""
         if not self.beside:
             return self.verify_ms.of_all(sizes)
         n_row = self.beside + np.arange(sizes.start, sizes.stop)
         least = np.linspace(self.verify_ms(int(n_row[0])), self.verify_ms(int(n_row[-1])), len(n_row))
         return np.maximum(least, self.forward_costs.ms(n_row.astype(float)))
-
-    def _slots_ms(self, busy: int) -> float:
-        return self.verify_ms.slot_ms * busy
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
         """The information in each slot's draft, in tokens; zero if probing has spent its budget. rate: of plain decoding."""
@@ -482,20 +473,14 @@ class Controller:
         self.texts.add(slot, 1, 0)
         self._plain = None
 
-    def timed(
-        self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float
-    ) -> None:
+    def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """Record the times of a round with decoding slots only."""
         self.ms += verify_ms + draft_ms
-        calm = self.verify_ms.add(rows, verify_ms, busy)
+        self.verify_ms.add(rows, verify_ms)
         if live and self.n_own:
             passes = min(passes, self.n_own)  # a warm-up pads drafts
             size = self.block.forward_rows(live, passes)[-1] if self.block else live
-            calm = self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
-        if not calm:
-            self.verify_ms.reset_warmup()
-            self.draft_ms.reset_warmup()
-            self._plain = None
+            self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1))
 
     def timed_beside(self, ms: float) -> None:
         """Record the time of a round that read prompts, too, or recorded its forwards."""

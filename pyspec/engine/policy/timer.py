@@ -31,21 +31,16 @@ class Timer:
 
     A size is trusted from its second sample on, and needs a new sample if it is not used for long. Costs between trusted sizes are
     interpolated. Kernels have steps; the warm-up has timed every size of a graph. It may have done so on a busy machine, though: a size
-    that only it has timed counts no more than the straight line through sizes that were in use since. Without a warm-up (large models
-    on a CPU), times beyond the trusted sizes lie on a straight line: through the least of single samples there, or through the smallest
-    and the largest trusted size. A constant would make drafts look free until two drafts have had the same size.
+    that only it has timed counts no more than the straight line through sizes that were in use since. Without one (large models on a CPU), times beyond the trusted
+    sizes lie on a straight line: through the least of single samples there, or through the smallest and the largest trusted size. A constant
+    would make drafts look free until two drafts have had the same size.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
         self.bucket = bucket
-        self.samples: dict[int, deque[tuple[float, int]]] = {}  # milliseconds, busy slots
-        self.slot_ms = 0.0
-        self._by_busy: (
-            dict[int, dict[int, float]] | None
-        ) = {}  # the warm-up's least times, by size and busy slots
+        self.samples: dict[int, deque[float]] = {}
         self.fresh: set[int] = set()
         self.stale: set[int] = set()  # expired: the old time is used until there is a new one
-        self.early: dict[int, float] = {}  # the warm-up's least times, until they are confirmed
         self.used: set[int] = set()  # sizes with samples since the warm-up
         self._runs: dict[range | tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._sizes: list[int] = []  # trusted ones, ascending
@@ -53,26 +48,23 @@ class Timer:
         self._was_warmed = False  # a warm-up timed sizes
         self._slope = 0.0  # milliseconds of a further size, beyond them
 
-    def add(self, size: int, ms: float, busy: int = 0) -> bool:
-        """Add a sample. Returns False if it shows that the warm-up was noisy: the time is far below all of the warm-up's."""
+    def add(self, size: int, ms: float) -> None:
+        """Add a sample."""
         size = self.bucket(size)
-        if self.knows(size) and FELL * (ms - self.slot_ms * busy) < min(self.times(size)):
+        if self.knows(size) and FELL * ms < min(self.samples[size]):
             self._distrust(size)
-        self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append((ms, busy))
-        if self._by_busy is not None:
-            least = self._by_busy.setdefault(size, {})
-            least[busy] = min(ms, least.get(busy, ms))
+        self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
         self.fresh.add(size)
-        if self._by_busy is None and size not in self.used:
+        if self._was_warmed and size not in self.used:
             self.used.add(size)
             self._tabulate()
+        self.used.add(size)
         i = bisect.bisect_left(self._sizes, size)
         if self._sizes[i : i + 1] == [size]:
-            self._ms[i] = min(self.times(size))
+            self._ms[i] = min(self.samples[size])
             self._slope = self._steepness()
         elif self.knows(size) or i == len(self._sizes):
             self._tabulate()
-        return 2 * (ms - self.slot_ms * busy) >= self.early.get(size, 0.0)
 
     def _distrust(self, size: int) -> None:
         """Other work had the machine when this size was timed before: forget larger ones that were not timed lately."""
@@ -81,61 +73,39 @@ class Timer:
         self.stale &= self.samples.keys()
         self._tabulate()
 
-    def times(self, size: int) -> list[float]:
-        """The last samples of a bucket, without the time of the slots."""
-        return [ms - self.slot_ms * busy for ms, busy in self.samples.get(size, ())]
-
     def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
         """Most samples of a size are near the least."""
-        times = sorted(self.times(self.bucket(size)))
+        times = sorted(self.samples.get(self.bucket(size), ()))
         return len(times) >= n and times[len(times) // 2] <= AGREE * times[0] + slack
-
-    def _share(self) -> float:
-        """Time that a slot adds, from sizes that the warm-up timed with different numbers of slots."""
-        up = across = 0.0
-        for least in (self._by_busy or {}).values():
-            few, many = min(least), max(least)
-            up, across = up + (least[many] - least[few]) * (many - few), across + (many - few) ** 2
-        return max(0.0, up / across) if across else 0.0
 
     def mark_unverified(self, slack: float) -> None:
         """End the warm-up: forget sizes with few samples or with samples that do not agree."""
-        self.slot_ms, self._by_busy, self._was_warmed = self._share(), None, bool(self.samples)
-        self.early = {size: min(self.times(size)) - slack for size in self.samples}
+        self._was_warmed = bool(self.samples)
         self.samples = {
             size: samples for size, samples in self.samples.items() if self.agrees(size, slack)
         }
         self.fresh.clear()
-        self._tabulate()
-
-    def reset_warmup(self) -> None:
-        """Forget sizes that only the warm-up has timed."""
-        self.slot_ms = 0.0
-        for size in self.early.keys() - self.fresh:
-            self.samples.pop(size, None)
-        self.early.clear()
+        self.used.clear()
         self._tabulate()
 
     def known(self) -> dict[int, float]:
         """Milliseconds of the trusted sizes that were in use, for `recall`."""
         all_ = zip(self._sizes, self._ms, strict=True)
-        return {
-            size: ms for size, ms in all_ if ms > 0 and (size in self.used or self._by_busy is not None)
-        }
+        return {size: ms for size, ms in all_ if ms > 0 and size in self.used}
 
     def recall(self, known: Mapping[int, float]) -> None:
         """Take the times that an earlier start had in use in place of the warm-up's, whose texts are short and whose rounds are few."""
         for size, ms in known.items():
             if size == self.bucket(size):
-                self.samples[size] = deque([(ms, 0)] * N_TRUST, N_SAMPLE)
-                self.early[size], self._was_warmed = ms, True
-        self._by_busy = None
+                self.samples[size] = deque([ms] * N_TRUST, N_SAMPLE)
+                self._was_warmed = True
         self._tabulate()
 
     def _tabulate(self) -> None:
         self._sizes = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
-        self._ms = [min(self.times(size)) for size in self._sizes]
-        self._clip()
+        self._ms = [min(self.samples[size]) for size in self._sizes]
+        if self._was_warmed:
+            self._clip()
         self._slope = self._steepness()
 
     def _clip(self) -> None:
@@ -156,7 +126,7 @@ class Timer:
         if not self._sizes:
             return 0.0
         last, ms = self._sizes[-1], self._ms[-1]
-        found = [(min(self.times(size)) - ms) / (size - last) for size in self.samples if size > last]
+        found = [(min(self.samples[size]) - ms) / (size - last) for size in self.samples if size > last]
         if len(self._sizes) > 1:
             found.append((ms - self._ms[0]) / (last - self._sizes[0]))
         if len(found) < 2 and len(self._sizes) < 2:
@@ -167,7 +137,7 @@ class Timer:
 
     def knows(self, size: int) -> bool:
         """Enough samples to trust."""
-        return len(self.samples.get(self.bucket(size), ())) >= N_TRUST
+        return self.n(size) >= N_TRUST
 
     @property
     def has_trusted(self) -> bool:
@@ -185,13 +155,12 @@ class Timer:
         """
         self.stale |= {size for size in self.samples if self.knows(size)} - self.fresh
         for size in self.stale - self.fresh:
-            samples = self.samples.get(size, deque[tuple[float, int]]())
+            samples = self.samples.get(size, deque[float]())
             while len(samples) >= N_TRUST:
                 samples.popleft()
         for size in self.samples.keys() - self.fresh - self.stale:
             del self.samples[size]
         self.fresh.clear()
-        self.early.clear()
         self._tabulate()
 
     def __call__(self, size: int) -> float:
@@ -205,7 +174,7 @@ class Timer:
             return self._ms[i]
         a, b = self._sizes[i - 1], self._sizes[i]
         line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
-        least = min(self.times(size), default=line)
+        least = min(self.samples.get(size, ()), default=line)
         return least if least < LIKELY * line else line
 
     def of_all(self, sizes: range | tuple[int, ...]) -> NDArray[np.float64]:
