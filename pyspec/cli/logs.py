@@ -34,11 +34,11 @@ class JsonLines(logging.Formatter):
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": _safe(record.getMessage()),
+            "message": _safe(record.getMessage(), "\n"),
             **{name: printable(x) if isinstance(x, str) else x for name, x in fields.items()},
         }
         if record.exc_info:
-            line["traceback"] = _safe(self.formatException(record.exc_info))
+            line["traceback"] = _safe(self.formatException(record.exc_info), "\n")
         return json.dumps(line, ensure_ascii=False)
 
 
@@ -54,9 +54,9 @@ class TextLines(logging.Formatter):
         return f"{clock} {record.levelname[0]} {name}: {_safe(text)}"
 
 
-def _safe(text: str) -> str:
-    """Text that may come from outside, safe for a terminal, and without a line that looks like another message."""
-    return "\n    ".join(map(printable, text.splitlines()))
+def _safe(text: str, between: str = "\n    ") -> str:
+    """Text that may come from outside, safe for a terminal. between: lines; indented, none of them looks like another message"""
+    return between.join(map(printable, text.splitlines()))
 
 
 class FileLog(logging.FileHandler):
