@@ -23,7 +23,7 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.drafts import DraftsAhead
 from pyspec.slots.memory import Checkpoint, Memory
-from pyspec.slots.round import ALL, LogitsNeed, Round
+from pyspec.slots.round import LogitsNeed, Round
 from pyspec.slots.states import to_host
 from pyspec.slots.table import Slot, SlotTable
 
@@ -98,7 +98,7 @@ class Follower(RankWorker):
         n_suffix: int = 0,
     ) -> None:
         """needs: of the drafter on the first rank. n_suffix: as on the first rank."""
-        self._needs = needs
+        self._needs = needs if drafter is not None else Needs(needs.n_draft, needs.taps)
         self.kept: dict[int, Any] = {}
         super().__init__(target, memory, table, drafter, arena, n_suffix)
 
@@ -153,7 +153,7 @@ class Follower(RankWorker):
         arena = self.arena if in_arena else None
         if arena is not None and prompt:
             arena.prompts.add(prompt)
-        self.results(lay_out(self.table, seqs, self.device, pages=pages, arena=arena), ALL)
+        self.forward(lay_out(self.table, seqs, self.device, pages=pages, arena=arena)).whole()
 
     def run_target(
         self, seqs: Sequence[Seq], pages: Sequence[NDArray[np.int64]], taps: Sequence[int]

@@ -58,7 +58,7 @@ class Leader:
         self._send, self.ranks = send, ranks
         self._dropped: deque[int] = deque()  # filled on any thread that frees one
         self._n_kept = 0
-        self._is_together = False  # in a call that the others run, too
+        self.is_together = False  # in a call that the others run, too
 
     def send(self, name: str, *args: Any) -> None:
         """Send a call to all other ranks, in order."""
@@ -81,11 +81,11 @@ class Leader:
     def together(self, name: str, *args: Any) -> Iterator[None]:
         """Have the others run a call beside the body. An exception in the body ends all ranks, because they wait for its part. In the body of
         another one nothing is sent: they come to this call by themselves."""
-        if self._is_together:
+        if self.is_together:
             yield
             return
         self.send(name, *args)
-        self._is_together = True
+        self.is_together = True
         try:
             yield
         except DeviceError:
@@ -94,7 +94,7 @@ class Leader:
             what = args[0] if name == "draft" else name
             raise DeviceError(f"{what} failed on the first rank, and the others wait in it: {e}") from e
         finally:
-            self._is_together = False
+            self.is_together = False
 
     def forward(
         self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]
@@ -187,9 +187,13 @@ class TpGraphs(Graphed[Out]):
         self.leader = worker.leader
 
     def __call__(self, batch: Batch) -> Out:
+        run = super().__call__
+        if self.leader.is_together:  # in a round, whose results are gathered behind it
+            return run(batch)
         in_arena, prompt = batch.bucket is not None, batch.bucket or 0 if batch.prompt else 0
-        with self.leader.together("run_batch", tuple(batch.seqs), tuple(batch.pages), in_arena, prompt):
-            return super().__call__(batch)
+        rows = tuple(batch.seqs), tuple(batch.pages)
+        with self.leader.together("run_batch", *rows, in_arena, prompt):
+            return run(batch).whole()
 
     def seal(self) -> None:
         """On every rank."""

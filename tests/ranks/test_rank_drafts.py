@@ -17,6 +17,7 @@ from pyspec import synth
 from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.ahead.ref import Kept
+from pyspec.device.capture import capture
 from pyspec.device.follow import Call, Follower
 from pyspec.device.lead import Leader
 from pyspec.draft import dflash
@@ -278,6 +279,29 @@ def test_a_draft_model_runs_whole_on_the_first_rank(name: str, padded: bool) -> 
             h.timings.draft_n == h.timings.draft_n_accepted for h in heard if h.finish == "length"
         )
         assert sum(h.timings.draft_n for h in heard) > 30
+
+
+@pytest.mark.parametrize("kind", ["divided", "whole", "mtp", "none"])
+def test_every_rank_captures_what_the_first_one_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first text, on slots whose pages only the first rank holds."""
+    settings = DFLASH if kind in ("divided", "whole") else {"spec_type": kind, "n_draft_max": 3}
+    if kind == "whole":
+        undivided(monkeypatch)
+    captured: list[bool] = []
+    capture_blocks = DFlash.capture
+    monkeypatch.setattr(DFlash, "capture", lambda d: (captured.append(is_first()), capture_blocks(d))[1])
+    texts = demo_prompts()[:5]
+    with RankRig(DEMO, 2, np=3, padded=True, **settings) as r:
+        capture(r.loop.worker, 200)
+        r.ranks.settle()
+        heard = [r.submit(prompt, N, PLAIN) for prompt, _ in texts]
+        r.run()
+        r.ranks.settle()
+        follower = r.ranks.followers[1]
+        assert follower.forward._sealed and r.loop.worker.forward._sealed
+        assert follower.forward._tapes.keys() == r.loop.worker.forward._tapes.keys()
+    assert [h.tokens for h in heard] == [text[:N] for _, text in texts]
+    assert sorted(captured) == {"divided": [False, True], "whole": [True]}.get(kind, [])
 
 
 @pytest.mark.parametrize("n", [1, 2])
