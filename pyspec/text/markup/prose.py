@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, Lookahead, Step
@@ -47,16 +48,19 @@ class Syntax(Protocol):
 
 
 FENCE = 3  # characters
+FOLDED = 2048  # characters of text that are looked at together
 MOST_OPEN = 64  # characters of marks that begin calls, one behind the other
 BLANK = " \t\r"
 QUOTES = {'"': '"', "'": "'", "“": "”", "„": "“", "‘": "’", "«": "»", "「": "」", "『": "』"}
 BEFORE_QUOTES = frozenset(" \t\r\n([{=:,–—/>")  # behind others it ends a quote, or is an apostrophe
+_SIGNS = re.compile(r"\n|`+|~{3,}")
 
 
 class Prose:
     """Passes on text, and knows whether the next one is quoted or stands in code, inline or fenced.
 
-    Inline code and quotes end with their line, unless a mark stands in them: then with their paragraph.
+    Inline code and quotes end with their line, unless a mark stands in them: then with their paragraph. A fence ends with a row of its
+    signs at the end of a line, or with the quoted paragraph that it stands in.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -65,59 +69,97 @@ class Prose:
 
     def begin(self) -> None:
         """A text begins."""
-        self._run, self._last, self._before = "", "\n", "\n"
+        self._new, self._n_new, self._most = list[str](), 0, FOLDED  # text that is not looked at yet
+        self._tail = "\n\n"  # the last characters of the other text
         self._open, self._is_fence, self._has_mark = "", False, False
+        self._info: str | None = None  # of a fence: the rest of its first line, while that lasts
+        self._starts_line = self._in_cited = self._may_close = False
         self._is_blank, self._is_cited = True, False  # the line so far
 
     def __call__(self, text: str) -> None:
         self._emit(text)
-        if not self._open and not self._run and not text.count("`") and "~~~" not in text:
-            lines = text.rpartition("\n")
-            if lines[1]:  # nothing of other lines matters
-                self._char("\n")
-                text = lines[2]
-        for char in text:
-            self._char(char)
+        self._new.append(text)
+        self._n_new += len(text)
+        if self._n_new > self._most:
+            text = "".join(self._new)
+            whole = text.rstrip("`~")
+            self._fold(whole)
+            self._new, self._n_new = [text[len(whole) :]], len(text) - len(whole)
+            self._most = FOLDED + 2 * self._n_new
 
-    def _char(self, char: str) -> None:
-        if self._run and char == self._run[0]:
-            self._run += char
-            return
-        self._end_run()
-        if char == "\n":
-            if not self._is_fence and (self._is_blank or not self._has_mark):
-                self._open, self._has_mark = "", False
-            self._is_blank, self._is_cited = True, False
-        elif char in "`~":
-            self._run = char
-        elif char not in BLANK:
-            self._is_cited = self._is_cited or (self._is_blank and char == ">")
-            self._is_blank = False
-            if char == self._open:
-                self._open = ""
-        self._before, self._last = self._last, char
+    def _fold(self, text: str) -> None:
+        """Look at a text that does not end inside a row of signs."""
+        at = 0
+        for sign in _SIGNS.finditer(text):
+            if at < sign.start():
+                self._words(text[at : sign.start()])
+            if sign.group() == "\n":
+                self._line_ends()
+            else:
+                self._row(sign.group())
+            at = sign.end()
+        if at < len(text):
+            self._words(text[at:])
+        self._tail = (self._tail + text[-2:])[-2:]
 
-    def _end_run(self) -> None:
-        """A row of backticks or tildes is over."""
-        run, self._run = self._run, ""
-        if not run or (run[0] == "~" and len(run) < FENCE):
-            return
-        if run == self._open or (self._is_fence and run.startswith(self._open)):
+    def _words(self, text: str) -> None:
+        if bare := text.strip(BLANK):
+            if self._is_blank:
+                self._is_blank, self._is_cited = False, bare[0] == ">"
+                self._leave_cited()
+            self._may_close = False
+        if self._info is not None and len(self._info) < FOLDED:
+            self._info += text
+        if self._open in QUOTES.values() and self._open in text:
+            self._open = ""
+
+    def _leave_cited(self) -> None:
+        if self._is_fence and self._in_cited and not self._is_cited:
             self._open, self._is_fence = "", False
-        elif not self._open:
-            self._open, self._is_fence = run, len(run) >= FENCE
+
+    def _line_ends(self) -> None:
+        is_word = self._info is None or len(self._info.split()) < 2
+        if self._may_close or not (is_word or self._starts_line):
+            self._open, self._is_fence = "", False
+        if self._is_blank:
+            self._leave_cited()
+        if not self._is_fence and (self._is_blank or not self._has_mark):
+            self._open, self._has_mark = "", False
+        self._is_blank, self._is_cited, self._info, self._may_close = True, False, None, False
+
+    def _row(self, row: str) -> None:
+        """A row of backticks or tildes."""
+        if not self._open and (row[0] == "`" or self._is_blank):
+            self._open, self._is_fence = row, len(row) >= FENCE
+            self._starts_line, self._in_cited = self._is_blank, self._is_cited
+            self._info = "" if self._is_fence else None
+        elif row == self._open and (self._info is not None or not self._is_fence):
+            self._open, self._is_fence, self._info = "", False, None
+        elif self._is_fence and row.startswith(self._open):
+            self._may_close = True
         self._is_blank = False
+
+    def _look(self) -> None:
+        """Look at all text: a mark is next."""
+        self._fold("".join(self._new))
+        self._new, self._n_new, self._most = [], 0, FOLDED
 
     @property
     def is_line(self) -> bool:
         """True if nothing stands before the next text on its line."""
+        self._look()
         return self._is_blank
 
     def quotes(self) -> bool:
         """True if the next text, a mark, is quoted."""
-        self._end_run()
-        closing = QUOTES.get(self._last)
-        if not self._open and closing and (self._last not in "'\"" or self._before in BEFORE_QUOTES):
+        self._look()
+        if self._is_blank:
+            self._leave_cited()
+        if self._may_close:
+            self._open, self._is_fence, self._may_close = "", False, False
+        before, last = self._tail
+        closing = QUOTES.get(last)
+        if not self._open and closing and (last not in "'\"" or before in BEFORE_QUOTES):
             self._open = closing
         self._has_mark = bool(self._open)
         return self._has_mark or self._is_cited
