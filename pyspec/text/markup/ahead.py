@@ -27,6 +27,7 @@ WORD: Step = ("word",)  # letters and digits
 # the rest of an end mark in any form: ">", "/>", "=name>", or up to the line's end
 TAIL: Step = ("tail",)
 ATTRIBUTES: Step = ("attributes",)  # the rest of a tag behind its name: ' string="true">'
+SIGN: Step = ("sign",)  # between a tag's word and a name: "=", " name=" and the like
 NUMBER: Step = ("number",)  # a number behind a name, or nothing
 AHEAD: Step = ("ahead",)  # what is behind it is seen, but not taken
 OVER: Step = ("over",)  # the answer's end
@@ -41,7 +42,12 @@ _KINDS: dict[Step, tuple[re.Pattern[str], re.Pattern[str], int]] = {
         re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))*\s*/?>"""),
         128,
     ),
-    NUMBER: (re.compile(r"[:._\-0-9]*"), re.compile(r"(?:[:._-]+[0-9]+)?"), 64),
+    SIGN: (
+        re.compile(r"[ \t=:]*(?:n(?:a(?:m(?:e(?:[ \t]*[=:]?[ \t]*)?)?)?)?)?"),
+        re.compile(r"[ \t=:]+(?:name[ \t]*[=:][ \t]*)?"),
+        32,
+    ),
+    NUMBER: (re.compile(r"[:._\-0-9]*"), re.compile(r"(?:[:._-]+[0-9]+)*[:._-]*"), 64),
 }
 """The characters of which a kind may consist, the part of them that it is, and how many there are at most."""
 _KEPT, _end = (ATTRIBUTES, NUMBER), itemgetter(0)
