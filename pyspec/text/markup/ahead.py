@@ -75,6 +75,7 @@ def matches(
         kind = _KINDS.get(step) if len(step) == 1 else None
         is_name = step is NAME or isinstance(step, Names)
         for place, found in places.items():
+            ends: list[int | None]
             if step is OVER:
                 ends = [] if place < len(text) else [place] if is_over else [None]
             elif kind:

@@ -45,7 +45,8 @@ class PythonCalls:
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
         """Read calls up to the bracket that closes their list."""
-        begin, n_calls = ("[", ""), reader.n_calls
+        begin: Step = ("[", "")
+        n_calls = reader.n_calls
         while is_open:
             names = (Names(tools), NAME)
             found = yield from reader.take(*((begin, GAP, each, AHEAD, ("(",)) for each in names))

@@ -157,7 +157,7 @@ class Prose:
             self._leave_cited()
         if self._may_close:
             self._open, self._is_fence, self._may_close = "", False, False
-        before, last = self._tail
+        before, last = self._tail[0], self._tail[1]
         closing = QUOTES.get(last)
         if not self._open and closing and (last not in "'\"" or before in BEFORE_QUOTES):
             self._open = closing
