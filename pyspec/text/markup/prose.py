@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, Lookahead, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, WORD, Lookahead, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed, beginnings
 
@@ -157,7 +157,7 @@ class Prose:
             self._leave_cited()
         if self._may_close:
             self._open, self._is_fence, self._may_close = "", False, False
-        before, last = self._tail
+        before, last = self._tail[0], self._tail[1]
         closing = QUOTES.get(last)
         if not self._open and closing and (last not in "'\"" or before in BEFORE_QUOTES):
             self._open = closing
@@ -221,12 +221,14 @@ def _take_ends(reader: AnswerReader, own: Syntax, ends: Step) -> Steps[bool]:
     ends = tuple(dict.fromkeys((*own.ends, *ends)))
     cut = tuple(mark for mark in ends if mark[-1] not in ">]|")
     whole = (*(mark + ">" for mark in cut), *(mark for mark in ends if mark not in cut))
-    forms = ((GAP, AHEAD, whole), (GAP, AHEAD, cut, TAIL), (GAP, AHEAD, cut, OVER))
+    forms = ((GAP, AHEAD, whole), (GAP, AHEAD, cut, TAIL), (GAP, AHEAD, cut, WORD, OVER))
     again: Lookahead = (GAP, own.open, AHEAD, GAP)
     is_closed = False
     while (yield from reader.take(*forms)):
         is_closed = is_closed or bool(own.close and (yield from reader.look(*own.close)))
         yield from reader.take(*(form[2:] for form in forms))
+    begun = tuple(mark[:n] for mark in whole for n in range(1, len(mark)))
+    yield from reader.take((GAP, begun, OVER))  # the answer ends inside one
     while own.open and (yield from reader.take((*again, OVER), (*again, own.open))):
         pass
     return is_closed
