@@ -37,7 +37,7 @@ test-lowest: .venv-lowest/.installed
 
 .venv-lowest/.installed: pyproject.toml $(LOWEST)
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --constraint $(LOWEST) --editable '.[cpu,cuda,test]'
+	.venv-lowest/bin/python -m pip install --quiet --constraint $(LOWEST) --editable '.[cuda,test]'
 	touch $@
 
 check-slow: $(VENV)/.installed-test
@@ -129,12 +129,12 @@ $(VENV)/.own-name: | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch $(VENV)/.own-name
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[cpu]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable .
 	-$(BIN)/python -m pyspec.cpu.build
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt $(VENV)/.torch $(VENV)/.own-name
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[cpu,cuda,test]'
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[cuda,test]'
 	-$(BIN)/python -m pyspec.cpu.build
 	touch $@ $(VENV)/.installed
 

@@ -49,9 +49,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
 }
 ARCHITECTURE_NAMES = ", ".join(ARCHITECTURES)
 """For messages."""
-NEXT_STEP = (
-    'llama-server runs most others; docs/architecture.md, "Adding things", describes how to add one'
-)
+NEXT_STEP = "llama-server runs most others; CONTRIBUTING.md describes how to add one"
 GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"
 RESERVED = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
 SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alone, or beside a drafter as "NAME,suffix"

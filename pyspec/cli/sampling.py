@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import click
 
 from pyspec.cli.flags import grouped
-from pyspec.engine.option_texts import TEXTS
 from pyspec.errors import ConfigError
-from pyspec.ranges import INT32, rules_of
-from pyspec.request import DEFAULT_SAMPLERS, SamplingGiven, SamplingParams
+from pyspec.ranges import INT32, docs_of, rules_of
+from pyspec.request import DEFAULT_SAMPLERS, Request, SamplingGiven, SamplingParams
 from pyspec.samplers import LETTERS
 
 F = TypeVar("F", bound=Callable[..., Any])
+TEXTS = docs_of(SamplingParams) | docs_of(Request)
 BIAS = re.compile(r"(\d+)([+-](?:inf|[0-9.]+(?:e[+-]?\d+)?))", re.IGNORECASE)
 
 

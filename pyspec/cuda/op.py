@@ -17,7 +17,6 @@ import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
@@ -262,7 +261,6 @@ def all_ops() -> list[Op[Any, Any]]:
     return [op for name in folders if find_spec(f"{FOLDER}.{name}.op") for op in _ops_in(name)]
 
 
-@cache
 def op_named(name: str) -> Op[Any, Any]:
     """The op of that folder."""
     found: Op[Any, Any] = vars(import_module(f"{FOLDER}.{name}.op"))[name]

@@ -88,4 +88,5 @@ class DSparkNet(DFlashNet):
         own, before = head.split([self.c.n_embd, self.c.rank])
         score = rows @ own + given @ before
         score = score if self.sure_bias is None else score + self.sure_bias
-        return score.sigmoid().T.reshape(-1)
+        found: Tensor = score.sigmoid().T.reshape(-1)
+        return found

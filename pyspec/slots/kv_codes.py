@@ -52,7 +52,8 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of q8_0, exact in f32."""
-    return (codes.to(dtype).unflatten(-1, (-1, BLOCK)) * scale.to(dtype)[..., None]).flatten(-2)
+    found: Tensor = codes.to(dtype).unflatten(-1, (-1, BLOCK)) * scale.to(dtype)[..., None]
+    return found.flatten(-2)
 
 
 def packed(x: Tensor, of: KvType) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,8 @@ def unpacked(raw: Tensor, factors: Tensor, of: KvType, dtype: torch.dtype) -> Te
     by_block = factors.to(dtype).unflatten(-1, (-1, of.n_factor))
     if of.n_factor == 2:
         return torch.addcmul(by_block[..., 1:], codes, by_block[..., :1]).flatten(-2)
-    return (codes.sub_(2 ** (of.bits - 1)).mul_(by_block)).flatten(-2)
+    found: Tensor = codes.sub_(2 ** (of.bits - 1)).mul_(by_block)
+    return found.flatten(-2)
 
 
 def turned(x: Tensor, n: int) -> Tensor:
@@ -133,4 +135,5 @@ def turned(x: Tensor, n: int) -> Tensor:
         a, b = x.reshape(*shape[:-1], -1, 2, distance).unbind(-2)
         x = torch.stack([a + b, a - b], -2).reshape(shape)
         distance *= 2
-    return x * n**-0.5
+    found: Tensor = x * n**-0.5
+    return found

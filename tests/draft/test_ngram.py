@@ -1,4 +1,4 @@
-"""N-grams: what followed the last tokens before."""
+"""N-grams: the tokens that followed the last ones before."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_without_an_earlier_occurrence_there_is_no_draft(tokens: list[int]) -> N
 
 @pytest.mark.parametrize("n_match", [1, 2, 3, 5])
 def test_growing_text_gives_the_drafts_of_a_fresh_index(n_match: int) -> None:
-    """What is known of a text is extended, never rebuilt: with two kinds of tokens everything repeats."""
+    """The index of a text is extended, never rebuilt: with two kinds of tokens everything repeats."""
     rng = random.Random(n_match)
     tokens = rng.choices([1, 2], k=4)
     drafter, slot = NGram(8, n_match), Slot(1, generation=5)

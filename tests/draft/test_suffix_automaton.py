@@ -85,7 +85,7 @@ def count(texts: Texts, part: list[int]) -> int:
 
 
 def followers(texts: Texts, part: list[int]) -> Counter[int]:
-    """What stands behind `part`, and how often."""
+    """The tokens behind `part`, and how often each stands there."""
     n = len(part)
     return Counter(
         text[i + n] for text in texts for i in range(len(text) - n) if text[i : i + n] == part

@@ -69,7 +69,7 @@ def test_a_longer_match_promises_more() -> None:
 
 
 def test_a_text_by_chance_teaches_that_its_repeats_mean_nothing(kind: SuffixKind) -> None:
-    """Of twelve tokens by chance every pair stands before: what drafts promise falls to what comes, though none is verified."""
+    """Of twelve tokens by chance every pair stands before: the promise of drafts falls to the share that comes, though none is verified."""
     rng, drafts = random.Random(3), SuffixDrafts(8)
     slot, promised = begin(drafts, [1, 2]), []
     for _ in range(1200):

@@ -141,7 +141,7 @@ def play(kind: str, n_slot: int, n_request: int, seed: int, **options: int) -> i
                 slots[i].tokens += take(source, rng.choice((3, LATE, 3 * LATE)))
             elif rng.random() < 0.01:  # rolled back
                 cut.add(i)
-                rolled.add(i)  # what was entered stays until the request is over
+                rolled.add(i)  # tokens that were entered stay until the request is over
                 del slots[i].tokens[max(drafts.texts[i].n_begin, len(slots[i].tokens) - 9) :]
             turns[i] -= 1
             if turns[i] <= 0 or rng.random() < 0.01:
@@ -171,7 +171,7 @@ def test_drafts_stood_before_without_answers_and_among_all_clients(kind: str, se
 
 
 def test_a_round_of_many_texts_gives_each_what_it_gets_alone() -> None:
-    """But for what all texts learn from one another, which is nothing before the first verdict."""
+    """Before the first verdict, texts have learned nothing from one another."""
     rng = random.Random(4)
     texts = [take(words(rng), 300) for _ in range(8)]
     texts = [[*text, *text[:40]] for text in texts]

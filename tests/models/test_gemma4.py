@@ -103,7 +103,7 @@ def test_numbers_of_blocks_and_caps_may_be_left_out(kind: str, tmp_path: Path) -
         (DENSE, {"attention.head_count": 4}, "4 heads do not divide into 3 key heads"),
         (DENSE, {"attention.value_length": 16}, "keys of 24 and values of 16 dimensions"),
         (DENSE, {"rope.dimension_count_swa": 18}, "can not turn 18 dimensions of heads of 16"),
-        (DENSE, {"attention.sliding_window_pattern": [True, False]}, "has 2 entries for 3 layers"),
+        (DENSE, {"attention.sliding_window_pattern": [True, False]}, "has 2 entries; want 3"),
         (DENSE, {"attention.sliding_window_pattern": None}, "sliding_window_pattern"),
         (DENSE, {"attention.head_count_kv": [3, 1]}, "has 2 entries; want one for each of 3 blocks"),
         (DENSE, {"feed_forward_length": [32, 32]}, "has 2 entries"),

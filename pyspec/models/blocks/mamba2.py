@@ -71,7 +71,8 @@ class Mamba2(Plain):
 
 
 def _flat(w: Any, name: str) -> Tensor:
-    return w.vector(name).flatten()
+    vector: Tensor = w.vector(name)
+    return vector.flatten()
 
 
 def _params(w: Any, a: str, dt_bias: str, d: str, conv: str, conv_bias: str) -> Params:
