@@ -572,3 +572,16 @@ def test_a_fence_ends_as_in_markdown(name: str) -> None:
         "> ```\n> x\n\nWell.",
     ):
         check(name, f"{before}\n{own}", [call], before)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "kimi_k2", "gemma4", "mistral_args"])
+def test_calls_that_end_an_answer_count_behind_a_fence_that_was_left_open(name: str) -> None:
+    call = ("look", {"place": "Bern"})
+    own = written(name, call)
+    for before in ("```python\nprint(1)\n\nNow I call.", "~~~\nx", "```\na\n```\n```\nb"):
+        check(name, f"{before}\n\n{own}", [call], before)
+        closed = f"{before}\n\n{own}\n{'~~~' if '~' in before else '```'}"
+        check(name, closed, [], closed)
+        check(name, f"{before}\n\n{own}\nis one.", [], f"{before}\n\n{own}\nis one.")
+    for text in (f"So:\n```xml\n{own}", f"So:\n```xml\n{own}\n{own}", f"```\nWrite {own}"):
+        check(name, text, [], text)
