@@ -554,29 +554,13 @@ def test_a_text_that_is_not_known_is_asked_and_says_so() -> None:
     assert asked(0.95) > asked(0.05)
 
 
-def test_dear_rounds_are_not_drafted_on_trust() -> None:
-    """As after a load, or where all that is known of acceptance was dropped."""
-    c = Controller(8, N_MAX)
-    for rows, ms in ((8, 10.0), (72, 24.0)):
-        for _ in range(4):
-            c.timed(rows, 8, ms, 8 if rows > 8 else 0, N_MAX, 1.0)
-    caps = [(slot, N_MAX) for slot in range(8)]
-    for _ in range(2):
-        picked = c.choose(caps)
-        assert any(picked) and max(picked) <= ASK_DRAFT
-        c.forget_acceptance()
-    for slot in range(8):
-        c.record(slot, 2, 2)
-    assert max(c.choose(caps)) > ASK_DRAFT
-
-
 def test_asking_stops_where_it_has_cost_its_share() -> None:
     m = Machine(flat, 9.0, n_slot=1)
     m.run(50, [0.5])
     caps = [(0, N_MAX)]
     m.controller.begin(0)
     assert m.controller._news(caps, 0.05).sum() > 0
-    m.controller.asked_ms = m.ms
+    m.controller.asks.add(20.0 * flat(1), flat(1))
     assert m.controller._news(caps, 0.05).sum() == 0
 
 

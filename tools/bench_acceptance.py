@@ -94,7 +94,7 @@ def print_known(engine: Engine) -> None:
         known,
         "draft, by rows of blocks" if c.block else "draft, by slots",
         drafts,
-        f"asked {c.asked_ms:.1f} of {c.ms:.0f} ms;",
+        f"owed for asking {c.asks.debt:.1f} of {c.ms:.0f} ms;",
         c.lanes[0].reason,
         flush=True,
     )

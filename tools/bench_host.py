@@ -102,12 +102,12 @@ def answer_at_once(r: Rig, kind: str) -> None:
         drafter.block = lambda batch: (tokens[: batch.bucket], None)
         drafter.inject = lambda batch: None
     if kind == "lookups":
-        loop.speculator.host.may = lambda slot: True  # type: ignore[method-assign]
+        loop.speculator.host.took = lambda ms, busy: None  # type: ignore[method-assign]
     if kind == "quiet":  # drafts are far too expensive, and the controller does not try again
         for busy in range(1, len(loop.table.slots) + 1):
             for _ in range(2):
                 loop.controller.draft_ms.add(busy, 50.0)
-        loop.controller._may_try = lambda busy: False
+        loop.controller._may_ask = lambda plain_ms: False
 
 
 def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, repeats: int = 5) -> str:

@@ -169,7 +169,6 @@ def _watch(loop: Any, device: Device) -> None:
     timed(loop.speculator, "observe", "observe")
     timed(loop.controller, "choose", "choose")
     timed(loop.controller, "_best", "weighing")
-    timed(loop.controller, "_best_beside", "weighing beside prompts")
 
 
 class Moment:

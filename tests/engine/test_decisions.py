@@ -335,7 +335,7 @@ def test_a_long_prompt_does_not_wait_for_a_pause_of_the_machine(at: int) -> None
 
 
 DECISIONS = """controller.choose controller.begin controller.record controller.timed controller.timed_beside controller.drafts_of
-speculator.host.begin speculator.decay.begin speculator.watch.add throttle.awake throttle.landed pace.rows pace.landed pace.committed
+speculator.decay.begin throttle.awake throttle.landed pace.rows pace.landed pace.committed
 pace.pause_ms turns.awake speculator._find_offers speculator._set_windows speculator.most speculator._requests speculator._cut"""
 
 

@@ -13,7 +13,6 @@ from engine_rig import FIXTURES, GREEDY, Rig, every_rig, fake_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.engine.load.warmup import warm_up
-from pyspec.engine.policy.collapse import AcceptanceWatch
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import SeqMode
 from pyspec.slots.round import Round
@@ -158,46 +157,6 @@ def test_a_request_whose_text_breaks_ends_alone() -> None:
     heard[0].job.stream.push = None  # type: ignore[assignment, method-assign]
     r.run()
     assert heard[0].error is not None and heard[1].tokens == text_after([1, 2, 3], 30)
-
-
-def collapsing(good: int, bad: int) -> list[bool]:
-    watch = AcceptanceWatch()
-    return [watch.add(20, 14) for _ in range(good)] + [watch.add(20, 1) for _ in range(bad)]
-
-
-def test_acceptance_that_collapses_is_told_once() -> None:
-    said = collapsing(100, 200)
-    assert sum(said) == 1 and not any(said[:110])
-
-
-def test_acceptance_that_was_never_good_is_no_collapse() -> None:
-    watch = AcceptanceWatch()
-    assert not any(watch.add(20, n % 3) for n in range(500))
-
-
-def test_requests_that_hardly_drafted_say_nothing_of_acceptance() -> None:
-    watch = AcceptanceWatch()
-    assert not any([watch.add(20, 14) for _ in range(60)] + [watch.add(4, 0) for _ in range(300)])
-
-
-def test_a_collapse_drops_what_the_cache_holds_and_drafting_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The drafter is right for long, then wrong for long, because of its stored state; then it starts anew."""
-    drafter = Oracle(5)
-    r: Rig = fake_rig(1, drafter)
-    for i in range(60):
-        r.generate([i % 250, 2, 3], 12)
-    drafter.text = lambda tokens, n: [0] * n
-    i = 0
-    while "drafting starts anew" not in caplog.text:
-        i += 1
-        assert i < 60
-        r.generate([i % 250, 2, 3], 12)
-    assert r.loop.table.n_page_cached <= 2
-    drafter.text = text_after
-    heard = r.generate([7, 2, 3], 30)
-    assert heard.tokens == text_after([7, 2, 3], 30) and heard.timings.draft_n_accepted > 10
 
 
 @pytest.mark.parametrize("part", ["forward", "draft", "observe"])

@@ -261,8 +261,6 @@ class Committer:
             *(job.id, slot.index, end.finish, job.n_prompt, job.n_cached, job.n_predicted),
             *(t.predicted_per_second, t.n_rounds, t.mean_len),
         )
-        if self.speculator.has_collapsed(job):
-            self._start_drafts_anew()
 
     def _let_go_of_start(self, job: Job, slot: Slot | None) -> None:
         """File the job's start behind the pages of `slot`, or drop it if there is none."""
@@ -273,22 +271,6 @@ class Committer:
             self.cache.file_start(slot, start)
         else:
             self.cache.drop_start(start)
-
-    def _start_drafts_anew(self) -> None:
-        """Acceptance collapsed: drop the drafter state that slots and the cache hold."""
-        log.warning(
-            "the drafter's acceptance fell from %.0f %% to %.0f %% in the last %d requests: its state in the cache is dropped,"
-            " and drafting starts anew",
-            *(
-                100 * self.speculator.watch.was,
-                100 * self.speculator.watch.now,
-                self.speculator.watch.MANY,
-            ),
-        )
-        self.worker.table.clear()
-        if self.disk is not None:
-            self.disk.clear()
-        self.speculator.controller.forget_acceptance()
 
     def blame(self, error: SlotError) -> None:
         """A forward rejected its batch: end the request in the slot that it names, or all requests if it names none.

@@ -31,8 +31,7 @@ from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.read_slots import ReadSlots
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.loop.suffix_source import Patience, SuffixSource, TextToDraft
-from pyspec.engine.policy.collapse import AcceptanceWatch
+from pyspec.engine.loop.suffix_source import SuffixSource, TextToDraft
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.decay import Decay
 from pyspec.engine.policy.host_drafts import HostDrafts
@@ -68,7 +67,6 @@ class Speculator:
         self.clock, self.host = clock, HostDrafts(controller)
         self.worker, self.controller, self.stats = worker, controller, stats
         self.suffixes = SuffixSource(suffixes, has_device=worker.device.type != "cpu")
-        self.patience = Patience()
         self.read = ReadSlots(worker, controller)
         self.waits_for_offers = False  # offered drafts are not verified yet
         self.lost_track: set[int] = set()  # slots whose drafter state is not trusted
@@ -78,15 +76,13 @@ class Speculator:
         self.asked: list[
             int
         ] = []  # tokens of this round's drafts, before they were cut; none if they were not
-        self.watch = AcceptanceWatch()
         self.decay = Decay(len(worker.table.slots), worker.needs.n_trained)
         self.offers: dict[int, Offer | SuffixDraft] = {}  # by slot, drafts that need no drafter
         self.refused: dict[
             int, int
         ] = {}  # by slot, the index of the drafted token that its grammar refused
         self.found_none: set[int] = set()  # slots for which a drafter on the host found nothing
-        # slots and milliseconds of suffix drafts while the device ran
-        self.beside: tuple[Sequence[int], float] | None = None
+        self.beside: float | None = None  # milliseconds of suffix drafts while the device ran
         self.failed: set[tuple[str, str]] = (
             set()
         )  # decisions that failed, each with the kind of its error
@@ -205,7 +201,7 @@ class Speculator:
         """The length of each slot's draft, and the drafts that are offered."""
         chosen, self.chosen, began = self.chosen, None, self.clock()
         held = [job for job in jobs if job.constraint is not None]
-        looked_up, ms = self._collect_offers(jobs if self.suffixes.is_on else held)
+        ms = self._collect_offers(jobs if self.suffixes.is_on else held)
         if (
             chosen is None
             or self.offers
@@ -220,14 +216,13 @@ class Speculator:
         self.waits_for_offers = bool(taken) or any(
             isinstance(self.offers[slot], Offer) for slot in offered
         )
-        self.patience.count(bool(offered), self.waits_for_offers)
         found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
-        if looked_up:
+        if ms is not None:
             self.host.plans(len(jobs), [(slot, n) for slot, n in chosen if n and slot in found])
             all_ms = (
                 ms if self.controller.n_own else 1e3 * (self.clock() - began)
             )  # a drafter needs a choice, too
-            self.host.took(looked_up, all_ms, len(jobs))
+            self.host.took(all_ms, len(jobs))
         return chosen, found
 
     def _trim(
@@ -300,25 +295,23 @@ class Speculator:
         held = job.constraint is not None
         return draft_draw(job.sampler, self.needs.draws, self.needs.n_draft, is_held=held)
 
-    def _collect_offers(self, jobs: Sequence[Job]) -> tuple[Sequence[int], float]:
-        """Returns the slots that were looked up in earlier text, and the milliseconds of that."""
+    def _collect_offers(self, jobs: Sequence[Job]) -> float | None:
+        """Returns the milliseconds of looking up earlier text; None: nothing was looked up."""
         self.refused.clear()
-        found, looked_up = self._find_offers(jobs)
+        found, ms = self._find_offers(jobs)
         self.offers = {slot: offer for slot, offer in found.items() if offer.tokens}
-        return looked_up
+        return ms
 
     @property
     def looks_up(self) -> bool:
         """Texts are looked up for suffix drafts this round."""
         return self.suffixes.is_on and self.controller.force is None and self.host.is_awake
 
-    def _find_offers(
-        self, jobs: Sequence[Job]
-    ) -> tuple[dict[int, Offer | SuffixDraft], tuple[Sequence[int], float]]:
-        """What each request's grammar or an earlier text offers, whichever promises more, by slot. Also the slots that were looked up in
-        earlier text, and the milliseconds of that."""
+    def _find_offers(self, jobs: Sequence[Job]) -> tuple[dict[int, Offer | SuffixDraft], float | None]:
+        """What each request's grammar or an earlier text offers, whichever promises more, by slot. Also the milliseconds of looking up earlier
+        text; None: nothing was looked up."""
         drafts: dict[int, SuffixDraft] = {}
-        wishes, slots, held, ms = [], [], [], 0.0
+        wishes, slots, held, ms = [], [], [], None
         looks_up = self.looks_up
         for job in jobs:
             slot = job.slot
@@ -326,7 +319,7 @@ class Speculator:
                 continue
             if job.constraint is not None:
                 held.append((job, slot.index, job.constraint))
-            if looks_up and job.anchor is not None and self.host.may(slot.index):
+            if looks_up and job.anchor is not None:
                 wishes.append((slot, job.anchor, self._most_offered(job)))
                 slots.append(slot.index)
         if wishes:
@@ -340,7 +333,7 @@ class Speculator:
             best = partial(_better, constraint, most, drafts.get(index, NO_SUFFIX_DRAFT))
             none: Offer | SuffixDraft = NO_SUFFIX_DRAFT
             found[index] = self.decide("a grammar's offer", best, none, is_of_one=True)
-        return found, (slots, ms)
+        return found, ms
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
         """A grammar or an earlier text offers one of the jobs likely tokens, more than the drafter promises, or has offered some that are not verified yet."""
@@ -349,13 +342,11 @@ class Speculator:
         )
 
     def _has_offers(self, jobs: Iterable[Job]) -> bool:
-        looks_up = self.looks_up
+        jobs, looks_up = list(jobs), self.looks_up
         asked = [job for job in jobs if looks_up or job.constraint is not None]
         if not asked:
             return False
-        found, looked_up = self._find_offers(asked)
-        if looked_up[0]:
-            self.beside = looked_up
+        found, self.beside = self._find_offers(asked)
         likely = {slot: each for slot, each in found.items() if each.chance_of_first >= LIKELY}
         if not likely:
             return False
@@ -363,13 +354,13 @@ class Speculator:
         caps = [(slot, self.most(job, 0)) for slot, job in slots if slot in likely]
         offers = {slot: each.survival for slot, each in likely.items()}
         gain = WORTH_READING if self.suffixes.is_on else 1.0
-        return bool(self.controller.preferred(caps, offers, gain)) and self.patience.is_left
+        return self.controller.would_take(caps, offers, len(jobs), gain)
 
     def count_beside(self, launched: Launched, busy: int) -> None:
         """Count the time of suffix drafts beside this forward, unless the device still runs it: then no one waited."""
         beside, self.beside = self.beside, None
         if beside is not None and launched.is_over:
-            self.decide("the host's account", lambda: self.host.took(*beside, busy), None)
+            self.decide("the host's account", lambda: self.host.took(beside, busy), None)
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
@@ -457,7 +448,7 @@ class Speculator:
         if self.suffixes.has_rest and not self.host.is_resting:
             began = self.clock()
             self.suffixes.observe(n_row)
-            self.host.took((), 1e3 * (self.clock() - began), busy)
+            self.host.took(1e3 * (self.clock() - began), busy)
 
     def enter_piece(self) -> bool:
         """Enter a piece of a text while the device runs. False if none waits, or suffix drafts rest."""
@@ -498,7 +489,6 @@ class Speculator:
         def begin() -> None:
             self.decay.begin(slot.index, n_prompt)
             self.controller.begin(slot.index, grammar, may_draft=may_draft)
-            self.host.begin(slot.index)
 
         self.decide("a request's start", begin, None)
 
@@ -555,11 +545,6 @@ class Speculator:
             self.end(slot)
         self.lost_track.clear()
         self.chosen = None
-
-    def has_collapsed(self, job: Job) -> bool:
-        """True once if a good drafter was bad for many requests, up to `job`."""
-        add = partial(self.watch.add, sum(job.drafted), sum(job.accepted))
-        return self.decide("the watch over acceptance", add, False)
 
 
 def _better(constraint: Constraint, most: int, offer: SuffixDraft) -> Offer | SuffixDraft:

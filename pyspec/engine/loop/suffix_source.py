@@ -102,26 +102,3 @@ class SuffixSource:
             log.exception("no more suffix drafts: they failed")
             self.drafts = None
         return None
-
-
-class Patience:
-    """Whether a likely offer is worth reading a round before the next is launched. Not where the controller declines them."""
-
-    MOST = 64  # chances to launch ahead that are taken between two tries
-
-    def __init__(self) -> None:
-        self.n_pause = self.n_left = 0
-
-    def count(self, is_preferred: bool, is_taken: bool) -> None:
-        """Count a round whose drafts are chosen: an offer promised more than the drafter, and the controller took some of it."""
-        if is_taken:
-            self.n_pause = self.n_left = 0
-        elif is_preferred:
-            self.n_pause = min(max(1, 2 * self.n_pause), self.MOST)
-            self.n_left = self.n_pause
-
-    @property
-    def is_left(self) -> bool:
-        """True now; False counts as one of the pause."""
-        self.n_left -= self.n_left > 0
-        return self.n_left == 0

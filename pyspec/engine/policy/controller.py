@@ -22,13 +22,13 @@ import numpy as np
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.acceptance import Acceptance
+from pyspec.engine.policy.account import LIMIT, Account
 from pyspec.engine.policy.certainty import Certainty
-from pyspec.engine.policy.cut_trial import CutTrial
 from pyspec.engine.policy.forward_costs import ForwardCosts
 from pyspec.engine.policy.lanes import MUTE, NO_CAP, NO_DRAFTER, NO_OFFER, UNREAD, Lane
 from pyspec.engine.policy.reading import DraftReading
 from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
-from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows, worth_of
+from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows
 from pyspec.slots.table import Slot
 
 DECAY = 0.96  # per round, of the draft counts in /slots
@@ -40,11 +40,8 @@ TRY_SLOTS = 8  # one in this many slots tries
 PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, doubled each time
 DOUBT_EVERY = 512  # rounds
 RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it
-DEAR_LIVE = 0.02  # share of a round: if drafting for all slots costs more over drafting for one, choose among slots
+ASK_GAIN = 0.1  # part of the drafts' expected gain that pays for asking
 HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text
-ASK_FIRST, ASK_SHARE = 1.5, 0.006  # budget of lost time: plain rounds at first, then a share of the time
-ASK_GAIN = 0.1  # part of the drafts' expected gain that refills the budget
-FEW, DEAR_FIRST = 8, 1.5  # with fewer verdicts, no drafts in rounds that cost this many plain ones
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -73,7 +70,10 @@ class Controller:
     def __post_init__(self) -> None:
         self.n_own = self.n_max if self.n_own < 0 else self.n_own
         self.since_plain = self.n_round = 0
-        self.ms = self.asked_ms = 0.0  # of all rounds, and expected to be lost by probing and trying
+        self.ms = 0.0  # of all rounds
+        self.asks = (
+            Account()
+        )  # of probing and trying: what they are expected to lose, and drafts to gain
         self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
         # round and caps of the last choice of no drafts, and its reason
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None
@@ -93,7 +93,12 @@ class Controller:
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.beside = 0  # rows of prompts in the forward of the last choice
         self.certainty = Certainty(self.n_own)
-        self.cut_trial, self.cut_gain_ms = CutTrial(), 0.0  # of the last cut, against no cut
+        self.cut_account = Account(
+            self.ms
+        )  # of cutting drafts: its time, and what it is expected to gain
+        self.cut_gain_ms = self.cut_unit = (
+            0.0  # of the last cut: against no cut, and of a round without drafts
+        )
         self.uncut: dict[int, int] = {}  # lengths that would be verified without a cut
         self.rate = 0.0  # tokens a millisecond that the last choice promised
         self.lanes = [Lane() for _ in range(self.n_slot)]
@@ -196,7 +201,8 @@ class Controller:
     @property
     def cuts(self) -> bool:
         """It may choose among drafts that are known, and that pays."""
-        return self.force is None and not self.fixed and self.cut_trial.is_on(self.n_round)
+        self.cut_account.settle(self.ms)
+        return self.force is None and not self.fixed and not self.cut_account.rests
 
     def whole(self, caps: Sequence[tuple[int, int]], picked: Sequence[int]) -> list[int]:
         """The same slots, with drafts as long as the drafter computes at that price, to be `cut`. A chain computes as many as the longest."""
@@ -240,6 +246,7 @@ class Controller:
         is_uncut = np.arange(survive.shape[1]) < np.array(uncut)[:, None]
         gain_now = float(worth.max() - (survive[is_uncut].sum() - self.rate * ms[sum(uncut)]))
         self.cut_gain_ms = max(gain_now, 0.0) / self.rate if self.rate > 0 else 0.0
+        self.cut_unit = float(ms[0])
         kept = np.bincount(lane[order[: int(worth.argmax())]], minlength=len(drafted)).tolist()
         lengths = {slot: n for (slot, _), n in zip(drafted, kept, strict=True)}
         for slot, n in lengths.items():
@@ -247,8 +254,9 @@ class Controller:
         return [(slot, lengths.get(slot, n)) for slot, n in chosen]
 
     def cut_took(self, ms: float) -> None:
-        """The last cut took so many milliseconds. Where cuts promise less than they take, rounds do without for a time."""
-        self.cut_trial.add(self.n_round, self.cut_gain_ms, ms)
+        """The last cut took so many milliseconds. Where cuts promise less than twice of that, rounds do without for a time: the drafter takes
+        time for probabilities, too."""
+        self.cut_account.add(ms - self.cut_gain_ms / 2, self.cut_unit)
 
     def preferred(
         self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]], gain: float = 1.0
@@ -265,10 +273,26 @@ class Controller:
             if 1 + sum(offers[slot]) >= gain * (1 + own[:cap].sum())
         }
 
+    def would_take(
+        self,
+        caps: Sequence[tuple[int, int]],
+        offers: Mapping[int, Sequence[float]],
+        busy: int,
+        gain: float,
+    ) -> bool:
+        """A round of `busy` slots would verify some of these offers: they are `preferred`, and their rows pay."""
+        found = list(self.preferred(caps, offers, gain).values())
+        if not found or self.fixed or self.force is not None:
+            return bool(found)
+        survive = -np.sort(-np.concatenate(found))
+        ms = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(survive))) + self._slots_ms(busy)
+        plain = busy / self._verify_ms(busy, busy)
+        return bool(((busy + survive.cumsum()) / ms).max() > MARGIN * plain)
+
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Choose by `_best`. A choice of no drafts stands for some rounds, because choosing takes time."""
         if self.beside:
-            return self._best_beside(caps)
+            return self._best(caps)
         self.pays, last = False, None if self.offered else self._plain
         if last is not None and last[1] == caps and self.n_round - last[0] < RETHINK:
             return [0] * len(caps), last[2]
@@ -298,7 +322,9 @@ class Controller:
         return True
 
     def _may_ask(self, plain_ms: float) -> bool:
-        return self.asked_ms < ASK_FIRST * plain_ms + ASK_SHARE * self.ms
+        """Drafts may cost time now to learn from them."""
+        self.asks.settle(self.ms)
+        return self.asks.debt < LIMIT * plain_ms
 
     def _may_try(self, busy: int) -> bool:
         return self.try_in < TRY_FREE or self._may_ask(self._verify_ms(busy, busy))
@@ -312,7 +338,7 @@ class Controller:
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
-        self.asked_ms += self._costs(caps, tried) - before
+        self.asks.add(self._costs(caps, tried) - before, self._verify_ms(len(caps), len(caps)))
         self.try_in = min(2 * self.try_in, TRY_LAST) if able else self.try_in
         return tried
 
@@ -321,7 +347,7 @@ class Controller:
         best = max(range(len(caps)), key=lambda i: sum(self.offered.get(caps[i][0], ())))
         tried, before = picked.copy(), self._costs(caps, picked)
         tried[best] = min(caps[best][1], ASK_DRAFT)
-        self.asked_ms += self._costs(caps, tried) - before
+        self.asks.add(self._costs(caps, tried) - before, self._verify_ms(len(caps), len(caps)))
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
 
@@ -339,72 +365,50 @@ class Controller:
     def _depths(self, busy: int) -> Sequence[int]:
         """Depths at which drafting deeper costs more."""
         if self.chained:
-            return range(1, self.n_own + 1)
+            return range(1, self.n_own + 1) or (0,)
         return self.block.depths(busy, self.n_own) if self.block and self.n_own else (self.n_own,)
 
     def _verify_ms(self, rows: int, busy: int) -> float:
         return self.verify_ms(rows) + self._slots_ms(busy)
 
     def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
-        """Give rows to slots in the order of their chance to survive, and take the best ratio."""
+        """Give rows to slots in the order of their chance to survive, and take the most tokens a millisecond. A round that reads prompts, too,
+        is as long as those: there a draft has to be worth its time at the rate of rounds without prompts."""
         busy = len(caps)
         plain_ms = self._verify_ms(busy, busy)
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: no slot may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = self._extra_ms(rows, busy)
+        verify = self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
             # fewer rows never take longer, so this was noise
             plain_ms = min(plain_ms, float(verify.min()))
-        plain = self.rate = busy / plain_ms
+        price = plain = busy / plain_ms
         best = self._best_way(rows, busy, verify)
-        if best.worth <= plain * MARGIN:
-            return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
+        is_worth, where = best.worth > MARGIN * plain, ""
+        if self.beside:
+            price, where = MARGIN * max(best.worth, plain), f" beside {self.beside} rows of prompts"
+            forward = self._forward_ms(range(busy, busy + 1 + len(rows.slot))) + self._slots_ms(busy)
+            best, plain_ms = self._best_way(rows, busy, forward[1:], price), float(forward[0])
+            is_worth = best.worth > busy - price * plain_ms
+        self.rate = price
+        if not is_worth:
+            return [0] * busy, f"plain: no draft promises more than {1e3 * price:.0f} tok/s{where}"
         picked = np.bincount(best.slot, minlength=busy).tolist()
         tokens = best.tokens - news[np.unique(best.slot)].sum()
-        rate = best.worth * tokens / best.tokens
-        self.rate = max(rate, plain)
-        if rate <= plain:  # it only probes
-            picked = [min(n, ASK_DRAFT) for n in picked]
-            self.asked_ms += self._costs(caps, picked) - plain_ms
-            return picked, f"probing texts: some would give more than {1e3 * plain:.0f} tok/s"
-        if self.texts.n_verdict < FEW and self._costs(caps, picked) > DEAR_FIRST * plain_ms:
-            picked = [
-                n if slot in self.offered else min(n, ASK_DRAFT)
-                for (slot, _), n in zip(caps, picked, strict=True)
-            ]
+        saved = (tokens - busy) / price - (best.ms - plain_ms)
+        if saved <= 0:  # it only probes
+            self.asks.add(-saved, plain_ms)
+            return [
+                min(n, ASK_DRAFT) for n in picked
+            ], f"probing texts: some would give more than {1e3 * price:.0f} tok/s{where}"
         self.pays = True
-        self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
-        return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
-
-    def _best_beside(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
-        """Drafts of a round that reads prompts, too. Its length is the prompts', so tokens per millisecond say nothing: a draft has to be worth
-        its time at the rate of rounds without prompts."""
-        busy = len(caps)
-        plain_ms = self._verify_ms(busy, busy)
-        if not any(cap for _, cap in caps):
-            return [0] * busy, "plain: no slot may draft"
-        news = self._news(caps, busy / plain_ms)
-        rows = self._rows(caps, news)
-        calm = self._best_way(
-            rows, busy, self.verify_ms.of_all(more_rows(rows, busy)) + self._slots_ms(busy)
-        )
-        self.rate = MARGIN * max(calm.worth, busy / plain_ms)
-        best = self._best_way(rows, busy, self._extra_ms(rows, busy), self.rate)
-        plain = busy - self.rate * float(
-            self._forward_ms(range(busy, busy + 1))[0] + self._slots_ms(busy)
-        )
-        beside = f"beside {self.beside} rows of prompts"
-        if best.worth <= plain:
-            return [0] * busy, f"plain: {beside} no draft is worth its time"
-        picked = np.bincount(best.slot, minlength=busy).tolist()
-        lost = plain - (best.worth - news[np.unique(best.slot)].sum())
-        if lost >= 0:  # it only probes
-            self.asked_ms += lost / self.rate
-            return [min(n, ASK_DRAFT) for n in picked], f"probing texts {beside}"
-        self.pays = True
-        return picked, f"worth their time {beside}"
+        self.asks.add(-ASK_GAIN * saved, plain_ms)
+        if self.beside:
+            return picked, f"worth their time{where}"
+        self.rate = max(tokens / best.ms, plain)
+        return picked, f"expects {1e3 * self.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def _forward_ms(self, sizes: range) -> Floats:
         """Milliseconds of forwards with so many rows of decoding slots, beside the prompts of this round; without the time of the slots."""
@@ -413,10 +417,6 @@ class Controller:
         n_row = self.beside + np.arange(sizes.start, sizes.stop)
         least = np.linspace(self.verify_ms(int(n_row[0])), self.verify_ms(int(n_row[-1])), len(n_row))
         return np.maximum(least, self.forward_costs.ms(n_row.astype(float)))
-
-    def _extra_ms(self, rows: DraftRows, busy: int) -> Floats:
-        """Milliseconds of verifies with one to all of these rows beyond one a slot."""
-        return self._forward_ms(more_rows(rows, busy)) + self._slots_ms(busy)
 
     def _slots_ms(self, busy: int) -> float:
         return self.verify_ms.slot_ms * busy
@@ -459,24 +459,14 @@ class Controller:
         return DraftRows(slot, place, gain[order])
 
     def _best_way(self, rows: DraftRows, busy: int, verify: Floats, price: float = 0.0) -> Way:
-        """The best choice over all depths and sets of slots. price: as in `DraftRows.best`.
-
-        A deeper draft takes one more pass for all slots, and a drafter takes longer for more slots. So each depth is evaluated alone, and with
-        only the likeliest slots.
-        """
-        best, ms = NO_WAY, np.zeros(2)
+        """The best choice over all depths, each of which takes one more pass or a longer block for all slots. price: as in `DraftRows.best`."""
         if not len(rows.slot):  # no slot may draft
-            return best
-        for depth in self._depths(busy):
-            draft = self._draft_ms(busy, depth)
-            way = rows.up_to(depth).best(busy, verify, draft, price)
-            if way.worth > best.worth:
-                best, ms = way, draft
-        if ms[-1] - ms[1] > DEAR_LIVE * verify[0]:
-            near = rows.up_to(best.depth)
-            for n_live in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < busy]:
-                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms, price), key=worth_of)
-        return best
+            return NO_WAY
+        ways = [
+            rows.up_to(depth).best(busy, verify, self._draft_ms(busy, depth), price)
+            for depth in self._depths(busy)
+        ]
+        return max(ways, key=lambda way: way.worth)
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """Record the verdict on one slot's draft."""

@@ -1,43 +1,15 @@
-"""Decides by measuring whether drafts that the host makes beside the device are worth the host's time: for all slots together, and for each.
-
-Accounts of time: what the host took is a debt, and what accepted drafts saved pays it. While it is too large the host makes no such
-drafts, and the debt shrinks by a small share of the time that passes. Then it tries again. So drafts that never pay cost that share.
+"""Decides by measuring whether drafts that the host makes beside the device are worth its time: an account of what it took, which accepted
+drafts pay with the time that they saved. While it rests, no text is looked up or entered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pyspec.engine.policy.account import Account
 from pyspec.engine.policy.controller import Controller
 
-SHARE = 0.004  # of all time, that drafts may take which do not pay
-LIMIT = 2.0  # plain rounds of debt that begin a rest; of a slot, its part of a round
-MOST_DEBT = (
-    16.0  # plain rounds: a host that paused for another reason is not held against drafts for longer
-)
-MOST_CREDIT = 4.0  # plain rounds that drafts may have saved in advance
 RESTS = "none: drafts from earlier text took more of the host's time than they saved, and are tried again later"
-
-
-class Account:
-    """A debt in milliseconds. at: when it was settled last, in milliseconds of rounds."""
-
-    __slots__ = ("at", "debt", "rests")
-
-    def __init__(self, at: float = 0.0) -> None:
-        self.debt, self.at, self.rests = 0.0, at, False
-
-    def settle(self, now: float) -> None:
-        """Time has passed."""
-        if self.debt > 0.0:
-            self.debt = max(0.0, self.debt - SHARE * (now - self.at))
-        self.at = now
-        self.rests = self.rests and self.debt > 0.0
-
-    def add(self, ms: float, unit: float) -> None:
-        """ms: taken, or negative: saved. unit: milliseconds of a plain round, or of a slot's part of it."""
-        self.debt = min(max(self.debt + ms, -MOST_CREDIT * unit), MOST_DEBT * unit)
-        self.rests = self.rests or self.debt > LIMIT * unit
 
 
 class HostDrafts:
@@ -48,53 +20,31 @@ class HostDrafts:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every account."""
-        now = self.controller.ms
-        self.all, self.slots = Account(now), [Account(now) for _ in range(self.controller.n_slot)]
-        self.unit = self.row_ms = (
-            0.0  # of the last `plans`: milliseconds of a plain round, and of a drafted row
-        )
-        self.busy, self.own = (
-            0,
-            dict[int, float](),
-        )  # own: tokens that the drafter would have given, by slot
-
-    def begin(self, slot: int) -> None:
-        """Another text starts in this slot."""
-        self.slots[slot] = Account(self.controller.ms)
+        """Forget what was counted."""
+        self.account = Account(self.controller.ms)
+        # of the last `plans`: milliseconds of a plain round, and of a drafted row; slots; tokens that the drafter would have given, by slot
+        self.unit = self.row_ms = 0.0
+        self.busy, self.own = 0, dict[int, float]()
 
     @property
     def is_awake(self) -> bool:
-        """The host may draft for some slots now. Ask once a round, before `may`."""
-        if self.all.rests:
-            self.all.settle(self.controller.ms)
+        """The host may draft now. Ask once a round."""
+        self.account.settle(self.controller.ms)
         return not self.is_resting
-
-    def may(self, slot: int) -> bool:
-        """The host may draft for this slot, if it may for any."""
-        account = self.slots[slot]
-        if account.rests:
-            account.settle(self.controller.ms)
-        return not account.rests or self.controller.fixed
 
     @property
     def is_resting(self) -> bool:
-        """The host drafted for no slot when it was asked last."""
-        return self.all.rests and not self.controller.fixed
+        """The host did not draft when it was asked last."""
+        return self.account.rests and not self.controller.fixed
 
     def is_the_reason(self, slot: int) -> bool:
-        """The slot has no drafts because the host makes none for it, and there is no drafter."""
-        rests = self.is_resting or (self.slots[slot].rests and not self.controller.fixed)
-        return rests and not self.controller.n_own and not self.controller.lanes[slot].n_draft
+        """The slot has no drafts because the host makes none, and there is no drafter."""
+        return self.is_resting and not self.controller.n_own and not self.controller.lanes[slot].n_draft
 
-    def took(self, slots: Sequence[int], ms: float, busy: int) -> None:
-        """The host drafted for these slots of `busy` in so many milliseconds, and the device waited. No slots: it entered texts."""
-        unit = self._plain_ms(busy)
-        if not unit:
-            return
-        self._add(self.all, ms, unit)
-        for slot in slots:
-            self._add(self.slots[slot], ms / len(slots), unit / busy)
+    def took(self, ms: float, busy: int) -> None:
+        """The host drafted for `busy` slots, or entered texts, in so many milliseconds, and the device waited."""
+        if unit := self._plain_ms(busy):
+            self._add(ms, unit)
 
     def plans(self, busy: int, drafts: Sequence[tuple[int, int]]) -> None:
         """The next verify of `busy` slots has these drafts beside: (slot, tokens)."""
@@ -110,12 +60,11 @@ class HostDrafts:
         if self.unit:
             each = self.unit / self.busy
             saved = (n_accepted - self.own.get(slot, 0.0)) * each - n_draft * self.row_ms
-            self._add(self.all, -saved, self.unit)
-            self._add(self.slots[slot], -saved, each)
+            self._add(-saved, self.unit)
 
-    def _add(self, account: Account, ms: float, unit: float) -> None:
-        account.settle(self.controller.ms)
-        account.add(ms, unit)
+    def _add(self, ms: float, unit: float) -> None:
+        self.account.settle(self.controller.ms)
+        self.account.add(ms, unit)
 
     def _plain_ms(self, busy: int) -> float:
         """0.0: not known yet."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from statistics import median_low
 from typing import Protocol, TypeVar
 
 from pyspec.engine.policy.prompt_pace import PAUSE_MS
 from pyspec.slots.table import Slot
 
 LONG = 8192  # uncached tokens of a long prompt
-N_CHUNK = 5  # chunks whose median says how long one takes
-PAUSE = 2.0  # factor of that median beyond which a chunk's time is a pause of the machine, for which no prompt waits
+N_CHUNK = 5  # chunks whose lower quartile says how long one takes: pauses of the machine come in a row
+PAUSE = 2.0  # factor of that beyond which a chunk's time is a pause of the machine, for which no prompt waits
 NEWER = 0.25  # weight of the last round in the mean time of a round
 
 
@@ -111,4 +110,6 @@ class PromptThrottle:
     @property
     def _usual(self) -> float:
         """Most milliseconds that a chunk counts: of the first one, what the pace lets a forward take."""
-        return PAUSE * median_low(self._chunks) if len(self._chunks) > 1 else PAUSE_MS
+        if len(self._chunks) < 2:
+            return PAUSE_MS
+        return PAUSE * sorted(self._chunks)[len(self._chunks) // 4]

@@ -20,17 +20,7 @@ class DraftRows(NamedTuple):
     gain: Floats
 
     def up_to(self, depth: int) -> DraftRows:
-        return self._only(self.place < depth)
-
-    def of_best(self, n: int, busy: int) -> DraftRows:
-        """Rows of the n slots with the largest gain, among those that need a drafter."""
-        is_asked = self.place != OFFERED
-        gains = np.bincount(self.slot[is_asked], self.gain[is_asked], minlength=busy)
-        is_best = np.zeros(busy, bool)
-        is_best[(-gains).argsort(kind="stable")[:n]] = True
-        return self._only(is_best[self.slot] | ~is_asked)
-
-    def _only(self, mask: NDArray[np.bool_]) -> DraftRows:
+        mask = self.place < depth
         return self if mask.all() else DraftRows(self.slot[mask], self.place[mask], self.gain[mask])
 
     def best(self, busy: int, verify: Floats, draft: Floats, price: float = 0.0) -> Way:
@@ -47,25 +37,21 @@ class DraftRows(NamedTuple):
         return Way(
             float(worth[n]),
             float(tokens[n]),
-            int(self.place[: n + 1].max()) + 1,
+            float(ms[n]),
             self.slot[: n + 1],
         )
 
 
 class Way(NamedTuple):
-    """A candidate choice: expected tokens per millisecond (or those left of a price), tokens, passes, and each row's slot."""
+    """A candidate choice: expected tokens per millisecond (or those left of a price), tokens, milliseconds, and each row's slot."""
 
     worth: float
     tokens: float
-    depth: int
+    ms: float
     slot: NDArray[np.int64]
 
 
-NO_WAY = Way(float("-inf"), 0.0, 0, np.zeros(0, np.int64))
-
-
-def worth_of(way: Way) -> float:
-    return way.worth
+NO_WAY = Way(float("-inf"), 0.0, 0.0, np.zeros(0, np.int64))
 
 
 def more_rows(rows: DraftRows, busy: int) -> range:
