@@ -2,6 +2,7 @@
 
     python tools/bench_tiers.py qwen3.6-27b --quant q8_0 --layers 16 [--ops gdn attend ...] [--tiers triton torch] [--spec-len 3]
     ... --kernels triton --ops none    the whole model in Triton, and no op beside it
+    ... --tiers captured compiled      the torch reference where a graph holds it, as it is and by torch.compile, without a check
 
 The model is synthetic and has only its first N layers, so that it loads in seconds. A round of all layers is extrapolated from two
 depths: the difference between N and N / 2 layers is the time of N / 2 layers. An op costs the extra time of its layers; ops that run
@@ -17,19 +18,23 @@ import gc
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pyspec.bench.session import Plan, bench
 from pyspec.cuda import kernel_context, survey
 from pyspec.cuda.kernel_context import KernelContext
-from pyspec.cuda.op import listed_ops, tiers_of
+from pyspec.cuda.op import Impl, listed_ops, tiers_of
 from pyspec.engine.api import Engine
 from pyspec.synth import find, write
 
 ONCE = ("best", "ahead", "embed", "angles", "ring_places", "norms")
+IN_TORCH = ("captured", "compiled")
 HOW = {"ctx": 2560, "kv_type": "f16"}
 
 
@@ -51,6 +56,42 @@ def lower(op: str, tier: str) -> tuple[str, ...]:
     return tuple({impl.bind.__module__ for impl in found.impls[:n]})
 
 
+class Compiled:
+    """A launch, a function or an object with several, compiled by torch."""
+
+    def __init__(self, launch: Any) -> None:
+        self._launch, self._run = launch, torch.compile(launch)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._launch, name)
+        found = torch.compile(found) if callable(found) else found
+        setattr(self, name, found)
+        return found
+
+
+@contextmanager
+def in_torch(op: str, tier: str) -> Iterator[None]:
+    """While this lasts, the op runs as its reference, which graphs take to be capturable."""
+    (found,) = (o for o in listed_ops() if o.name == op)
+
+    def bind(spec: object) -> Any:
+        launch = found.reference.bind(spec)
+        if tier == "captured":
+            return launch
+        return (lambda data: torch.compile(launch(data))) if op == "heads" else Compiled(launch)
+
+    before, refusal = found.impls, found.refusal
+    found.impls = [Impl(tier, bind, capturable=True), *before]
+    found.refusal = lambda impl, spec: None if impl.name == tier else refusal(impl, spec)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        found.impls, found.refusal = before, refusal  # type: ignore[method-assign]
+
+
 def measured(
     path: Path,
     streams: list[int],
@@ -60,7 +101,7 @@ def measured(
     spec_len: float = 0.0,
     kernels: str = "auto",
 ) -> Rounds:
-    demoted = lower(op, tier) if op else ()
+    demoted = lower(op, tier) if op and tier not in IN_TORCH else ()
     kernel_context.use(
         KernelContext(tiers_of(kernels), demoted=frozenset(demoted))
     )  # the engine's, to read its decisions
@@ -74,7 +115,10 @@ def measured(
         streams=streams, turns=1, n_prompt=300, n_predict=n_token, random_prompts=True, ignore_eos=True
     )
     try:
-        with Engine.open(str(path), "mtp" if spec_len else None, settings) as engine:
+        with (
+            in_torch(op, tier) if tier in IN_TORCH else nullcontext(),
+            Engine.open(str(path), "mtp" if spec_len else None, settings) as engine,
+        ):
             rows = bench(engine, plan).rows
             ran = {each.chosen(spec).name for each, spec in survey.asked() if each.name == op}
     except Exception as e:  # noqa: BLE001 - one op that can not run is a line of the table

@@ -1,6 +1,6 @@
-"""What every rank of several does alike: its worker, and the gathers of slots' memory on the first rank (engine/loop/slot_image.py).
+"""Gathers a slot's memory of all ranks on the first one, and distributes it again (images of slots: engine/loop/slot_image.py).
 
-Every rank calls the same methods in the same order. All ranks have tensors of the same shapes, because they have equally many heads.
+Every rank runs the same function at the same time. All ranks have tensors of the same shapes, because they have equally many heads.
 """
 
 from __future__ import annotations
@@ -11,32 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.device.worker import Worker
-from pyspec.models.target import Out
-from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory, planes_of
-from pyspec.slots.round import LogitsNeed
-
-
-class RankWorker(Worker):
-    """A rank's worker: its logits are its columns, which are gathered behind the forward, because a graph may hold that."""
-
-    @property
-    def ranks(self) -> Collective:
-        assert self.target.ranks is not None
-        return self.target.ranks
-
-    def of_target(self, batch: Batch) -> Out:
-        """This rank's part alone."""
-        return self.target.run(batch, self.needs.taps)
-
-    def results(self, batch: Batch, reads: LogitsNeed) -> Out:
-        """Results without logits, if the host does not read them."""
-        return super().results(batch, reads).whole(reads)
-
-    def keeps_logits(self, reads: LogitsNeed) -> bool:
-        """Gathered logits have a place of their own."""
-        return False
 
 
 def gather_pages(

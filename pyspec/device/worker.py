@@ -28,13 +28,13 @@ from pyspec.slots.batch import Batch, lay_out
 from pyspec.slots.drafts import DraftsAhead
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import LogitsNeed, Round
+from pyspec.slots.round import Continuation, LogitsNeed, Round
 from pyspec.slots.table import Slot, SlotTable
 
 NO_NEEDS = Needs(0)
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class Launched:
     """A launched forward.
 
@@ -43,7 +43,6 @@ class Launched:
     q         of those drafts, as in DraftsAhead
     drafting  events at start and end of drafting
     keeps_logits  the host may read its logits after the next forward was launched, which overwrites them
-    elsewhere  the same forward on other ranks
     """
 
     batch: Batch
@@ -54,7 +53,6 @@ class Launched:
     q: Tensor | None = None
     drafting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     keeps_logits: bool = True
-    elsewhere: object = None
 
     @property
     def found(self) -> Tensor | None:
@@ -161,30 +159,18 @@ class Worker:
             before.out = replace(before.out, best=top(before.out.logits))
         assert before.out.best is not None
         began, drafts = stamp(self.device) if behind.n_draft else None, None
-        kept = self.ahead_rows.accept(before.batch, before.out.best, behind)
+        kept = self.accept(before, behind)
         if behind.n_draft:
             drafts = self._draft(before, round_, kept)
             if drafts is None:
                 return None
-        return self._go_on(before, round_, kept, drafts, began)
-
-    def _go_on(
-        self,
-        before: Launched,
-        round_: Round,
-        kept: Kept,
-        drafts: DraftsAhead | None,
-        began: torch.cuda.Event | None,
-    ) -> Launched:
-        """Launch a round behind the kept rows of `before`. began: when its drafts were asked for."""
-        assert round_.behind is not None
         own, q = (None, None) if drafts is None else (drafts.tokens, drafts.q)
         batch = self.ahead_rows.move(self._lay_out(round_), kept, own)
         tokens = None if own is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
         if own is not None:
             self.watch_drafter()
-        if round_.behind.known is None:  # else they are copied, and the drafter has seen them
+        if behind.known is None:  # else they are copied, and the drafter has seen them
             before.copy_results(self.needs, is_next_launched=True)
         launched = self._send(batch, round_.reads)
         launched.tokens, launched.q = tokens, q
@@ -202,6 +188,11 @@ class Worker:
             )
         assert isinstance(self.drafter, LookaheadDrafter)
         return self.drafter.draft_ahead(before.batch, before.out, kept, most)
+
+    def accept(self, before: Launched, behind: Continuation) -> Kept:
+        """Count the kept rows of a round that is not read yet."""
+        assert before.out.best is not None
+        return self.ahead_rows.accept(before.batch, before.out.best, behind)
 
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
@@ -232,15 +223,11 @@ class Worker:
     def run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on the acceptance. A graph may hold it."""
         self.faults.clear()
-        out = self.of_target(batch)
+        out = self.target.forward(batch, self.needs.taps)
         if self.drafter is not None:
             self.drafter.absorb(batch, out)
         has_best = out.best is not None or batch.tokens.device.type == "cpu"
         return out if has_best else replace(out, best=top(out.logits))
-
-    def of_target(self, batch: Batch) -> Out:
-        """Its part of `run`."""
-        return self.target.forward(batch, self.needs.taps)
 
     def watch_drafter(self) -> None:
         """Read the fault record for the drafter: the forward clears it first, and its own faults come later."""

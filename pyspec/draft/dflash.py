@@ -12,6 +12,7 @@ the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ from pyspec.draft.drafter import (
     DraftOptions,
     DraftPlan,
     DraftRequest,
+    DraftShare,
     Needs,
     TargetFile,
     own_memory,
@@ -44,7 +46,6 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.cuts import flaws
-from pyspec.models.gathered import shared
 from pyspec.models.kernels import kernels, program_of
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
@@ -77,7 +78,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         raise ConfigError("--spec-type dflash needs a draft file (-md)")
     c = read_config(file)
     wants = drafter_tensors(c, file, target.config.n_embd)
-    return block_plan(c, file, target, settings, wants)
+    return replace(block_plan(c, file, target, settings, wants), load_share=partial(load_share, bind))
 
 
 def block_plan(
@@ -87,7 +88,7 @@ def block_plan(
     settings: EngineSettings,
     wants: Mapping[str, Want],
 ) -> DraftPlan:
-    """The plan of a drafter whose drafts are blocks. wants: the tensors of its file."""
+    """The plan of a drafter whose drafts are blocks, without `load_share`. wants: the tensors of its file."""
     check_pair(c, file, target.config)
     check_tensors(file, wants, c.alias)
     check_read(file, (*wants, D2T), len(c.windows), c.alias)
@@ -110,7 +111,6 @@ def block_plan(
             n_trained=c.n_trained,
             tells=_tells(c, settings, n_rank, best_only=best_only),
             draws=settings.draft_sampling,
-            divided=n_rank > 1,
         ),
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
@@ -426,11 +426,7 @@ class DFlash:
         return tap_shift.warning(self.net, self.needs.n_draft, target, self.table, slot, tokens)
 
     def pools(self) -> Iterable[PartMemory]:
-        return () if self.needs.divided else self.net.memory.paged  # else they stand beside the target's
-
-    def forget(self) -> None:
-        self.block.forget()
-        self.inject.forget()
+        return self.net.memory.paged
 
     def end(self, slot: Slot) -> None:
         self._forget(slot)
@@ -446,8 +442,7 @@ def _read(tokens: Tensor, probs: Tensor | None) -> tuple[list[int], list[float] 
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
-    net = bind(plan, target, table, options)
-    return DFlash(net, plan, table, target.device, options.settings.draft_p_min)
+    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
 
 
 def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlashNet:
@@ -471,10 +466,31 @@ def bound(
     weights = Weights(plan.file, device, options.dense, c.alias, options.wide, ranks, cuts, options.rope)
     memory = own_memory(plan, table, options, device)
     net = kind(c.share(plan.n_rank), weights, memory, target, options.head)
-    if ranks is not None:
-        net.parts = shared(target.output)
-        assert net.parts is not None, "ranks divide a drafter that reads the target's head"
-        target.memory.beside = list(memory.paged)
-    elif plan.best_only:
+    if plan.best_only:
         net.find_best = options.best
     return net
+
+
+def drafter_of(
+    net: DFlashNet, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions
+) -> DFlash:
+    """The drafter, or the first rank's part of it."""
+    p_min = options.settings.draft_p_min
+    if plan.n_rank == 1:
+        return DFlash(net, plan, table, target.device, p_min)
+    from pyspec.draft.dflash_ranks import DividedDFlash  # which needs this module
+
+    assert options.lead is not None
+    return DividedDFlash(net, plan, table, target, options.lead, p_min)
+
+
+Bind = Callable[[DraftPlan, Target, SlotTable, DraftOptions], DFlashNet]
+
+
+def load_share(
+    bind: Bind, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions
+) -> DraftShare:
+    """Another rank's part."""
+    from pyspec.draft.dflash_ranks import DFlashShare  # which needs this module
+
+    return DFlashShare(bind(plan, target, table, options), plan, table, target, options.arena)

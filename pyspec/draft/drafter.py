@@ -7,6 +7,7 @@ knows no drafter: a load and the memory plan read its `DraftPlan`, and the loop 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
+from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.draft.blocks import BlockLength
 from pyspec.errors import ConfigError
@@ -54,7 +56,6 @@ class Needs:
     tells     `draft` can give the probability of each token (`Drafts.sure`)
     on_host   `draft` works on the host alone, and may find nothing
     draws     how it can draw its tokens: the value of --spec-draft-sampling that it was planned for, or argmax
-    divided   each of several ranks has a share of it, and they call it alike; else it is whole, on the first rank
     """
 
     n_draft: int
@@ -70,7 +71,6 @@ class Needs:
     tells: bool = False
     on_host: bool = False
     draws: str = "argmax"
-    divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ class DraftPlan:
     remark     the end of the line that names it
     n_suffix   tokens of the longest suffix draft (`suffix_drafts`), which goes beside it; 0: there are none
     n_rank     ranks that divide it by the cuts of `wants`: layers, attention and bytes are those of one; 1: it is whole, on the first rank
+    load_share  loads the part of another rank than the first
     """
 
     kind: str
@@ -134,6 +135,7 @@ class DraftPlan:
     remark: str = ""
     n_suffix: int = 0
     n_rank: int = 1
+    load_share: Callable[[DraftPlan, Target, SlotTable, DraftOptions], DraftShare] | None = None
 
     @property
     def n_draft(self) -> int:
@@ -171,6 +173,8 @@ class DraftOptions:
     wide   packed matrices have an f16 copy for wide batches
     head   read in place of the target's head; one of its own goes before it
     best   where several ranks read the target's head together: rows [row, n_embd] f32 -> their best tokens [row] int64
+    lead   sends a divided drafter's commands to the other ranks
+    arena  on another rank than the first: where batches lie that the first one has in an arena
     """
 
     settings: EngineSettings
@@ -178,6 +182,8 @@ class DraftOptions:
     wide: bool = False
     head: Matrix | None = None
     best: Callable[[Tensor], Tensor] | None = None
+    lead: DraftLead | None = None
+    arena: Arena | None = None
 
     @property
     def kv(self) -> KvFormat:
@@ -385,12 +391,55 @@ class GraphedDrafter(Protocol):
         ...
 
 
+# -- a drafter that ranks divide ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCommand:
+    """A command of the first rank's part to the others'. Each drafter has its own, as plain integers."""
+
+
+class DraftLead(Protocol):
+    """Sends commands to the other ranks. has_accepted: they have counted the kept rows of the verify that ran last."""
+
+    ranks: Collective
+    has_accepted: bool
+
+    def send(self, command: DraftCommand) -> None:
+        """Send a command to all of them, in order."""
+        ...
+
+    def together(self, command: DraftCommand) -> AbstractContextManager[None]:
+        """Have them run a command beside the body. An exception in the body ends all ranks."""
+        ...
+
+
 @runtime_checkable
 class DividedDrafter(Protocol):
-    """A drafter that ranks can divide (`Needs.divided`). The target's memory then has its pages (`Memory.beside`)."""
+    """The first rank's part of a drafter that ranks divide. The target's memory has its pages (`Memory.beside`)."""
+
+    lead: DraftLead
 
     def forget(self) -> None:
         """Free its graphs, which hold sums of ranks. Nothing is captured after this."""
+        ...
+
+
+class DraftShare(Protocol):
+    """Another rank's part. It decides nothing.
+
+    drafts  [seq, n] int64: the tokens that all ranks found last
+    """
+
+    needs: Needs
+    drafts: Tensor | None
+
+    def absorb(self, batch: Batch, out: Out) -> None:
+        """As of `Drafter`."""
+        ...
+
+    def obey(self, command: DraftCommand, kept: Kept | None) -> None:
+        """Run one command. kept: the rows of the last verify, as this rank has counted them."""
         ...
 
 

@@ -19,6 +19,7 @@ from pyspec.slots.table import Slot, SlotTable
 
 if TYPE_CHECKING:
     from pyspec.draft.dflash_net import DFlashNet
+    from pyspec.draft.dflash_ranks import LedNet
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ MIN_ANCHORS = 6
 
 
 def warning(
-    net: DFlashNet,
+    net: DFlashNet | LedNet,
     n_draft: int,
     target: Target,
     table: SlotTable,
@@ -43,7 +44,7 @@ def warning(
 
 @torch.inference_mode()
 def run_by_shift(
-    net: DFlashNet,
+    net: DFlashNet | LedNet,
     n_draft: int,
     target: Target,
     table: SlotTable,

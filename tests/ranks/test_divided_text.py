@@ -13,7 +13,7 @@ import torch
 from block_drafters import dflash2_of, dspark_of
 from engine_rig import DEMO, DEMO_DRAFT, Rig
 from known_texts import demo_prompts, joined, known_texts
-from rank_threads import RankRig, is_first
+from rank_threads import RankRig
 from torch import Tensor
 
 from pyspec import synth
@@ -22,6 +22,7 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.graph import Graphed
 from pyspec.draft import dflash
 from pyspec.draft.dflash import DFlash
+from pyspec.draft.dflash_ranks import DFlashShare, DividedDFlash
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.engine.plan.planned_bytes import plan_memory
@@ -64,7 +65,7 @@ def ranked(kind: str, n_rank: int, **settings: object) -> RankRig:
 def test_text_is_plain_with_joins_and_cancels(kind: str, n_rank: int, np: int, padded: bool) -> None:
     texts = known_texts(pair()[0])
     with ranked(kind, n_rank, np=np, padded=padded) as r:
-        assert r.loop.worker.needs.divided
+        assert isinstance(r.loop.drafter, DividedDFlash)
         heard = joined(r, texts, cancels=True)
         r.ranks.settle()
     for h, text in zip(heard, texts.values(), strict=True):
@@ -95,8 +96,8 @@ class Found:
 
         def watch(drafter: DFlash, *args: object, **how: object) -> tuple[Tensor, Tensor | None]:
             tokens, probs = find(drafter, *args, **how)  # type: ignore[arg-type]
-            (self.first if is_first() else self.other).append(tokens.tolist())
-            self.sure += [probs] if probs is not None and is_first() else []
+            (self.other if isinstance(drafter, DFlashShare) else self.first).append(tokens.tolist())
+            self.sure += [] if probs is None else [probs]
             return tokens, probs
 
         monkeypatch.setattr(DFlash, "_tokens", watch)
@@ -119,7 +120,7 @@ def test_ranks_draft_as_one(
 ) -> None:
     found, settings = Found(monkeypatch), {"np": 2, "padded": padded, "draft_p_min": p_min}
     with ranked(kind, n_rank, **settings) as r:
-        divided = r.loop.worker.needs.divided
+        divided = isinstance(r.loop.drafter, DividedDFlash)
         assert divided == (kind != "dspark-unsure" or not p_min)
         texts, drafts = found.of(r)
         r.ranks.settle()
@@ -128,7 +129,7 @@ def test_ranks_draft_as_one(
         sure = found.sure
     monkeypatch.setattr(dflash, "MOST_RANKS", 1)
     with ranked(kind, n_rank, **settings) as r:
-        assert not r.loop.worker.needs.divided
+        assert not isinstance(r.loop.drafter, DividedDFlash)
         assert found.of(r) == (texts, drafts)
     if p_min:
         assert sure and all(map(torch.allclose, sure, found.sure))
@@ -174,7 +175,7 @@ def test_graphs_are_freed_before_the_ranks_are_left(monkeypatch: pytest.MonkeyPa
     order: list[object] = []
     with ranked("dflash", 2) as r:
         drafter = r.loop.drafter
-        assert isinstance(drafter, DFlash) and drafter.needs.divided
+        assert isinstance(drafter, DividedDFlash)
         monkeypatch.setattr(Graphed, "forget", lambda graphs: order.append(graphs))
         monkeypatch.setattr(Collective, "leave", lambda ranks: order.append("left"))
         r.loop.leave()

@@ -10,17 +10,19 @@ import pytest
 import torch
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, plain_rig, rig
 from known_texts import demo_prompts, known_texts
-from rank_threads import RankRig, is_first
+from rank_threads import RankRig
 from torch import Tensor
 
 from pyspec import synth
 from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.device.follow import Call, Follower
+from pyspec.device.commands import AcceptRows, Command, HeadBest
+from pyspec.device.follow import Follower
 from pyspec.device.lead import Leader
 from pyspec.draft import dflash
 from pyspec.draft.dflash import DFlash
+from pyspec.draft.dflash_ranks import DFlashShare, FindDrafts, MakeContext, RunBlocks
 from pyspec.draft.drafter import TargetFile
 from pyspec.draft.draws import Draws
 from pyspec.engine.load import load as loading
@@ -41,12 +43,11 @@ PLAIN = replace(GREEDY, ignore_eos=False)
 
 
 class Proposals:
-    """A drafter's proposals on the first rank and on the others, and the calls that these got."""
+    """A drafter's proposals on the first rank, and the commands about them to other ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[list[int]] = []
-        self.of_others: list[list[int]] = []
-        self.told: list[Call] = []
+        self.told: list[Command] = []
         self.n_ahead = 0
         find, obey, ahead = DFlash._tokens, Follower.obey, DFlash.draft_ahead
 
@@ -62,19 +63,20 @@ class Proposals:
         ) -> tuple[Tensor, Tensor | None]:
             tokens, probs = find(drafter, block, n_seq, n_draft, given, tells=tells, draws=draws)
             assert tokens.dtype == torch.int64 and tokens.shape == (n_seq * n_draft,)
-            (self.found if is_first() else self.of_others).append(tokens.tolist())
+            if not isinstance(drafter, DFlashShare):
+                self.found.append(tokens.tolist())
             return tokens, probs
 
         def count(
             drafter: DFlash, batch: Batch, out: Out, kept: Kept, n_draft: int
         ) -> DraftsAhead | None:
             drafts = ahead(drafter, batch, out, kept, n_draft)
-            self.n_ahead += drafts is not None and is_first()
+            self.n_ahead += drafts is not None
             return drafts
 
-        def listen(follower: Follower, call: Call) -> None:
-            self.told.append(call)
-            obey(follower, call)
+        def listen(follower: Follower, command: Command) -> None:
+            self.told.append(command)
+            obey(follower, command)
 
         monkeypatch.setattr(DFlash, "_tokens", watch)
         monkeypatch.setattr(DFlash, "draft_ahead", count)
@@ -84,17 +86,17 @@ class Proposals:
         self, r: RankRig, prompts: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """Texts, drafts, and numbers of tokens that other ranks find with the first one."""
-        self.found, self.of_others, self.told = [], [], []
+        self.found, self.told = [], []
         heard = [r.submit(prompt, N, PLAIN) for prompt in prompts]
         r.run()
         r.ranks.settle()
-        rows = [args[0] for name, args in self.told if name == "find_best"]
-        rows += [len(tokens) for tokens in self.of_others]
+        rows = [c.n_row for c in self.told if isinstance(c, HeadBest)]
+        rows += [c.n_seq * c.n_draft for c in self.told if isinstance(c, FindDrafts)]
         return [h.tokens for h in heard], self.found, rows
 
-    def n(self, *named: str) -> int:
-        """Calls of this name, and of this method of a drafter."""
-        return sum((name, *args)[: len(named)] == named for name, args in self.told)
+    def n(self, kind: type[Command]) -> int:
+        """Commands of this kind."""
+        return sum(isinstance(c, kind) for c in self.told)
 
 
 @pytest.fixture
@@ -124,12 +126,12 @@ def test_ranks_draft_what_the_first_one_drafted_alone(
         texts, found, rows = drafts.of(r, prompts)
     assert texts == [text[:N] for _, text in demo_prompts()[:5]]
     assert rows == [len(tokens) for tokens in found] and len(rows) > 4
-    assert drafts.of_others == found and drafts.n("draft", "draft") == len(rows) - drafts.n_ahead
-    assert (drafts.n_ahead > 0) == padded == (drafts.n("launch_behind") > 0)
+    assert drafts.n(RunBlocks) == drafts.n(FindDrafts) == len(rows)
+    assert (drafts.n_ahead > 0) == padded == (drafts.n(AcceptRows) > 0)
     undivided(monkeypatch)
     with RankRig(DEMO, 2, np=4, padded=padded, **DFLASH) as r:
         assert drafts.of(r, prompts) == (texts, found, rows)
-        assert drafts.n("find_best") == len(rows) and not drafts.n("draft")
+        assert drafts.n(HeadBest) == len(rows)
     with_a_copy(monkeypatch)
     with RankRig(DEMO, 2, np=4, padded=padded, **DFLASH) as r:
         assert drafts.of(r, prompts) == (texts, found, [])
@@ -175,7 +177,8 @@ def test_ranks_share_the_context_that_one_has(
 
     with RankRig(path, tp, **settings) as r:
         texts = run(r)
-        shares = [r.loop.drafter, *(r.ranks.followers[i].drafter for i in range(1, tp))]
+        assert any(isinstance(c, MakeContext) and c.n_held for c in drafts.told)
+        shares = [r.loop.drafter, *(r.ranks.followers[i].drafts for i in range(1, tp))]
         pools = [share.net.memory.kv for share in shares]  # type: ignore[union-attr]
         d = describe(path, EngineSettings(tp=tp, device="cpu", kv_type="f32", ctx=256, **settings))  # type: ignore[arg-type]
         assert plan_memory(d).draft_kv == sum(
@@ -230,7 +233,7 @@ def test_an_image_holds_the_context_of_all_ranks(drafts: Proposals) -> None:
         found, drafts.found = drafts.found, []
         for slot in loop.table.slots:
             loop.table.erase(slot)
-        for pool in (loop.drafter.net.memory, r.ranks.followers[1].drafter.net.memory):  # type: ignore[union-attr]
+        for pool in (loop.drafter.net.memory, r.ranks.followers[1].drafts.net.memory):  # type: ignore[union-attr]
             for t in (t for part in pool.paged for t in part.tensors()):
                 t.fill_(3.0)
         imager.put(1, image)
@@ -243,7 +246,7 @@ def test_drafts_that_are_cut_by_their_probabilities_read_a_whole_head(drafts: Pr
     with RankRig(DEMO, 2, np=2, draft_p_min=0.3, **DFLASH) as r:
         texts, found, rows = drafts.of(r, [prompt for prompt, _ in demo_prompts()[:2]])
         assert texts == [text[:N] for _, text in demo_prompts()[:2]] and found and not rows
-        assert not drafts.n("draft") and not isinstance(r.loop.drafter.net.head, Gathered)  # type: ignore[union-attr]
+        assert not drafts.n(RunBlocks) and not isinstance(r.loop.drafter.net.head, Gathered)  # type: ignore[union-attr]
 
 
 def test_a_whole_head_is_planned_where_it_is_read() -> None:
@@ -298,7 +301,7 @@ def test_taps_are_checked_with_the_same_head(n: int) -> None:
 
 
 def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Call] = []
+    told: list[Command] = []
 
     class Broken:
         def own(self, rows: Tensor) -> Tensor:
@@ -317,14 +320,13 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
     ranks = Ranks()
     leader = Leader(told.append, ranks)  # type: ignore[arg-type]
     with pytest.raises(
-        DeviceError,
-        match="find_best failed on the first rank, and the others wait in it: no such matrix",
+        DeviceError, match="HeadBest failed on the first rank, and the others wait in it: no such matrix"
     ):
         leader.best(Broken(), torch.zeros(3, 8))  # type: ignore[arg-type]
     ranks.error = RankLost("rank 1 of 2: its process ended")
     with pytest.raises(RankLost, match="rank 1 of 2"):
         leader.best(Broken(), torch.zeros(3, 8))  # type: ignore[arg-type]
-    assert told == [("find_best", (3,))] * 2
+    assert told == [HeadBest(3), HeadBest(3)]
 
     def at_work(r: RankRig) -> RankRig:
         heard = r.submit(demo_prompts()[0][0], N, PLAIN)
@@ -339,7 +341,9 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
 
     with RankRig(DEMO, 2, np=1, **DFLASH) as r:
         at_work(r).loop.drafter.block.fn = broken  # type: ignore[union-attr]
-        with pytest.raises(DeviceError, match=r"draft failed on the first rank, and .* no such block"):
+        with pytest.raises(
+            DeviceError, match=r"RunBlocks failed on the first rank, and .* no such block"
+        ):
             for _ in range(N):
                 r.loop.step()
     undivided(monkeypatch)

@@ -517,3 +517,71 @@ def test_an_argument_that_is_nullable_in_openapis_words_may_be_null() -> None:
         rules = Lark()
         source = rules.calls(dialects.dialect(name).rules(rules, tools, is_single=True))
         assert '"null"' in source and "nullable" not in source
+
+
+BERN, BERN_3 = {"place": "Bern"}, {"place": "Bern", "days": 3}
+XML = "<tool_call>\n<function=look>\n<parameter=place>\nBern\n</parameter>\n</function>\n</tool_call>"
+OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
+    *(("qwen3_coder", XML.replace(*each), [("look", BERN)]) for each in (
+        ("=look", ' = "look"'), ("=look", "= look"), ("=place", ' = "place"'), ("=place", "= place"),
+        ("<parameter=", "<param="), ("<parameter=place", '<param name="place"'), ("</parameter>", "</parameter>\n</place>"),
+        ("</function>", "</look>"), ("</function>", "</func>"), ("</tool_call>", "</tool_"), ("</tool_call>", "<"),
+    )),
+    ("qwen3_coder", XML.replace("\n</function>\n</tool_call>", "\n<function=now>\n</function>\n</tool_call>"), [("look", BERN), ("now", {})]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place">Bern</parameter>\n<invoke name="now">\n</invoke>\n</tool_call>', [("look", BERN), ("now", {})]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke  name="look">\n<param name="place">Bern</parameter>\n</invoke>\n</tool_call>', [("look", BERN)]),
+    ("glm45", '<tool_call>look<arg_key>"place"</arg_key><arg_value>Bern</arg_value></tool_call>', [("look", BERN)]),
+    ("glm45", "<tool_call>look<arg_key>place><arg_value>Bern<arg_value></tool_call>", [("look", BERN)]),
+    *(("hermes", f"<tool_call>\n{body}\n</tool_call>", [("look", BERN)]) for body in (
+        '{"type": "function", "function": {"name": "look", "arguments": {"place": "Bern"}}}', '{"function": "look", "arguments": {"place": "Bern"}}',
+        '{"name": "look", "place": "Bern"}', '{"name": "look", "input": {"place": "Bern"}}', '```json\n{"name": "look", "arguments": {"place": "Bern"}}\n```',
+    )),
+    ("gemma4", '<|tool_call>call:"look"{place:<|"|>Bern<|"|>}<tool_call|>', [("look", BERN)]),
+    ("gemma4", "<|tool_call>call:now<tool_call|>", [("now", {})]),
+    ("kimi_k2", f"{KIMI[0]}functions.look:0{KIMI[2]}{{'place': 'Bern'}}{KIMI[3]}{KIMI[4]}", [("look", BERN)]),
+    ("kimi_k2", f"{KIMI[0]}{KIMI[1]}functions.now:0:{KIMI[3]}{KIMI[4]}", [("now", {})]),
+    ("kimi_k2", f"{KIMI[0]}{KIMI[1]}functions.now:0{KIMI[2]}null{KIMI[3]}{KIMI[4]}", [("now", {})]),
+    ("kimi_k2", f'{KIMI[0]}{KIMI[1]}{{"name": "look", "arguments": {{"place": "Bern"}}}}{KIMI[3]}{KIMI[4]}', [("look", BERN)]),
+    ("deepseek_v3", f'{DEEPSEEK[0]}look{DEEPSEEK[2]}{{"place": "Bern"}}{DEEPSEEK[3]}{DEEPSEEK[4]}', [("look", BERN)]),
+    ("mistral_args", '[TOOL_CALLS]look[ARGS][ARGS]{"place": "Bern", "days": 3}now[ARGS]{}', [("look", BERN_3), ("now", {})]),
+    ("lfm2", '<|tool_call_start|>[look({"place": "Bern"}); now()]<|tool_call_end|>', [("look", BERN), ("now", {})]),
+    ("lfm2", '<|tool_call_start|>[look("place"="Bern")]<|tool_call_end|>', [("look", BERN)]),
+    *(("harmony", f'<|channel|>commentary {to}<|message|>{{"place": "Bern"}}<|call|>', [("look", BERN)]) for to in (
+        "to= functions.look", 'to="functions.look"', "to=function.look", "to=functions.functions.look", "to=functions.look:0", "to=functions_look", "functions.look",
+    )),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), OTHERWISE)
+def test_calls_of_offered_tools_in_other_forms(name: str, text: str, calls: list[Call]) -> None:
+    check(name, text, calls, "")
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "mistral_args"])
+def test_a_fence_ends_as_in_markdown(name: str) -> None:
+    call = ("look", {"place": "Bern"})
+    own = written(name, call)
+    for text in ("```\nfoo ``` bar\nCALL\n```", "```md\n```py\nCALL\n```", "> ```\n> x\n> ```\n`CALL`"):
+        text = text.replace("CALL", own)
+        check(name, text, [], text)
+    for before in (
+        "Use ``` as a mark.",
+        "a ~~ b ~~~ c",
+        "Use ~~~ as one.",
+        "```x``` so",
+        "> ```\n> x\n\nWell.",
+    ):
+        check(name, f"{before}\n{own}", [call], before)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "kimi_k2", "gemma4", "mistral_args"])
+def test_calls_that_end_an_answer_count_behind_a_fence_that_was_left_open(name: str) -> None:
+    call = ("look", {"place": "Bern"})
+    own = written(name, call)
+    for before in ("```python\nprint(1)\n\nNow I call.", "~~~\nx", "```\na\n```\n```\nb"):
+        check(name, f"{before}\n\n{own}", [call], before)
+        closed = f"{before}\n\n{own}\n{'~~~' if '~' in before else '```'}"
+        check(name, closed, [], closed)
+        check(name, f"{before}\n\n{own}\nis one.", [], f"{before}\n\n{own}\nis one.")
+    for text in (f"So:\n```xml\n{own}", f"So:\n```xml\n{own}\n{own}", f"```\nWrite {own}"):
+        check(name, text, [], text)

@@ -246,11 +246,14 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
     head = output if d.settings.tp > 1 else None
     if d.head is not None and plan.draft_head and output is not None:
         head = make_head(output, d.head, d.device) or head
-    best = None
+    best = lead = None
     if heads_together(d):
         assert isinstance(target.memory, TpMemory) and isinstance(target.output, Gathered)
-        best = partial(target.memory.leader.best, target.output)
-    options = DraftOptions(settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head, best=best)
+        lead = target.memory.leader
+        best = partial(lead.best, target.output)
+    options = DraftOptions(
+        settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head, best=best, lead=lead
+    )
     return draft.find(d.draft.kind).load(d.draft, target, table, options)
 
 

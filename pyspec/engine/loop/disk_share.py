@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from pyspec.cache import n_cores
-from pyspec.device.follow import Call, Follower
+from pyspec.device.commands import (
+    DropEntry,
+    ForgetEntries,
+    OfDisk,
+    OpenDisk,
+    PlaceEntry,
+    ReadEntry,
+    StoreEntry,
+)
+from pyspec.device.follow import Follower
 from pyspec.device.lead import KeptElsewhere, Leader
 from pyspec.device.worker import is_device_error, stamp
 from pyspec.engine.aside import AsideThread
@@ -30,15 +39,13 @@ from pyspec.engine.messages import EntryNews
 from pyspec.errors import BadSlotFile, PyspecError
 from pyspec.repeats import limited
 from pyspec.slots.disk_folder import END, DiskEntry, DiskFolder
+from pyspec.slots.memory import Checkpoint
 from pyspec.slots.slot_file import Bytes
 from pyspec.slots.states import Saved, to_host
 
 log = limited(__name__)
 
 TICK_S = 0.1  # between looks at whether an answer is still wanted
-DISK_CALLS = frozenset(
-    ("open_folder", "store_entry", "read_entry", "place_entry", "drop_entry", "forget_entries")
-)
 
 
 @dataclass(eq=False)
@@ -71,7 +78,7 @@ class OtherShares:
 
     def open(self, folder: DiskFolder, n_buffer: int) -> None:
         """Have them use a folder. n_buffer: whole segments that are read at a time."""
-        self.leader.tell("open_folder", str(folder.path), folder.identity, folder.limit, n_buffer)
+        self.leader.tell(OpenDisk(str(folder.path), folder.identity, folder.limit, n_buffer))
 
     def hear(self, index: int, news: EntryNews) -> None:
         """A rank has read or written its file."""
@@ -107,11 +114,11 @@ class OtherShares:
             self.in_flight += self.n * n_bytes
         entry, at = want.entry, want.at
         tokens = want.text.tokens[at - entry.n : at]
-        self.leader.send("store_entry", number, entry, tokens, at, want.used, tuple(pages), state)
+        self.leader.send(StoreEntry(number, entry, tokens, at, want.used, tuple(pages), state))
 
     def forget(self, tokens: Sequence[int] | None, salt: str = "") -> None:
         """Have them remove a text's entries, or all, behind what they write."""
-        self.leader.tell("forget_entries", None if tokens is None else tuple(tokens), salt)
+        self.leader.tell(ForgetEntries(None if tokens is None else tuple(tokens), salt))
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -120,7 +127,7 @@ class OtherShares:
         number = next(self._numbers)
         with self._lock:
             self._reads[number] = _Asked(self.n)
-        self.leader.tell("read_entry", number, entry, i, tuple(tokens))
+        self.leader.tell(ReadEntry(number, entry, i, tuple(tokens)))
         return number
 
     def wait(self, number: int, is_wanted: Callable[[], bool]) -> bool:
@@ -139,7 +146,7 @@ class OtherShares:
             self._reads.pop(number, None)
         kept = self.leader.keep() if has_state else None
         state = -1 if kept is None else kept.number
-        self.leader.send("place_entry", number, run.shared, tuple(run.pages), state)
+        self.leader.send(PlaceEntry(number, run.shared, tuple(run.pages), state))
         return kept
 
     def drop(self, number: int) -> None:
@@ -147,7 +154,7 @@ class OtherShares:
         with self._lock:
             if self._reads.pop(number, None) is None:
                 return
-        self.leader.tell("drop_entry", number)
+        self.leader.tell(DropEntry(number))
 
 
 class DiskShare:
@@ -168,81 +175,72 @@ class DiskShare:
         self._readers: ThreadPoolExecutor | None = None
 
     @torch.inference_mode()
-    def obey(self, call: Call) -> None:
-        """Run one of DISK_CALLS, on the rank's thread. Only a failure of the device ends it."""
-        name, args = call
-        getattr(self, name)(*args)
-
-    def open_folder(self, path: str, identity: dict[str, Any], limit: int, n_buffer: int) -> None:
-        """Store and find shares of the prefix cache in this folder (DiskFolder). n_buffer: whole segments that are read at a time."""
-        self.folder = DiskFolder(Path(path), identity, limit, self.index, self.n)
-        self._readers = ThreadPoolExecutor(max(1, min(4, n_cores() // 2)), "pyspec-disk-read")
-        for _ in range(n_buffer):  # here: another thread would lock pages for the first GPU
-            self._free.put(self.codec.host(self.codec.segment_bytes))
-        AsideThread(self._run, "pyspec-disk").start()
-
-    def drop_entry(self, number: int) -> None:
-        """What was read, or is being read, is not wanted."""
-        with self._lock:
-            self._reading.discard(number)
-            piece = self._pieces.pop(number, None)
-        self._give_back(piece)
+    def obey(self, command: OfDisk) -> None:
+        """Run one command, on the rank's thread. Only a failure of the device ends it."""
+        if isinstance(command, OpenDisk):
+            self.folder = DiskFolder(
+                Path(command.path), command.identity, command.limit, self.index, self.n
+            )
+            self._readers = ThreadPoolExecutor(max(1, min(4, n_cores() // 2)), "pyspec-disk-read")
+            for _ in range(command.n_buffer):  # here: another thread would lock pages for the first GPU
+                self._free.put(self.codec.host(self.codec.segment_bytes))
+            AsideThread(self._run, "pyspec-disk").start()
+        elif isinstance(command, StoreEntry):
+            self._store(command)
+        elif isinstance(command, ReadEntry):
+            assert self._readers is not None
+            self._reading.add(command.number)
+            self._readers.submit(self._read, command)
+        elif isinstance(command, PlaceEntry):
+            self._place(command)
+        elif isinstance(command, DropEntry):
+            with self._lock:
+                self._reading.discard(command.number)
+                piece = self._pieces.pop(command.number, None)
+            self._give_back(piece)
+        else:
+            self._tasks.put(partial(self._forget, command))
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def store_entry(
-        self,
-        number: int,
-        entry: DiskEntry,
-        tokens: Sequence[int],
-        at: int,
-        used: int,
-        pages: Sequence[int],
-        state: int,
-    ) -> None:
-        """Copy these pages, and the checkpoint `state` unless it is -1, and write them as this rank's file of an entry.
-
-        tokens  of the entry; at: of the text up to its end; used: when, in nanoseconds
-        """
+    def _store(self, c: StoreEntry) -> None:
         try:
-            saved = None if state < 0 else self.follower.kept[state]
-            tensors = self.codec.taken(pages)
+            state = None if c.state < 0 else self.follower.kept_states[c.state]
+            tensors = self.codec.taken(c.pages)
             head: dict[str, Any] = {}
-            if entry.kind == END:
-                head, more = self.codec.state_of(saved, None)
+            if c.entry.kind == END:
+                head, more = self.codec.state_of(state, None)
                 tensors += more
             here = _run_through(host_copies(tensors))
             copied = stamp(self.codec.device)
         except Exception as e:
             if is_device_error(e):
                 raise
-            self._tell(EntryNews(number, failure=f"{type(e).__name__}: {str(e)[:200]}"))
+            self._tell(EntryNews(c.number, failure=f"{type(e).__name__}: {str(e)[:200]}"))
             return
+        self._tasks.put(partial(self._write, c, head, here, copied))
 
-        def write() -> int:
+    def _write(self, c: StoreEntry, head: dict[str, Any], tensors: list[Tensor], copied: Any) -> None:
+        failure, n_bytes = "", 0
+        try:
             if copied is not None:
                 copied.synchronize()
             assert self.folder is not None
-            return self.folder.write(at, entry, head, self.codec.pieces(tokens, here), used)
-
-        self._tasks.put(partial(self._write, number, write))
-
-    def _write(self, number: int, write: Callable[[], int]) -> None:
-        failure, n_bytes = "", 0
-        try:
-            n_bytes = write()
+            pieces = self.codec.pieces(c.tokens, tensors)
+            n_bytes = self.folder.write(c.at, c.entry, head, pieces, c.used)
         except PyspecError as e:
             failure = str(e)
         except Exception as e:
             log.exception("the prefix cache on disk failed")
             failure = f"{type(e).__name__}: {str(e)[:200]}"
-        self._tell(EntryNews(number, n_bytes, failure))
+        self._tell(EntryNews(c.number, n_bytes, failure))
 
-    def forget_entries(self, tokens: Sequence[int] | None, salt: str) -> None:
-        """Remove the entries of a text from the folder, behind all that is being written; None: all."""
+    def _forget(self, c: ForgetEntries) -> None:
         assert self.folder is not None
-        forget = self.folder.clear if tokens is None else partial(self.folder.forget, tokens, salt)
-        self._tasks.put(forget)
+        if c.tokens is None:
+            self.folder.clear()
+        else:
+            self.folder.forget(c.tokens, c.salt)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -256,55 +254,48 @@ class DiskShare:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    def read_entry(self, number: int, entry: DiskEntry, i: int, tokens: Sequence[int]) -> None:
-        """Read and check this rank's file of the entry behind segment `i` of a text, and keep its content until it is placed or dropped.
-        tokens: of the entry."""
-        assert self._readers is not None
-        self._reading.add(number)
-        self._readers.submit(self._read, number, entry, i, tokens)
-
-    def _read(self, number: int, entry: DiskEntry, i: int, tokens: Sequence[int]) -> None:
+    def _read(self, c: ReadEntry) -> None:
         piece, failure, buffer = None, "", None
         assert self.folder is not None
-        if entry.kind != END:
+        if c.entry.kind != END:
             with suppress(Empty):  # the first rank has as many, and a buffer for each that it asks for
                 buffer = self._free.get_nowait()
         try:
-            file = self.folder.open(entry)
+            file = self.folder.open(c.entry)
             if file is not None:
                 with file:
-                    piece = self.codec.read(file, entry, i, tokens, buffer)
+                    piece = self.codec.read(file, c.entry, c.i, c.tokens, buffer)
         except BadSlotFile as e:
             failure = str(e)
-            self.folder.discard(entry)
+            self.folder.discard(c.entry)
         except Exception as e:
             log.exception("the prefix cache on disk could not be read")
             failure = f"{type(e).__name__}: {str(e)[:200]}"
         with self._lock:
-            is_wanted = number in self._reading
-            self._reading.discard(number)
+            is_wanted = c.number in self._reading
+            self._reading.discard(c.number)
             if is_wanted and piece is not None:
-                self._pieces[number] = piece
+                self._pieces[c.number] = piece
         if not is_wanted:
             self._give_back(piece)
         if buffer is not None and (piece is None or piece.buffer is None):
             self._free.put(buffer)
         n_bytes = 0 if piece is None else piece.content.size
         with suppress(OSError):  # the first rank has ended
-            self._tell(EntryNews(number, n_bytes, failure, piece is None and not failure))
+            self._tell(EntryNews(c.number, n_bytes, failure, piece is None and not failure))
 
     def _give_back(self, piece: Piece | None) -> None:
         if piece is not None and piece.buffer is not None:
             self._free.put(piece.buffer)
 
-    def place_entry(self, number: int, shared: int, pages: Sequence[int], state: int) -> None:
-        """Write what was read into these pages, behind the first `shared` ones of it; its state becomes the checkpoint `state`, unless that is -1."""
+    def _place(self, c: PlaceEntry) -> None:
         with self._lock:
-            piece = self._pieces.pop(number)
-        restored = self.codec.fill(piece, PageRun(shared, pages))
-        if state >= 0:
+            piece = self._pieces.pop(c.number)
+        restored = self.codec.fill(piece, PageRun(c.shared, c.pages))
+        if c.state >= 0:
             assert restored is not None and restored.checkpoint is not None
-            self.follower.kept[state] = to_host(restored.checkpoint)
+            state: Checkpoint = to_host(restored.checkpoint)
+            self.follower.kept_states[c.state] = state
         self._give_back(piece)
 
     def close(self) -> None:

@@ -98,8 +98,8 @@ _OF_ARGS = (*MISTRAL.open, CALL_ID, ARGS)
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
     Dialect("harmony", harmony.machine, harmony.rules, harmony.heads, harmony.MARKS, _OF_HARMONY),
     _of("deepseek_v32", DSML, ("｜DSML｜",), ("｜DSML｜",), also=(_OBJECTS,), is_bare=True),
-    _of("deepseek_v3", DEEPSEEK, _OF_DEEPSEEK, DEEPSEEK.open[:1]),
-    _of("kimi_k2", KIMI, _OF_KIMI, (KIMI.mark, *KIMI.between)),
+    _of("deepseek_v3", DEEPSEEK, _OF_DEEPSEEK, DEEPSEEK.open[:1], also=(_OBJECTS,)),
+    _of("kimi_k2", KIMI, _OF_KIMI, (KIMI.mark, *KIMI.between), also=(_OBJECTS,)),
     _of("glm45", GLM, (*GLM.open, *GLM.close, *_PAIRS), (*GLM.open, "<arg_key>", "<arg_value>"), also=(_OBJECTS, QWEN), is_bare=True),
     _of("qwen3_coder", QWEN, (*QWEN.open, *QWEN.close), (*QWEN.open, "<function=", "<parameter="), also=(_OBJECTS, GLM), is_bare=True),
     replace(_MISTRAL, name="mistral_args", rules=MISTRAL.rules, marks=_OF_ARGS, signs=(*MISTRAL.open, ARGS)),

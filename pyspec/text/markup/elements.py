@@ -24,6 +24,7 @@ from pyspec.text.markup.ahead import (
     GAP,
     NAME,
     OVER,
+    SIGN,
     TAIL,
     Found,
     Lookahead,
@@ -62,7 +63,7 @@ def tag(exact: str, *words: str) -> Forms:
 
     def forms(names: Step) -> tuple[Lookahead, ...]:
         cut = words if isinstance(names, Names) else ()
-        any_begin = ((*begins, *cut), ("=", " name=", " name = ", " ", ": ", ":"), QUOTE, names, QUOTE)
+        any_begin = ((*begins, *cut), SIGN, QUOTE, names, QUOTE)
         return ((exact,), names, quote, ATTRIBUTES), (*any_begin, ATTRIBUTES), any_begin
 
     return forms
@@ -133,7 +134,10 @@ class Elements:
             yield from read_arguments(reader)
         else:
             arguments = ArgumentWriter(reader, tools.get(name, {}))
-            yield from self._arguments(reader, tools, arguments)
+            # models end a call by its tool's name, too
+            own = replace(self, call_ends=(*self.call_ends, *(f"</{name}>" for _ in self.call_ends[:1])))
+            yield from own._arguments(reader, tools, arguments)
+            yield from reader.take_mark(f"</{name}>")
         return ""
 
     def _begins(self, reader: AnswerReader, tools: Tools, *, is_open: bool) -> list[Lookahead]:
@@ -173,7 +177,7 @@ class Elements:
 
     def _arguments(self, reader: AnswerReader, tools: Tools, arguments: ArgumentWriter) -> Steps[None]:
         """Read arguments up to the mark that ends them, which is not taken. Other text between them is dropped."""
-        marks = (*self._behind, *self.open)
+        marks = beginnings((*self._behind, *self.open, *self.starts))
         while True:
             yield from reader.drop_spaces()
             if found := (yield from self._key(reader, arguments)):
@@ -185,7 +189,8 @@ class Elements:
                 continue
             dropped: list[str] = []
             mark = yield from reader.find(marks, dropped.append)
-            if mark not in self.key_starts:
+            is_call = mark in self.starts and (yield from reader.sees(*self.calls(Names(tools))[:-1]))
+            if mark not in self.key_starts and (is_call or mark not in self.starts):
                 text = "".join(dropped).strip()
                 if mark or not text or any(each.startswith(text) for each in self.ends):
                     arguments.end()
@@ -246,8 +251,8 @@ class Elements:
             else:
                 is_line = bool(lead) or value.last == "\n"
                 is_word = value.last.isalnum() or value.last in CLOSING
-                ends = self._value_forms(tools, expected, is_line=is_line, is_word=is_word)
-                ends += [] if n_own else [((own[1],), AHEAD, GAP, self._behind)]
+                by_name = () if n_own else own[1:]
+                ends = self._value_forms(tools, expected, by_name, is_line=is_line, is_word=is_word)
             if (yield from reader.take(*((*lead, *end) for end in ends), cut_fits=True)):
                 return True
             if depth and text in self.close_ends:
@@ -277,10 +282,17 @@ class Elements:
         return beginnings(every)
 
     def _value_forms(
-        self, tools: Tools, expected: Collection[str] | None, *, is_line: bool, is_word: bool
+        self,
+        tools: Tools,
+        expected: Collection[str] | None,
+        by_name: Step,
+        *,
+        is_line: bool,
+        is_word: bool,
     ) -> list[Lookahead]:
         """What confirms that a value ends, up to the part that is taken.
 
+        by_name  the end mark with the argument's name
         is_line, is_word  whether a line or a word ends before it
         """
         calls = self.calls(Names(tools))
@@ -289,7 +301,9 @@ class Elements:
         whole: Lookahead = (tuple(mark.rstrip(">") + ">" for mark in self.value_ends),)
         follow: list[Lookahead] = [(self._behind,), (self.open, GAP, *calls[-1])]
         follow += [calls[-1], keys[1]] if self._has_tags else []
-        forms = [(*each, AHEAD, GAP, *behind) for each in (end, (*end, GAP, *end)) for behind in follow]
+        twice: Lookahead = (*end, GAP, (*self.value_ends, *by_name), TAIL)
+        forms = [(*each, AHEAD, GAP, *behind) for each in (end, twice) for behind in follow]
+        forms += [(by_name, AHEAD, GAP, self._behind)] if by_name else []
         if not self._has_tags and expected:
             forms += [
                 (*each, AHEAD, GAP, *key) for each in (whole, (*whole, GAP, *whole)) for key in keys
@@ -369,11 +383,11 @@ QWEN = Elements(
     value_end="\n</parameter>\n",
     end="</function>",
     calls=tag("<function=", "function", "invoke"),
-    keys=tag("<parameter=", "parameter"),
+    keys=tag("<parameter=", "parameter", "param"),
     starts=("<function", "<invoke"),
-    key_starts=("<parameter",),
+    key_starts=("<param",),
     value_ends=("</param", "<parameter>", "<parameter/>"),
-    call_ends=("</function", "</invoke"),
+    call_ends=("</function", "</invoke", "</func>"),
     close_ends=("</tool_call",),
 )
 
@@ -386,9 +400,9 @@ MINIMAX = replace(
     value_end="</parameter>\n",
     end="</invoke>",
     calls=tag('<invoke name="', "invoke", "function"),
-    keys=tag('<parameter name="', "parameter"),
-    call_ends=("</invoke", "</function"),
-    close_ends=("</minimax:tool_call",),
+    keys=tag('<parameter name="', "parameter", "param"),
+    call_ends=("</invoke", "</function", "</func>"),
+    close_ends=("</minimax:tool_call", "</tool_call"),
     is_section=True,
 )
 
@@ -413,7 +427,7 @@ DSML = Elements(
         for begin, rest in (("</", "param"), ("<", "parameter>"))
     ),
     call_ends=tuple(f"</{bars}invoke" for bars in _BARS),
-    close_ends=tuple(f"</{bars}{word}" for bars in _BARS for word in ("tool_calls", "function_calls")),
+    close_ends=tuple(f"</{bars}{word}" for bars in _BARS for word in ("tool_call", "function_call")),
     is_section=True,
 )
 
@@ -423,7 +437,17 @@ KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 def pairs(names: Step) -> tuple[Lookahead, ...]:
     """A name and the mark of its value: as they should be, with other marks, and without the first one."""
     exact = ((KEY,), names, (END_KEY,), GAP, (VALUE,))
-    marks = (names, GAP, (END_KEY, END_VALUE, VALUE, KEY), GAP, (END_KEY, ""), GAP, (VALUE, KEY, ""))
+    marks = (
+        QUOTE,
+        names,
+        QUOTE,
+        GAP,
+        (END_KEY, END_VALUE, VALUE, KEY, ">"),
+        GAP,
+        (END_KEY, ""),
+        GAP,
+        (VALUE, KEY, ""),
+    )
     no_key = (names, GAP, (END_KEY, VALUE), GAP, (END_KEY, ""), GAP, (VALUE, ""))
     return exact, ((KEY, "<tool_call>", VALUE), GAP, (KEY, ""), GAP, *marks), no_key
 
@@ -438,7 +462,7 @@ GLM = Elements(
     keys=pairs,
     starts=(),
     key_starts=(KEY,),
-    value_ends=("</arg_value", "</arg_key"),
+    value_ends=("</arg_value", "</arg_key", "<arg_value>"),
     call_ends=(),
     close_ends=("</tool_call",),
 )

@@ -36,6 +36,7 @@ ANY_KEY = r"/[^\s<>{}\[\]:,\"']{1,64}/"
 SCALARS = ("number", "boolean", "null")
 
 _CALLS: Step = (CALL, ":", "call", "")
+_QUOTES: Step = ("", '"', "'", "`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,11 @@ class KeyedCalls:
             yield from reader.take_mark(THOUGHT)
             yield from reader.until((END_CHANNEL,), Trimmed(reader.reasoning))
             return ""
+        bare: Lookahead = (_CALLS, GAP, Names(tools), GAP, AHEAD, self.close)
+        if is_open and (found := (yield from reader.take(bare))):
+            reader.begin_call(found.name)
+            reader.arguments("{}")
+            return ""
         if not is_open or not (name := (yield from self._name(reader, tools))):
             return None
         reader.begin_call(name)
@@ -71,7 +77,9 @@ class KeyedCalls:
         """Take a call's text up to its bracket. Returns its name; "", with nothing taken, if it has none."""
         brackets: Lookahead = (GAP, AHEAD, ("{", "("))
         exact: Lookahead = ((CALL,), Names(tools), AHEAD, ("{",))
-        if found := (yield from reader.take(exact, (_CALLS, GAP, Names(tools), *brackets))):
+        if found := (
+            yield from reader.take(exact, (_CALLS, GAP, _QUOTES, Names(tools), _QUOTES, *brackets))
+        ):
             return found.name
         if found := (yield from reader.sees((_CALLS, GAP, NAME, *brackets))):
             name = offered(found.name, tools)

@@ -32,9 +32,9 @@ HARMONY = ThinkMarks(f"{CHANNEL}analysis{MESSAGE}", END, marks=MARKS, content=FI
 _HEADS = (CHANNEL, START, CONSTRAIN, MESSAGE, "to=")
 _BREAKS = (END, RETURN, CALL, START, CHANNEL)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT = re.compile(r"""(?:\bto\s*[=:]\s*["']?|(?<=commentary )(?=functions\.))([^\s<"']+)""")
+_BEFORE, _AFTER = r"(?:(?:assistant|functions?)[.:_/]+)*", r"""(?=$|[\s<"':]|\.json)"""
 _PEOPLE = ("user", "all")
-_BEHIND = (" ", "<", "\n", "\t")
 
 
 def read(
@@ -124,9 +124,8 @@ def _recipient(header: str, tools: Tools) -> str:
         return ""
     text = header[found.start(1) :]
     for name in sorted(tools, key=len, reverse=True):
-        for full in (PREFIX + name, name):
-            if text == full or any(text.startswith(full + end) for end in _BEHIND):
-                return full
+        if re.match(_BEFORE + re.escape(name) + _AFTER, text):
+            return PREFIX + name
     return found.group(1)
 
 

@@ -211,6 +211,7 @@ def read_arguments(reader: AnswerReader) -> Steps[None]:
         reader.arguments(as_object("".join(taken)))
     else:
         reader.arguments("{}")
+        yield from reader.take_mark("null", "None")
     if fence:
         yield from reader.take_spaces()
         yield from reader.take_mark("```")
@@ -331,6 +332,7 @@ def _key(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None, com
             raise NotJson
         yield from reader.take_mark(mark)
         name = name.strip()
+        name = bare if (bare := name.strip("\"'")) in style.names else name
     emit(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
 
 

@@ -20,7 +20,7 @@ from pyspec.text.markup.call_grammar import (
     repeated,
     takes_any,
 )
-from pyspec.text.markup.json_text import NotJson, Style, read_members
+from pyspec.text.markup.json_text import NotJson, Style, read_members, read_value
 from pyspec.text.markup.objects import object_head
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools, offered
 from pyspec.text.markup.typed import names_of, types_of
@@ -45,7 +45,8 @@ class PythonCalls:
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
         """Read calls up to the bracket that closes their list."""
-        begin, n_calls = ("[", ""), reader.n_calls
+        begin: Step = ("[", "")
+        n_calls = reader.n_calls
         while is_open:
             names = (Names(tools), NAME)
             found = yield from reader.take(*((begin, GAP, each, AHEAD, ("(",)) for each in names))
@@ -53,12 +54,30 @@ class PythonCalls:
                 break
             reader.begin_call(name := offered(found.name, tools))
             try:
-                style = Style(Names(names_of(tools.get(name, {}))), ("=",))
-                yield from read_members(reader, reader.arguments, style)
+                keys = Names(names_of(tools.get(name, {})))
+                whole: Lookahead = (
+                    ("(",),
+                    GAP,
+                    ("**", ""),
+                    AHEAD,
+                    ("{",),
+                    GAP,
+                    ('"', "'"),
+                    keys,
+                    ('"', "'"),
+                    GAP,
+                    (":",),
+                )
+                if not reader.is_constrained and (yield from reader.take(whole)):
+                    yield from read_value(reader, reader.arguments)
+                    yield from reader.take((GAP, (")",)))
+                else:
+                    style = Style(keys, ("=",))
+                    yield from read_members(reader, reader.arguments, style)
             except NotJson:  # pass on the model's text, up to the end mark
                 yield from reader.find(reader.ends, reader.arguments)
                 return ""
-            begin = (",", "")
+            begin = (",", ";", "")
             yield from reader.take_spaces()
         if reader.n_calls == n_calls:
             return None

@@ -54,10 +54,18 @@ class NamedCalls:
     def _forms(self, names: Step, marks: Step) -> tuple[Lookahead, ...]:
         number = (NUMBER,) if self.prefix else ()
         begin = (marks, GAP, *self.before, names, *number, GAP)
-        marked: Lookahead = (*begin, self.between, *((AHEAD, GAP, ("{",)) if self.starts else ()))
+        twice = (*self.between, "")
+        marked: Lookahead = (
+            *begin,
+            self.between,
+            GAP,
+            twice,
+            *((AHEAD, GAP, ("{",)) if self.starts else ()),
+        )
         if self.id:
             return ((*begin, AHEAD, (self.id,)), marked, (*begin, AHEAD, ("{",)))
-        return marked, (*begin, AHEAD, ("{", '"', "```") if self.mark else ("{",))
+        behind = ("{", '"', "```", *(self.ends if isinstance(names, Names) else ()))
+        return marked, (*begin, AHEAD, behind if self.mark else ("{",))
 
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
@@ -65,6 +73,11 @@ class NamedCalls:
         marks = (self.mark,) if self.mark else (*self.open, *self.starts)
         marks = ("",) if opened in marks else marks
         found = yield from reader.take(*self._forms(Names(tools), marks))
+        if (
+            not found and is_open and (opened or self.id)
+        ):  # behind the mark of all calls, or behind a call
+            known = self._forms(Names(tools), ("",))
+            found = yield from reader.take(*(known if opened else known[:2]))
         if not found and is_open:
             forms = self._forms(NAME, marks)
             found = yield from reader.take(*(forms[:2] if self.id else reversed(forms)))
@@ -90,7 +103,8 @@ class NamedCalls:
         name, number = found.name, found.attributes.strip(":._-")
         if name not in tools and (match := _NUMBERED.fullmatch(name)):
             name, number = offered(match[1], tools), match[2] or ""
-        n = int(number) if number else reader.n_calls
+        numbers = re.findall(r"\d+", number)
+        n = int(numbers[0]) if numbers else reader.n_calls
         while (id_ := f"{self.prefix}{name}:{n}") in reader.ids:
             n += 1
         return name, id_

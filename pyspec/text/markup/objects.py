@@ -11,7 +11,7 @@ import secrets
 import string
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, Lookahead, Names, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import (
     CallRules,
     Lark,
@@ -22,8 +22,10 @@ from pyspec.text.markup.call_grammar import (
 )
 from pyspec.text.markup.json_text import NotJson, as_object, read_string, read_value, take
 from pyspec.text.markup.reader import HELD_CHARS, NO_LIMIT, AnswerReader, Steps, Tools, offered
+from pyspec.text.markup.typed import WRAPPERS, names_of
 
 ARGUMENTS = ("arguments", "parameters")
+NAMES = ("name", "function", "tool", "tool_name")  # other keys than the first hold an offered name
 BETWEEN = frozenset(" \t\r\n,;]}")  # of objects: separators, and brackets that close nothing
 ID_CHARS = 9
 ID_IN_LARK = f"/[A-Za-z0-9]{{{ID_CHARS}}}/"
@@ -63,10 +65,15 @@ class Objects:
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
-        if not opened or (yield from reader.peek()) not in ("{", "["):
+        if not opened:
+            return None
+        fence = yield from reader.take((("```json", "```"), GAP, AHEAD, ("{", "[")))
+        if (yield from reader.peek()) not in ("{", "["):
             return None
         text = yield from reader.take_mark("[")
-        return (yield from read_objects(reader, tools, text, is_known=self.is_known))
+        text = yield from read_objects(reader, tools, text, is_known=self.is_known)
+        yield from reader.take(*((GAP, ("```",)) for _ in (fence,) if fence))
+        return text
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         start: Lookahead = (self.open, GAP, ("[", "") if self.begin else ("",), GAP)
@@ -135,6 +142,10 @@ class _Call:
         self.held: list[str] = []
         self.has_begun = self.is_whole = False
         self.arguments: str | None = None  # arguments that precede the name
+        self.more: dict[
+            str, str
+        ] = {}  # values beside the name, which are the arguments if there are no others
+        self.name = ""
 
     def hold(self, text: str) -> None:
         if not self.has_begun:
@@ -146,7 +157,7 @@ class _Call:
         name = offered(name, self.tools) if isinstance(name, str) else ""
         if not name or (self.is_known and name not in self.tools):
             raise NotJson
-        self.has_begun, self.reader.room = True, NO_LIMIT
+        self.has_begun, self.reader.room, self.name = True, NO_LIMIT, name
         self.held.clear()
         self.reader.begin_call(name)
         if self.arguments is not None:
@@ -160,7 +171,7 @@ def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool) -> Steps[st
     """
     call, reader.room = _Call(reader, tools, is_known), HELD_CHARS
     try:
-        yield from _object(call)
+        yield from _object(call, is_inside=False)
     except NotJson:
         if call.has_begun and not call.is_whole:
             raise
@@ -169,7 +180,8 @@ def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool) -> Steps[st
     return None if call.has_begun else "".join(call.held)
 
 
-def _object(call: _Call) -> Steps[None]:
+def _object(call: _Call, *, is_inside: bool) -> Steps[None]:
+    """is_inside: this is the object that OpenAI's form has in "function"."""
     reader = call.reader
     yield from take(reader, "{")
     call.hold("{")
@@ -180,13 +192,22 @@ def _object(call: _Call) -> Steps[None]:
         yield from take(reader, ":")
         call.hold(":")
         call.hold((yield from reader.take_spaces()))
-        if key in ARGUMENTS and not call.is_whole:
+        is_object = (yield from reader.peek()) == "{"
+        if key == "function" and is_object and not (is_inside or call.has_begun):
+            yield from _object(call, is_inside=True)
+        elif (key in ARGUMENTS or (key in WRAPPERS and is_object)) and not call.is_whole:
             yield from _arguments(call)
             call.is_whole = True
         elif key == "name":
             call.begin((yield from _string(call)))
+        elif key in NAMES and (yield from reader.peek()) == '"' and not call.has_begun:
+            name = yield from _string(call)
+            if offered(name, call.tools) in call.tools:
+                call.begin(name)
         else:
-            yield from read_value(reader, call.hold)
+            value: list[str] = []
+            yield from read_value(reader, value.append if call.has_begun else call.hold)
+            call.more[key] = "".join(value)
         call.hold((yield from reader.take_spaces()))
         is_over = bool(reader.ends) and (yield from reader.look(*reader.ends))
         if is_over or (yield from reader.peek()) == "}":
@@ -196,7 +217,10 @@ def _object(call: _Call) -> Steps[None]:
         yield from take(reader, ",")
         call.hold(",")
     if call.has_begun and not call.is_whole:
-        reader.arguments("{}")
+        known = names_of(call.tools.get(call.name, {}))
+        pairs = (f"{json.dumps(k)}: {v}" for k, v in call.more.items() if k in known and v)
+        reader.arguments(f"{{{', '.join(pairs)}}}")
+        call.is_whole = True
 
 
 def _string(call: _Call) -> Steps[str]:

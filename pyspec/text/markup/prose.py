@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, Lookahead, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, WORD, Lookahead, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark
+from pyspec.text.markup.parts import Content
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed, beginnings
 
 
@@ -73,7 +74,10 @@ class Prose:
         self._tail = "\n\n"  # the last characters of the other text
         self._open, self._is_fence, self._has_mark = "", False, False
         self._info: str | None = None  # of a fence: the rest of its first line, while that lasts
-        self._starts_line = self._in_cited = self._may_close = False
+        self._starts_line = self._in_cited = self._may_close = self._has_words = False
+        self.forgotten = (
+            ""  # the signs that would end the fence, if it may have been left open before this mark
+        )
         self._is_blank, self._is_cited = True, False  # the line so far
 
     def __call__(self, text: str) -> None:
@@ -108,6 +112,7 @@ class Prose:
                 self._is_blank, self._is_cited = False, bare[0] == ">"
                 self._leave_cited()
             self._may_close = False
+            self._has_words = self._has_words or self._info is None
         if self._info is not None and len(self._info) < FOLDED:
             self._info += text
         if self._open in QUOTES.values() and self._open in text:
@@ -132,7 +137,7 @@ class Prose:
         if not self._open and (row[0] == "`" or self._is_blank):
             self._open, self._is_fence = row, len(row) >= FENCE
             self._starts_line, self._in_cited = self._is_blank, self._is_cited
-            self._info = "" if self._is_fence else None
+            self._info, self._has_words = "" if self._is_fence else None, False
         elif row == self._open and (self._info is not None or not self._is_fence):
             self._open, self._is_fence, self._info = "", False, None
         elif self._is_fence and row.startswith(self._open):
@@ -157,18 +162,29 @@ class Prose:
             self._leave_cited()
         if self._may_close:
             self._open, self._is_fence, self._may_close = "", False, False
-        before, last = self._tail
+        before, last = self._tail[0], self._tail[1]
         closing = QUOTES.get(last)
         if not self._open and closing and (last not in "'\"" or before in BEFORE_QUOTES):
             self._open = closing
+        is_first = self._is_fence and self._has_words and not self._has_mark
+        self.forgotten = self._open if is_first and self._is_blank and not self._in_cited else ""
         self._has_mark = bool(self._open)
         return self._has_mark or self._is_cited
 
 
 def read_answer(
-    reader: AnswerReader, tools: Tools, forms: tuple[Syntax, ...], *, trims_start: bool
+    reader: AnswerReader,
+    tools: Tools,
+    forms: tuple[Syntax, ...],
+    *,
+    trims_start: bool,
+    is_trial: bool = False,
 ) -> Steps[None]:
-    """Read an answer without its reasoning. Spaces around calls are dropped. forms: the dialect's own, then others that models mix with it."""
+    """Read an answer without its reasoning. Spaces around calls are dropped.
+
+    forms     the dialect's own, then others that models mix with it
+    is_trial  of `_is_rest`, which makes no other one
+    """
     content = Trimmed(reader.content, trims_start=trims_start)
     prose, own = Prose(content), forms[0]
     starts = (mark for form in forms for mark in form.starts)
@@ -180,7 +196,12 @@ def read_answer(
             content.drop()
             continue
         text, n_calls = "", reader.n_calls
-        if reader.is_constrained or not prose.quotes():
+        is_call = reader.is_constrained or not prose.quotes()
+        if not is_call and prose.forgotten and not is_trial:
+            is_call = yield from _is_rest(reader, tools, forms, prose)
+            if not is_call:
+                continue
+        if is_call:
             reader.is_line = prose.is_line
             text = yield from _calls(reader, tools, forms, mark)
             if reader.n_calls > n_calls:
@@ -190,6 +211,21 @@ def read_answer(
             text = yield from reader.take_mark(mark)
         prose(text)
     content.flush()
+
+
+def _is_rest(reader: AnswerReader, tools: Tools, forms: tuple[Syntax, ...], prose: Prose) -> Steps[bool]:
+    """True if calls alone follow in a fence that nothing ends: models forget to. Else passes on the text up to the end of the fence."""
+    text, end = yield from reader.take_until("\n" + prose.forgotten)
+    trial = AnswerReader()
+    trial.push("" if end or not reader.is_over else text)
+    trial.is_over = True
+    for _ in read_answer(trial, tools, forms, trims_start=True, is_trial=True):
+        pass  # never waits
+    if trial.n_calls and not any(isinstance(part, Content) for part in trial.parts):
+        reader.put_back(text)
+        return True
+    prose(text + end)
+    return False
 
 
 def _calls(reader: AnswerReader, tools: Tools, forms: tuple[Syntax, ...], mark: str) -> Steps[str]:
@@ -221,12 +257,14 @@ def _take_ends(reader: AnswerReader, own: Syntax, ends: Step) -> Steps[bool]:
     ends = tuple(dict.fromkeys((*own.ends, *ends)))
     cut = tuple(mark for mark in ends if mark[-1] not in ">]|")
     whole = (*(mark + ">" for mark in cut), *(mark for mark in ends if mark not in cut))
-    forms = ((GAP, AHEAD, whole), (GAP, AHEAD, cut, TAIL), (GAP, AHEAD, cut, OVER))
+    forms = ((GAP, AHEAD, whole), (GAP, AHEAD, cut, TAIL), (GAP, AHEAD, cut, WORD, OVER))
     again: Lookahead = (GAP, own.open, AHEAD, GAP)
     is_closed = False
     while (yield from reader.take(*forms)):
         is_closed = is_closed or bool(own.close and (yield from reader.look(*own.close)))
         yield from reader.take(*(form[2:] for form in forms))
+    begun = tuple(mark[:n] for mark in whole for n in range(1, len(mark)))
+    yield from reader.take((GAP, begun, OVER))  # the answer ends inside one
     while own.open and (yield from reader.take((*again, OVER), (*again, own.open))):
         pass
     return is_closed

@@ -106,6 +106,10 @@ class AnswerReader:
         while (char := (yield from self.peek())) and char not in ends:
             self.skip(1)
 
+    def put_back(self, text: str) -> None:
+        """Put back the text that was taken last."""
+        self._text, self._at = text + self._text[self._at :], 0
+
     def rest(self, emit: Emit) -> Steps[None]:
         """Pass on all remaining text."""
         while (yield from self.peek()):
