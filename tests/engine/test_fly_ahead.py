@@ -67,7 +67,7 @@ def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[f
     monkeypatch.setattr(
         r.loop.controller,
         "timed",
-        lambda _rows, _busy, verify, _live, _passes, draft: told.append(verify + draft),
+        lambda _rows, verify, _live, _passes, draft: told.append(verify + draft),
     )
     r.run()
     return told, 1e3 * (r.loop.ended - began)
