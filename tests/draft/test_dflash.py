@@ -561,7 +561,7 @@ def test_a_cut_draft_counts_with_the_time_of_the_whole_one() -> None:
     r.submit(demo_prompts()[0][0], 24)
     r.run()
     drafted = [found[0] for found in asked if any(found)]
-    assert drafted and [took[4] for took in told if took[3]] == drafted
+    assert drafted and [took[3] for took in told if took[2]] == drafted
     assert all(took[0] == 1 for took in told), "no draft was verified"
 
 

@@ -19,14 +19,21 @@ LEVELS = 1 / (1 + np.exp(-np.linspace(-4.0, 4.0, 15)))  # 0.02 to 0.98, evenly b
 AT_FIRST = (
     0.6 / len(LEVELS) + 0.4 * (LEVELS > 0.7) / (LEVELS > 0.7).sum()
 )  # initial shares of the levels: rather good
-CHANGE = 1 / 120  # chance per token that the text changes its level
-INDEPENDENT = 0.1  # weight of a verdict for the shares: earlier verdicts were of the same text
-PRIOR_COMMON, PRIOR_PLACE = 0.07, 10.0  # weights of the initial assumptions, in verdicts
-ALIKE = 0.5  # prior chance that all texts have one level; this is learned soonest
-FORGET = 0.998  # decay per verdict of everything learned from all slots
+CHANGE = (
+    1 / 120
+)  # chance per token that the text changes its level [1/400: 0.98, 1/40: 0.96, by tools/replay.py]
+INDEPENDENT = 0.1  # weight of a verdict for the shares: earlier verdicts were of the same text [0.02: 0.99, 0.5: the same]
+PRIOR_COMMON, PRIOR_PLACE = (
+    0.07,
+    10.0,
+)  # weights of the initial assumptions, in verdicts [of a place 1: 0.99, 100: 0.997]
+ALIKE = (
+    0.5  # prior chance that all texts have one level; this is learned soonest [0: 0.987 at 64 streams]
+)
+FORGET = 0.998  # decay per verdict of everything learned from all slots [0.99: 0.99, 1: the same]
 MOST_GRAMMARS = 64  # grammars whose acceptance is kept
 LEARNED = "weights", "right", "meant", "seen", "alike"  # of a prior: what verdicts taught
-INHERIT = 0.25  # part of a slot's last belief that the next text inherits
+INHERIT = 0.25  # part of a slot's last belief that the next text inherits [0 and 0.6: 0.99]
 
 
 class AcceptancePrior:

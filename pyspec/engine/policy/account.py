@@ -6,8 +6,8 @@ the time that passes. Then it is tried again. So what never pays costs that shar
 
 from __future__ import annotations
 
-SHARE = 0.004  # of all time, that may be lost to what does not pay
-LIMIT = 2.0  # plain rounds of debt that begin a rest
+SHARE = 0.004  # of all time, that may be lost to what does not pay: chosen; tools/replay.py gives the same with 0.001 and 0.016
+LIMIT = 2.0  # plain rounds of debt that begin a rest [0.5: 0.995, 8: the same]
 MOST_DEBT = 16.0  # plain rounds: a pause of the machine is not held against it for longer
 MOST_CREDIT = 4.0  # plain rounds that may be saved in advance
 

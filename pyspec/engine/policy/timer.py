@@ -15,9 +15,11 @@ AGREE, SLACK = (
     1.5,
     0.1,
 )  # the median is at most this factor above the least, plus this share of a plain round
-CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy machine made those too slow, and drafts would rest
-FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it
-LIKELY = 1.25  # a single sample above this factor of the straight line counts as noise
+CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy machine made those too slow, and drafts would rest [0 and 1: 0.997]
+FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it (tests/test_control_noise.py: offers are taken again)
+LIKELY = (
+    1.25  # a single sample above this factor of the straight line counts as noise [1.0: 0.99, 4: 0.98]
+)
 
 
 def bucket(size: int) -> int:
