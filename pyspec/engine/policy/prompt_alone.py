@@ -7,13 +7,10 @@ takes about 20. One such forward for all requests is then slower than a graph fo
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
 
 from pyspec.engine.policy.forward_costs import ForwardCosts
 
-N_SAMPLE = 5  # graphs of a size that costs are taken from
 PAUSE_MS = 400.0  # most that others wait for such rounds, one after the other
 DOUBT_EVERY = 50  # such choices, one forward for all is measured anew
 BETTER = 0.95  # of the time of one forward for all; above it nothing is gained that noise does not take
@@ -33,12 +30,12 @@ class PromptsAlone:
         self.graph_of: GraphOf = lambda n_row: None
         self.costs = costs
         self.rested = 0.0
-        self._last: dict[int, deque[float]] = {}  # by rows of the graph: milliseconds
+        self.graphs = ForwardCosts()  # of prompts' graphs
         self._n_picked = 0
 
     def landed(self, rows: int, ms: float, *, others: bool) -> None:
         """The graph of a prompt, of so many rows, took so long. others: requests waited for it."""
-        self._last.setdefault(rows, deque(maxlen=N_SAMPLE)).append(ms)
+        self.graphs.add(rows, ms)
         self.rested += ms if others else 0.0
 
     def pick(
@@ -82,11 +79,8 @@ class PromptsAlone:
         return (self._ms(rows) or 0.0) if rows else 0.0
 
     def _ms(self, rows: int) -> float | None:
-        """Milliseconds of a graph: of the smallest one that has run and is no smaller, else of the largest; None: none has run."""
-        known = sorted(self._last)
-        if not known:
-            return None
-        return median(self._last[next((n for n in known if n >= rows), known[-1])])
+        """Milliseconds of a graph, at least, so that a size is tried of which nothing is known; None: none has run."""
+        return self.graphs.least_ms(rows) if self.graphs.is_known else None
 
     def _joint_ms(self, n_row: int, most: int) -> float:
         """Milliseconds of forwards for so many rows, at least, so that a size is tried of which nothing is known."""
