@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pyspec.cuda.ops.moe.ref import Router
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
@@ -12,7 +13,7 @@ from pyspec.models.part import PartSpec
 from pyspec.models.read import read_groups, read_router
 
 
-def read_experts(file: GGUFFile, router: str = "softmax", **own: Any) -> Experts:
+def read_experts(file: GGUFFile, router: Router = "softmax", **own: Any) -> Experts:
     """The experts that a file's keys describe. router: where the file does not say; own: fields of `Experts` that the architecture fixes."""
     h = file.hparams
     read = {
