@@ -212,7 +212,7 @@ def build(
     if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
         learned.recall()
     info = info_of(d, plan)
-    disk = open_disk(loop, d.settings, info, ranks) if d.settings.cache_disk else None
+    disk = open_disk(loop, d.settings, info) if d.settings.cache_disk else None
     loop.use_disk(disk)
     if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)

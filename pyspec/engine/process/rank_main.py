@@ -27,13 +27,11 @@ from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.op import tiers_of
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.rank import Rank
-from pyspec.device.commands import OfDisk
 from pyspec.device.follow import Follower
 from pyspec.device.worker import failure_of
 from pyspec.draft.choice import plan_draft
 from pyspec.draft.drafter import DraftOptions, DraftShare, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
-from pyspec.engine.loop.disk_share import DiskShare
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
 from pyspec.engine.plan.describe import batch_of
 from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
@@ -121,13 +119,9 @@ def run(link: Link, descriptor: int) -> None:
         with context.current():
             follower = load(share, link)
             link.send(ShareState("loaded"))
-            disk = DiskShare(follower, share.index, share.settings.tp, link.send)
             while (command := link.receive()) is not None:
                 with gpu_lock(follower.target.device):
-                    if isinstance(command, OfDisk):
-                        disk.obey(command)
-                    else:
-                        follower.obey(command)
+                    follower.obey(command)
     except PyspecError as e:
         _fail(link, e)
     except Exception as e:
