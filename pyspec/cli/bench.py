@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from pyspec.cli.compare import holds, percent
+from pyspec.cli.fields import Number
 from pyspec.cli.flags import FlagCommand, gathered, grouped
 from pyspec.cli.lists import in_list, pairs
 from pyspec.cli.meter import load_with_meter
-from pyspec.cli.options import THREADS, EngineChoice, Number, apply, engine_options, log_ignored
+from pyspec.cli.options import EngineChoice, apply, engine_options, log_ignored
 from pyspec.config import MAX_CTX, MAX_SLOTS, MAX_THREADS
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _case_name(n_depth: int, n_prompt: int, n_gen: int, case: str) -> str:
 def _thread_counts(
     ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """Numbers of threads; -1 becomes 0, torch's choice."""
+    """Numbers of threads; -1 becomes 0: by measured times."""
     counts = ["0" if text.strip() == "-1" else text for text in texts]
     return in_list(0, MAX_THREADS, "threads")(ctx, param, counts)
 
@@ -115,7 +116,7 @@ BENCH_OPTIONS = [
           help="Prompt tokens and answer tokens as a pair."),
     _what(
         "-t", "--threads", multiple=True, default=("0",), callback=_thread_counts, metavar="LIST",
-        help="CPU threads; each number loads the model again. 0: torch's choice.",
+        help="CPU threads; each number loads the model again. 0: by measured times.",
     ),
     _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000),
           help="Repetitions of each measurement."),
@@ -146,7 +147,7 @@ BENCH_OPTIONS = [
 
 
 @click.command(cls=FlagCommand)
-@partial(engine_options, but=(THREADS,))
+@partial(engine_options, but=("threads",))
 @apply(BENCH_OPTIONS)
 @gathered(BenchFlags, "flags")
 @click.pass_context

@@ -132,12 +132,12 @@ def _others(engine: EngineChoice) -> list[str]:
     plain, words = EngineSettings(), list[str]()
     for rule in rules_of(EngineSettings):
         value = engine.settings.get(rule.name, getattr(plain, rule.name))
-        if value == getattr(plain, rule.name) or not rule.title.startswith("-"):
+        if value == getattr(plain, rule.name) or not rule.flag.words:
             continue
         if isinstance(value, bool):
-            words.append(rule.title if value else rule.title.replace("--", "--no-", 1))
+            words.append(rule.spelt if value else rule.spelt.replace("--", "--no-", 1))
         else:
-            words += [rule.title, f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [rule.spelt, f"{value:g}" if isinstance(value, float) else str(value)]
     return words
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyspec.cli.fields import Number
 from pyspec.cli.flags import FlagCommand
 from pyspec.cli.meter import load_with_meter, meter
-from pyspec.cli.options import EngineChoice, Number, engine_options, log_ignored
+from pyspec.cli.options import EngineChoice, engine_options, log_ignored
 from pyspec.config import MAX_CTX
 
 if TYPE_CHECKING:

@@ -11,21 +11,19 @@ from typing import get_type_hints
 
 import pytest
 
-from pyspec.config import EngineSettings
+from pyspec.config import EngineSettings, LoadOptions
 from pyspec.engine import options
 from pyspec.engine.api import Engine
 from pyspec.engine.options import (
     GenerateOptions,
     GrammarOptions,
-    LoadOptions,
     RequestOptions,
-    SamplingOptions,
     by_settings,
     with_arguments,
 )
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import docs_of
-from pyspec.request import Request, SamplingParams
+from pyspec.request import Request, SamplingOptions, SamplingParams
 
 OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "shown", "grammar"} | {
     "client", "group", "think_budget", "prompt_logprobs",
