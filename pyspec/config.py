@@ -12,7 +12,21 @@ from pathlib import Path
 from typing import Annotated, TypedDict
 
 from pyspec.errors import ConfigError
-from pyspec.ranges import INT32, SWITCH, Doc, Flag, Many, Of, OneOf, Real, Text, Whole, check, shown
+from pyspec.ranges import (
+    INT32,
+    SWITCH,
+    Doc,
+    Flag,
+    Many,
+    Of,
+    OneOf,
+    Real,
+    Text,
+    Whole,
+    check,
+    rules_of,
+    shown,
+)
 from pyspec.registry import RESERVED, SUFFIX, drafters, is_spec_type, split_spec_type
 
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -81,7 +95,7 @@ class EngineSettings:
     page_size: Annotated[int, OneOf(PAGE_SIZES), Flag("--page-size", SLOTS), Doc("tokens of a page of the KV cache")] = 32
     prefix_cache: Annotated[bool, SWITCH, Flag("--cache-prompt $CACHE_PROMPT", SLOTS), Doc("reuse the KV cache of equal prompt prefixes")] = True
     cache_device: Annotated[int, Whole(0, MAX_MIB, "0: one checkpoint a slot"), Flag("--cache-device", SLOTS), Doc("device memory for checkpoints of recurrent states and windows, in MiB. 0: one per slot")] = 0
-    cache_ram: Annotated[int, Whole(0, MAX_MIB), Flag("-cram --cache-ram $CACHE_RAM", SLOTS, help="Host memory for more checkpoints, in MiB. -1: no limit."), Doc("host memory for more checkpoints, in MiB, at most half of what is free")] = 8192
+    cache_ram: Annotated[int, Whole(0, MAX_MIB), Flag("--cache-ram -cram $CACHE_RAM", SLOTS, help="Host memory for more checkpoints, in MiB. -1: no limit."), Doc("host memory for more checkpoints, in MiB, at most half of what is free")] = 8192
     cache_disk: Annotated[Path | None, Of((Path, str)), Flag("--cache-disk", SLOTS, "DIR"), Doc("folder where the prefix cache is also kept, for restarts and other servers of this machine")] = None
     cache_disk_size: Annotated[int, Whole(1, MAX_MIB), Flag("--cache-disk-size", SLOTS), Doc("size of that folder, in MiB")] = 32768
     checkpoint_every: Annotated[int, Whole(0, INT32, "0: none"), Flag("--checkpoint-every", SLOTS), Doc("tokens between checkpoints in a long prompt. 0: none")] = 8192
@@ -164,6 +178,16 @@ class EngineSettings:
     def n_suffix(self) -> int:
         """Tokens of the longest suffix draft; 0: there are none."""
         return self.suffix_n_max if split_spec_type(self.spec_type)[1] else 0
+
+    @property
+    def idle_flags(self) -> list[str]:
+        """Flags of suffix drafts with values of their own, while there are no such drafts."""
+        mine = [
+            rule
+            for rule in rules_of(type(self))
+            if rule.name.startswith("suffix_") and not self.n_suffix
+        ]
+        return [rule.spelt for rule in mine if getattr(self, rule.name) != rule.default]
 
     @property
     def queue_limit(self) -> int:

@@ -47,7 +47,8 @@ def option_of(rule: Rule, **more: Any) -> Decorator:
     if rule.kind is SWITCH:
         names = tuple(f"{name}/--no-{name[2:]}" for name in names) if rule.default else names
         more = {"is_flag": True} | more
-    about = {"default": rule.default, "help": flag.help or sentence(rule.text), "type": _type(rule.kind)}
+    default = rule.default if rule.default != "" or not isinstance(rule.kind, OneOf) else None
+    about = {"default": default, "help": flag.help or sentence(rule.text), "type": _type(rule.kind)}
     if flag.metavar:
         about["metavar"] = flag.metavar
     if isinstance(rule.kind, Many):
