@@ -9,7 +9,7 @@ import click
 
 from pyspec.cli.flags import OTHERS, FlagCommand, env_of, honoured_flags, llama_flags
 
-SECRET = ("api_key",)
+SECRET = ("api_keys",)
 
 
 @click.group()

@@ -13,6 +13,7 @@ import click
 
 from pyspec.cli import verbose_option
 from pyspec.cli.chats import DemoBatch, DemoChat, run_chats, served
+from pyspec.cli.options import begin_log
 from pyspec.errors import PyspecError
 
 if TYPE_CHECKING:
@@ -60,10 +61,9 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
     """Show the packaged pair with and without speculation.
 
     Starts a server, streams eight chats at once, compares greedy texts, and measures both alternately."""
-    from pyspec.cli.logs import set_up
     from pyspec.engine.api import Engine
 
-    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
+    begin_log()
     began = time.perf_counter()
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(np)]
     settings = {"np": np, "ctx": 512, "threads": threads, "device": device}

@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import click
 
@@ -30,7 +30,6 @@ EMPTY = (None, "", (), False)  # defaults that help does not show
 # read elsewhere, or in deploy/
 OURS = ("PYSPEC_CACHE", "PYSPEC_SHARE_GPU", "PYSPEC_NAME")
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -434,15 +433,25 @@ class _Reader:
             raise click.UsageError(flag.error(name), self._ctx)
 
 
-def gathered(kind: type[T], name: str = "options") -> Callable[[F], F]:
-    """Pass a command's options as one dataclass whose fields have the options' names."""
+def option(group: str, *names: str, **more: Any) -> Callable[[str], Callable[[F], F]]:
+    """The option of a field of `gathered`'s dataclass, without the field's name: `port: Annotated[int, option("Listening", "--port")]`."""
+    return partial(grouped(group), *names, **more)
+
+
+def gathered(kind: type[Any]) -> Callable[[F], F]:
+    """Add an option for each field of a dataclass, whose note makes it; the command receives `flags`, one such object."""
+    makes = {
+        name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()
+    }
 
     def decorate(function: F) -> F:
         @wraps(function)
         def folded(**values: Any) -> object:
-            own = {f.name: values.pop(f.name) for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, see above
-            return function(**{name: kind(**own)}, **values)
+            own = {name: values.pop(name) for name in makes}
+            return function(flags=kind(**own), **values)
 
+        for name, make in reversed(makes.items()):
+            folded = make(name)(folded)
         return folded  # type: ignore[return-value]  # click calls it by names
 
     return decorate

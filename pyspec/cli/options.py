@@ -62,6 +62,14 @@ def apply(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
     return decorate
 
 
+def begin_log(level: int = 2) -> None:
+    """Log to stderr from now on, more with -v, and begin with `log_ignored`. level: as of `logs.set_up`"""
+    from pyspec.cli.logs import set_up
+
+    set_up(4 if click.get_current_context().meta.get("pyspec.verbose") else level)
+    log_ignored()
+
+
 def log_ignored() -> None:
     """Log the flags and variables that had no effect. Called once logging is set up."""
     for text in click.get_current_context().meta.get("pyspec.warnings", []):
@@ -229,7 +237,7 @@ def engine_options(function: F, but: Sequence[str] = ()) -> F:
     """Add all options of a load to a command; it receives `engine: EngineChoice`. `but`: settings whose options the command defines itself."""
 
     def fold(values: dict[str, Any]) -> None:
-        values["engine"] = _engine_choice(values)
+        values["engine"] = _engine_choice(values, but)
 
     names = [name for name, rule in RULES.items() if name not in but and rule.flag.group != SERVING]
     shared = [*ENGINE_OPTIONS, *map(setting_option, names)]
@@ -281,10 +289,10 @@ def keys_as_values(settings: dict[str, Any]) -> None:
         settings["kv_type"] = settings["kv_type_v"]
 
 
-def _engine_choice(values: dict[str, Any]) -> EngineChoice:
+def _engine_choice(values: dict[str, Any], but: Sequence[str]) -> EngineChoice:
     choice = _model_choice(values)
     np, ctx = values.pop("np"), values.pop("ctx")
-    settings = {name: values.pop(name) for name in RULES if name in values}
+    settings = {name: values.pop(name) for name in RULES if name in values and name not in but}
     if settings["batch"]:
         settings["ubatch"] = min(settings["ubatch"], settings["batch"])
     if settings["cache_ram"] == -1:

@@ -11,7 +11,7 @@ import click
 
 from pyspec.cli.flags import FlagCommand
 from pyspec.cli.meter import meter
-from pyspec.cli.options import ModelChoice, keys_as_values, log_ignored, model_options, setting_option
+from pyspec.cli.options import ModelChoice, begin_log, keys_as_values, model_options, setting_option
 from pyspec.config import MAX_CTX, MAX_ROWS, settings_from
 
 if TYPE_CHECKING:
@@ -105,11 +105,9 @@ def perplexity(
     values["batch"] = values["ubatch"] = min(values["batch"], values["ubatch"], values["ctx"])
     settings = settings_from({**values, "ctx": values["ctx"] + 1, "spec_type": "none"})
     from pyspec.catalog import resolve
-    from pyspec.cli.logs import set_up
     from pyspec.hub import expecting
 
-    set_up(4 if ctx_.meta.get("pyspec.verbose") else 2)
-    log_ignored()
+    begin_log()
     choice = choice.look_before(lambda: (resolve(choice.target())[0], settings))
     with expecting(choice.seen):
         path = resolve(choice.target())[0]

@@ -6,15 +6,16 @@ import logging
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
 from pyspec import __version__
 from pyspec.cli.chat_options import CHAT_OPTIONS, chat_settings
 from pyspec.cli.fields import options_of
-from pyspec.cli.flags import LlamaCommand, gathered, grouped
+from pyspec.cli.flags import LlamaCommand, gathered, grouped, option
 from pyspec.cli.options import (
     SERVING_OPTIONS,
     EngineChoice,
@@ -59,16 +60,21 @@ def patterns(
         ) from None
 
 
+_log = partial(option, "Logs")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogFlags:
-    """What is logged and how, and whether the engine runs in this process, under click's option names."""
+    """What is logged and how, and whether the engine runs in this process."""
 
-    log_format: str
-    log_jsonl: bool
-    log_disable: bool
-    log_file: str
-    verbosity: int
-    in_process: bool
+    # fmt: off
+    in_process: Annotated[bool, option(SERVING, "--in-process", is_flag=True, help="Run the engine in this process; a failed engine is then not replaced.")]
+    log_format: Annotated[str, _log("--log-format", type=click.Choice(["text", "json"]), default="text", help="Format of log lines.")]
+    log_jsonl: Annotated[bool, _log("--log-jsonl/--no-log-jsonl", llama="LOG_JSONL", default=False, help="The same as --log-format json.")]
+    log_file: Annotated[str, _log("--log-file", llama="LOG_FILE", default="", metavar="FILE", help="Also log to this file.")]
+    log_disable: Annotated[bool, _log("--log-disable", llama="", is_flag=True, help="Log nothing.")]
+    verbosity: Annotated[int, _log("-lv", "--verbosity", "--log-verbosity", llama="LOG_VERBOSITY", type=click.IntRange(0, 5), default=3, help="Log level: 0 silent, 2 warnings, 3 also a line per request, 5 everything.")]
+    # fmt: on
 
     @property
     def form(self) -> str:
@@ -76,7 +82,6 @@ class LogFlags:
         return "json" if self.log_jsonl else self.log_format
 
 
-_serve, _logs = grouped(SERVING), grouped("Logs")
 _CHANGES: dict[str, dict[str, Any]] = {
     "api_keys": {"envvar": "LLAMA_API_KEY"},
     "text_threads": {"default": -1},
@@ -89,23 +94,12 @@ SERVER_OPTIONS = [
         help="File of API keys, one per line; lines that begin with # are comments.",
     ),
     *options_of(ServerSettings, _CHANGES, SERVING),
-    _serve(
+    grouped(SERVING)(
         "--volatile-lines", multiple=True, metavar="REGEX", callback=patterns,
         help="Move matching lines of system prompts behind the conversation, to keep the prefix cached.",
     ),
     *options_of(Limits, {}),
     *SERVING_OPTIONS,
-    _serve("--in-process", is_flag=True,
-           help="Run the engine in this process; a failed engine is then not replaced."),
-    _logs("--log-format", type=click.Choice(["text", "json"]), default="text",
-          help="Format of log lines."),
-    _logs("--log-jsonl/--no-log-jsonl", llama="LOG_JSONL", default=False, help="The same as --log-format json."),
-    _logs("--log-file", llama="LOG_FILE", default="", metavar="FILE", help="Also log to this file."),
-    _logs("--log-disable", llama="", is_flag=True, help="Log nothing."),
-    _logs(
-        "-lv", "--verbosity", "--log-verbosity", "verbosity", llama="LOG_VERBOSITY", type=click.IntRange(0, 5), default=3,
-        help="Log level: 0 silent, 2 warnings, 3 also a line per request, 5 everything.",
-    ),
 ]  # fmt: skip
 RULES = [rule for rule in rules_of(ServerSettings) if rule.flag.words]
 
@@ -165,7 +159,7 @@ def _with_template(engine: Engine, source: str) -> Engine:
 @sampling_options
 @server_options
 @click.version_option(__version__, "--version", message="pyspec %(version)s")
-@gathered(LogFlags, "flags")
+@gathered(LogFlags)
 @click.pass_context
 def server(
     ctx: click.Context,
