@@ -460,13 +460,8 @@ def test_what_is_refused_as_a_flag_is_refused_as_its_variable():
 def test_rope_is_stretched_by_llama_servers_flags_and_variables():
     assert call("--yarn-ext-factor", "-1.0", "--rope-freq-base", "0").exit_code == Loaded.exit_code
     assert call("--rope-scaling", "yarn", LLAMA_ARG_ROPE_SCALE="4").exit_code == Loaded.exit_code
-    for args, said in (
-        (("--rope-scaling", "longrope"), "'longrope' is not one of 'none', 'linear', 'yarn'"),
-        (("--rope-scale", "-2"), "-2.0 is not in the range"),
-        (("--rope-freq-base", "nan"), "nan is not"),
-    ):
-        result = call(*args)
-        assert result.exit_code == 2 and said in result.stderr, (args, result.stderr)
+    result = call("--rope-scaling", "longrope")
+    assert result.exit_code == 2 and "'longrope' is not one of 'none', 'linear', 'yarn'" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -474,6 +469,10 @@ def test_rope_is_stretched_by_llama_servers_flags_and_variables():
     [
         (["-t", "-2"], "-t is -2; want a whole number from -1"),
         (["-np", "-2"], "-2 is not in the range"),
+        (["--rope-scale", "-2"], "--rope-scale is -2.0; want a number from 0.001"),
+        (["--rope-freq-base", "nan"], "--rope-freq-base is nan; want a number from 1"),
+        (["--tpot", "-1"], "--tpot is -1.0; want a number from 0 to"),
+        (["--replicas", "0"], "--replicas is 0; want a whole number from 1 to 64"),
         (["--temp", "-101"], "--temp is -101"),
         (["-n", "-5"], "-5 is not in the range"),
         (["-dev", "cuda:0,cuda:1"], "runs on one device"),
