@@ -273,22 +273,26 @@ def variables_of(command: click.Command) -> set[str]:
     return {name for names in named for name in names}
 
 
+@cache
+def other_variables() -> frozenset[str]:
+    """Variables that are no option's: pyspec's, and those of llama-server's flags that it has no option for."""
+    flags = [flag for flag in dict.fromkeys(llama_flags().values()) if flag.env]
+    negative = (negative_of(flag.env) for flag in flags if _negative(flag) is not None)
+    return frozenset((*OURS, *(flag.env for flag in flags), *negative))
+
+
 def known_variables() -> set[str]:
     """Every environment variable that a command reads, and every one of llama-server."""
     from pyspec.cli import COMMANDS, command_of  # imports the commands, which import this module
 
-    found = set(OURS).union(*(variables_of(command_of(name)) for name in COMMANDS))
-    for flag in dict.fromkeys(llama_flags().values()):
-        if flag.env:
-            found |= {flag.env} | ({negative_of(flag.env)} if _negative(flag) is not None else set())
-    return found
+    return set(other_variables()).union(*(variables_of(command_of(name)) for name in COMMANDS))
 
 
 def unknown_variables(command: FlagCommand) -> list[str]:
     """A line about each variable that is named like a setting but sets nothing. Of PYSPEC_ variables only near misses are reported, because other
     programs define some: Kubernetes sets PYSPEC_SERVICE_HOST and the like."""
     prefixes = ("PYSPEC_", "LLAMA_ARG_") if command.reads_llama_env else ("PYSPEC_",)
-    own = variables_of(command)
+    own = variables_of(command) | other_variables()
     found = sorted(name for name in os.environ if name.startswith(prefixes) and name not in own)
     if not found:
         return []
