@@ -301,6 +301,10 @@ def _loop(
 
 
 def _suffixes(s: EngineSettings) -> SuffixDrafts | None:
+    for flag in s.idle_flags:
+        log.warning(
+            "%s has no effect: there are no suffix drafts (--spec-type suffix, or TYPE,suffix)", flag
+        )
     if not s.n_suffix:
         return None
     return SuffixDrafts(
