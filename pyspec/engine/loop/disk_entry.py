@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import PortableDrafter
+from pyspec.draft.drafter import Drafter
 from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry
 from pyspec.slots.memory import Checkpoint, Like, Memory, planes_of, write_planes
 from pyspec.slots.parts import PartMemory
@@ -94,7 +94,7 @@ class EntryCodec:
         table: SlotTable,
         device: torch.device,
         pools: Callable[[], Sequence[PartMemory]],
-        get_drafter: Callable[[], object | None],
+        get_drafter: Callable[[], Drafter | None],
     ) -> None:
         self.memory, self.table, self.device = memory, table, device
         self._pools, self._get_drafter = pools, get_drafter
@@ -105,10 +105,10 @@ class EntryCodec:
         return cls(worker.memory, worker.table, worker.device, worker.pools, lambda: worker.drafter)
 
     @property
-    def drafter(self) -> PortableDrafter | None:
+    def drafter(self) -> Drafter | None:
         """The drafter, if its share of a state can be stored."""
         drafter = self._get_drafter()
-        return drafter if isinstance(drafter, PortableDrafter) else None
+        return drafter if drafter is not None and drafter.has_share else None
 
     def host(self, n_byte: int) -> Bytes:
         """Host memory from which the device reads fast."""

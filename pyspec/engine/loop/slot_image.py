@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import JoiningDrafter, PortableDrafter
+from pyspec.draft.drafter import Drafter
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
@@ -67,9 +67,10 @@ class SlotImager:
         return own + [((n_page, *plane.shape[1:]), plane.dtype) for plane in self._drafts()]
 
     @property
-    def _drafter(self) -> PortableDrafter | None:
+    def _drafter(self) -> Drafter | None:
+        """The drafter, if its share of a state can be stored."""
         drafter = self.worker.drafter
-        return drafter if isinstance(drafter, PortableDrafter) else None
+        return drafter if drafter is not None and drafter.has_share else None
 
     def layout(self) -> dict[str, Any]:
         """Properties besides the models that must match when an image is put back: {name: value}."""
@@ -239,7 +240,7 @@ class SlotImager:
         self.worker.memory.write_pages(self.table.page_size, slot.pages, content)
         write_planes(self._drafts(), slot.pages, content)
         drafter = self.worker.drafter
-        is_unread = isinstance(drafter, JoiningDrafter) and drafter.can_join
+        is_unread = drafter is not None and drafter.can_join
         is_unread = is_unread and not any(head.has_share for head in image.states)
         self.table.file(slot, whole=True, n_unread=image.n_token if is_unread else 0)
         for head in image.states:
