@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from pyspec.cpu.build import CannotBuild, built_alone
-from pyspec.draft.suffix_chances import Promise
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
-from pyspec.draft.suffix_text import GrowingText, Learned, PlainTexts, SlotText, SuffixAsk, SuffixKind
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
+from pyspec.draft.suffix_text import GrowingText, Learned, PlainTexts, SlotText, SuffixAsk
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def compiled() -> ctypes.CDLL | str:
         return str(e)
 
 
-def fastest() -> SuffixKind:
+def fastest() -> PlainTexts:
     """In C++, or by plain lookups where there is neither a library nor a compiler."""
     lib = compiled()
     return PlainTexts() if isinstance(lib, str) else NativeTexts(lib)
@@ -162,8 +161,8 @@ class NativeText:
         self._lib.pyspec_suffix_judge(self.handle, n_draft, n_accepted)
 
 
-class NativeTexts:
-    """Implements `SuffixKind`."""
+class NativeTexts(PlainTexts):
+    """The same with the library."""
 
     name = "C++"
 

@@ -8,8 +8,7 @@ from itertools import takewhile
 from operator import eq
 from typing import NamedTuple, Protocol
 
-from pyspec.draft.suffix_chances import Promise, SuffixChances, guess
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixChances, SuffixDraft, guess
 from pyspec.slots.table import Slot
 
 LEAST_MATCH = 2  # tokens
@@ -80,24 +79,6 @@ class SlotText(Protocol):
 
 # A wish for a draft: text, the slot's last chosen token, most tokens, and indices of answers, the young one first
 SuffixAsk = tuple[SlotText, int, int, Sequence[GrowingText]]
-
-
-class SuffixKind(Protocol):
-    """Makes texts and indices of answers, and drafts for them. n_draft: most tokens of a draft"""
-
-    name: str
-
-    def automaton(self) -> GrowingText:
-        """An empty one."""
-
-    def text(self, client: str) -> SlotText:
-        """A text of this client without tokens."""
-
-    def draft_all(
-        self, asks: Sequence[SuffixAsk], least: float, n_draft: int, n_match: int
-    ) -> list[SuffixDraft]:
-        """The draft of each, behind `n_match` tokens or more that stood before; it ends where the product of its chances would be below
-        `least`. MemoryError without memory."""
 
 
 # -- plain lookups -----------------------------------------------------------------------------------------------------
@@ -172,7 +153,7 @@ class PlainText:
     def draft(
         self, anchor: int, most: int, indices: Sequence[GrowingText], least: float, n_match: int
     ) -> SuffixDraft:
-        """As `SuffixKind.draft_all`, for this text."""
+        """As `PlainTexts.draft_all`, for this text."""
         assert self.slot is not None
         came = [*self.slot.tokens[self.n_offered :], anchor][: len(self.offer.tokens)]
         self.judge(len(came), sum(takewhile(bool, map(eq, came, self.offer.tokens))))
@@ -194,19 +175,23 @@ class PlainText:
 
 
 class PlainTexts:
-    """Implements `SuffixKind`."""
+    """Makes texts and indices of answers, and drafts for them. n_draft: most tokens of a draft"""
 
     name = "Python"
 
     def automaton(self) -> GrowingText:
+        """An empty one."""
         return PlainIndex()
 
     def text(self, client: str) -> SlotText:
+        """A text of this client without tokens."""
         return PlainText(client)
 
     def draft_all(
         self, asks: Sequence[SuffixAsk], least: float, n_draft: int, n_match: int
     ) -> list[SuffixDraft]:
+        """The draft of each, behind `n_match` tokens or more that stood before; it ends where the product of its chances would be below
+        `least`. MemoryError without memory."""
         return [
             text.draft(anchor, min(most, n_draft), indices, least, n_match)
             for text, anchor, most, indices in asks

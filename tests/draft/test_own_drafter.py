@@ -146,7 +146,7 @@ def test_what_a_module_loads_has_to_be_a_drafter(own: Path) -> None:
     module(own, "table", READS_ITS_FILE)
     module(own, "thing", text)
     path = own_file(own / "table.gguf", 3, [1, 2])
-    with pytest.raises(ConfigError, match="it loads no pyspec.draft.drafter.Drafter"):
+    with pytest.raises(ConfigError, match=r"it loads no pyspec\.draft\.drafter\.Drafter"):
         rig(DEMO, spec_type="thing", draft_path=path)
 
 

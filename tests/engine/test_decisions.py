@@ -18,8 +18,7 @@ from sampling import slow
 from pyspec.constrain.offer import Offer
 from pyspec.draft.blocks import BlockLength
 from pyspec.draft.drafter import Drafter, DraftPlan
-from pyspec.draft.suffix_chances import Promise
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.speculator import Speculator

@@ -13,8 +13,7 @@ from sampling import slow
 
 from pyspec.draft.drafter import OnHost
 from pyspec.draft.ngram import NGram
-from pyspec.draft.suffix_chances import Promise
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.suffix_source import SuffixSource
