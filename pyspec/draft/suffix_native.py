@@ -101,18 +101,16 @@ class NativeAutomaton:
         _had(self._lib.pyspec_suffix_extend(self.handle, _address(numbers), len(numbers)), -1)
 
 
-class NativeText:
-    """Implements `SlotText`. Its automaton and its tokens lie in the library's memory, and it reads and writes the learned numbers."""
+class NativeText(SlotText):
+    """Its automaton and its tokens lie in the library's memory, and it reads and writes the learned numbers."""
 
     def __init__(self, lib: ctypes.CDLL, client: str) -> None:
+        super().__init__(client)
         self._lib, self.handle = lib, 0
-        self.client, self.slot, self.keeps, self.n_begin = client, None, False, 0
         self.n_sent = 0  # tokens that the library has
         self.promise = Promise()
         self._learned: Learned | None = None
         self.handle = _had(lib.pyspec_suffix_text())
-
-    slot: Slot | None
 
     def __del__(self) -> None:
         if self.handle:
@@ -150,9 +148,6 @@ class NativeText:
             ),
             -1,
         )
-
-    def end(self) -> None:
-        self.slot = None
 
     def enter(self, n: int) -> None:
         _had(self._lib.pyspec_suffix_enter(self.handle, n), -1)

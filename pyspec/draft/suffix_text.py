@@ -41,8 +41,8 @@ class Learned(NamedTuple):
     promise: Promise
 
 
-class SlotText(Protocol):
-    """One slot's text.
+class SlotText:
+    """One slot's text. Base class.
 
     slot       None: no request has it
     keeps      its answer may be kept for later ones
@@ -50,31 +50,37 @@ class SlotText(Protocol):
     n_entered  tokens in its index, from the first on
     """
 
-    client: str
-    slot: Slot | None
-    keeps: bool
-    n_begin: int
+    def __init__(self, client: str) -> None:
+        self.client, self.keeps, self.n_begin = client, False, 0
+        self.slot: Slot | None = None
 
     @property
-    def n_entered(self) -> int: ...
+    def n_entered(self) -> int:
+        raise NotImplementedError
 
     @property
-    def n_bytes(self) -> int: ...
+    def n_bytes(self) -> int:
+        raise NotImplementedError
 
     def continues(self, prompt: Sequence[int]) -> bool:
         """What is entered is the begin of the prompt."""
+        raise NotImplementedError
 
     def start(self, slot: Slot, prompt: Sequence[int], learned: Learned) -> None:
         """A request starts in `slot`. prompt: every token before its answer."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """The request is over."""
+        self.slot = None
 
     def enter(self, n: int) -> None:
         """Enter up to n further tokens of the prompt."""
+        raise NotImplementedError
 
     def judge(self, n_draft: int, n_accepted: int) -> None:
         """Report the verdict on the last draft."""
+        raise NotImplementedError
 
 
 # A wish for a draft: text, the slot's last chosen token, most tokens, and indices of answers, the young one first
@@ -116,14 +122,12 @@ class PlainIndex:
         return found
 
 
-class PlainText:
-    """Implements `SlotText`. Chances are first guesses by a match's length, which the promises of its drafts correct."""
+class PlainText(SlotText):
+    """Chances are first guesses by a match's length, which the promises of its drafts correct."""
 
     def __init__(self, client: str) -> None:
-        self.client, self.slot, self.keeps, self.n_begin = client, None, False, 0
+        super().__init__(client)
         self.index, self.prompt, self.offer = PlainIndex(), [0][:0], NO_DRAFT
-
-    slot: Slot | None
 
     @property
     def n_entered(self) -> int:
@@ -139,9 +143,6 @@ class PlainText:
     def start(self, slot: Slot, prompt: Sequence[int], learned: Learned) -> None:
         self.slot, self.prompt, self.n_begin = slot, list(prompt), len(prompt)
         self.promise, self.offer, self.n_offered = Promise(learned.promise), NO_DRAFT, 0
-
-    def end(self) -> None:
-        self.slot = None
 
     def enter(self, n: int) -> None:
         self.index.extend(self.prompt[self.n_entered : min(self.n_entered + n, MOST_TEXT)])
