@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from pyspec.engine.policy.queue import Waiting
 from pyspec.errors import QueueFull
 
 SHORT = 512  # tokens of a short prompt, which has extra places
 
 
-W = TypeVar("W", bound=Waiting)
+class Waiter(Protocol):
+    """A waiting request, as eviction sees it."""
+
+    @property
+    def client(self) -> str: ...
+
+    @property
+    def wanted_slot(self) -> int: ...
+
+    @property
+    def cost(self) -> int:
+        """Tokens to read before its first one."""
+        ...
+
+
+W = TypeVar("W", bound=Waiter)
 
 
 def evict_for(
-    item: Waiting, waiting: Sequence[W], limit: int, goes_on: Callable[[], bool] = lambda: False
+    item: Waiter, waiting: Sequence[W], limit: int, goes_on: Callable[[], bool] = lambda: False
 ) -> W | None:
     """Return the waiting request to evict, or None if there is room. waiting: in order of arrival.
 
