@@ -2,7 +2,7 @@
 
 Names and modules are strings, so that the command line, the settings and the catalogue can read them without torch; a module is
 imported when needed. Other packages add drafters as entry points of the group `pyspec.drafters`, whose value is a module as in
-`pyspec.draft.drafter.DrafterModule` (`examples/own_drafter`), and architectures as entry points of `pyspec.architectures`, whose
+`pyspec.draft.drafter.DrafterModule` or `pyspec.draft.host` (`examples/own_drafter`), and architectures as entry points of `pyspec.architectures`, whose
 name is that of the GGUF file and whose value is a module with `read(file) -> ModelConfig`.
 """
 

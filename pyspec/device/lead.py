@@ -2,7 +2,7 @@
 
 A rank runs its share of the model, keeps its share of the slots' memory, and decides nothing. Rows, pages and checkpoints come from the
 first rank, in its order. The exchange of tensors is part of the model (cuda/collective.py). Drafters run on the first rank alone, except
-for those that ranks divide (`DividedDrafter`), and for the head of a block's drafts: each rank reads its part of it.
+for those that ranks divide (`Drafter.is_divided`), and for the head of a block's drafts: each rank reads its part of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pyspec.device.commands import (
     WritePages,
 )
 from pyspec.device.worker import Launched, Worker
-from pyspec.draft.drafter import DividedDrafter, Drafter
+from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out
@@ -221,9 +221,9 @@ class TpGraphs(Graphed[Out]):
     """The first rank's forwards, with or without graphs. The others learn of each before it starts, and have graphs of their own."""
 
     def __init__(self, worker: Worker, leader: Leader) -> None:
-        super().__init__(worker.run, by_single=worker.needs.late)
-        self.leader, self.taps = leader, worker.needs.taps
-        self.absorbs = isinstance(worker.drafter, DividedDrafter)
+        super().__init__(worker.run, by_single=worker.plan.n_held > 0)
+        self.leader, self.taps = leader, worker.plan.taps
+        self.absorbs = worker.drafter is not None and worker.drafter.is_divided
 
     def __call__(self, batch: Batch, reads: LogitsNeed = ALL) -> Out:
         own = super().__call__
@@ -249,7 +249,8 @@ class TpWorker(Worker):
         the others receive it."""
         leader, behind = self.leader, round_.behind
         assert behind is not None
-        has_drafts = not behind.n_draft or isinstance(self.drafter, DividedDrafter)
+        is_divided = self.drafter is not None and self.drafter.is_divided
+        has_drafts = not behind.n_draft or is_divided
         if before.batch is leader.last and has_drafts:
             leader.moving = round_.seqs
         elif self._is_in_arena(round_):
@@ -291,7 +292,7 @@ class TpWorker(Worker):
         """Let go of the other ranks; nothing runs after that. Graphs go first, because they contain sums."""
         assert self.target.ranks is not None and isinstance(self.forward, TpGraphs)
         self.forward.forget()
-        if isinstance(self.drafter, DividedDrafter):
+        if self.drafter is not None:
             self.drafter.forget()
         self.target.ranks.leave()
 

@@ -20,7 +20,7 @@ from pyspec.cuda.graph import copied
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain, graph_bytes
-from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
@@ -147,7 +147,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_draft = settings.n_draft_max or N_DRAFT
     return DraftPlan(
         kind="assistant",
-        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True),
+        n_draft=n_draft,
+        observes="hidden",
         file=file,
         attention=tuple(dict.fromkeys(shape for block in c.blocks for shape in block.attention)),
         wants=wants,

@@ -239,5 +239,5 @@ def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     """The layers of this rank on the target's device."""
     assert plan.file is not None
     net = bound(DFlash2Net, read_config(plan.file), plan, target, table, options)
-    check_candidates(net, plan.needs.draws)
+    check_candidates(net, plan.draws)
     return net

@@ -20,7 +20,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
-from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.draft.draws import draw_bytes
 from pyspec.draft.token_map import TokenMap, read_map
 from pyspec.errors import ConfigError, PairError
@@ -71,13 +71,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     is_shorter = n_ctx < trained_length(target.file, target.config.n_ctx_train, flags)
     return ModelPlan(
         kind=KIND,
-        needs=Needs(
-            n_draft,
-            overhang=n_draft + 1,
-            chained=True,
-            n_ctx=n_ctx,
-            draws=settings.draft_sampling,
-        ),
+        n_draft=n_draft,
+        n_ctx=n_ctx,
+        draws=settings.draft_sampling,
         file=file,
         layers=tuple(c.parts()),
         attention=c.attention,

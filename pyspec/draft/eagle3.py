@@ -19,7 +19,7 @@ from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
-from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.draft.draws import draw_bytes
 from pyspec.errors import ConfigError, PairError
 from pyspec.forward.call import Value
@@ -113,14 +113,10 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     return DraftPlan(
         kind="eagle3",
-        needs=Needs(
-            n_draft,
-            c.taps,
-            overhang=n_draft + 1,
-            chained=True,
-            observes_taps=True,
-            draws=settings.draft_sampling,
-        ),
+        n_draft=n_draft,
+        taps=c.taps,
+        observes="taps",
+        draws=settings.draft_sampling,
         file=file,
         layers=(c.attention.memory(),),
         attention=(c.attention.shape,),

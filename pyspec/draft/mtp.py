@@ -10,7 +10,7 @@ from functools import partial
 
 from pyspec.config import EngineSettings
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
-from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.draft.draws import draw_bytes
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
@@ -37,9 +37,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     return DraftPlan(
         kind="mtp",
-        needs=Needs(
-            n_draft, overhang=n_draft + 1, chained=True, hidden=True, draws=settings.draft_sampling
-        ),
+        n_draft=n_draft,
+        observes="hidden",
+        draws=settings.draft_sampling,
         file=file,
         layers=mtp.layers(),
         shared=mtp.shared(file, target.file),

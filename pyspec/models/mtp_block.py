@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 from torch import Tensor
 
 from pyspec.errors import PairError
 from pyspec.models.binding import Binding, Pass
+from pyspec.models.decoder import Decoder
 from pyspec.models.matrices import Embedding, Matrix
 from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.own_vocabulary import BestDrafts
@@ -18,19 +17,6 @@ from pyspec.models.wants import EMBEDDING, HEAD
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
-
-
-@runtime_checkable
-class DecoderParts(Protocol):
-    """The parts of a target that its MTP block shares."""
-
-    ropes: Ropes
-    embedding: Embedding
-    norm: Tensor
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Normed rows [row, n_embd] to logits [row, n_vocab]."""
-        ...
 
 
 class MtpBlock:
@@ -46,7 +32,7 @@ class MtpBlock:
         spec: MtpOfBlock,
         weights: Weights,
         memory: Memory,
-        target: DecoderParts,
+        target: Decoder,
         head: Matrix | None,
         skips: tuple[str, ...] = (),
     ) -> None:
@@ -102,6 +88,6 @@ def bound(
     skips: tuple[str, ...],
 ) -> MtpBlock:
     """head: stands for the target's if it is given. skips: the result of `MtpOfBlock.shared`."""
-    if not isinstance(target, DecoderParts):
+    if not isinstance(target, Decoder):
         raise PairError("this target does not give what its MTP block shares with it")
     return MtpBlock(spec, weights, memory, target, head, skips)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
@@ -164,13 +164,17 @@ class PartSpec(Protocol):
         """The part of each of `n` ranks."""
         ...
 
+    def of_file(self, at: Place) -> Self:
+        """The part with the sizes of blocks in this file, if its shares depend on them: numbers of quantised types stand in blocks along rows."""
+        ...
+
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """stream + part(norm(x)) of x [row, n_embd]; without a stream part(norm(x)) alone."""
         ...
 
 
 class Plain:
-    """What most parts say: they have no recurrence and no attention, and no graph holds them for prompts."""
+    """What most parts say: they have no recurrence and no attention, no graph holds them for prompts, and shares do not depend on types."""
 
     __slots__ = ()
 
@@ -185,6 +189,9 @@ class Plain:
     @property
     def folds(self) -> Folding | None:
         return None
+
+    def of_file(self, at: Place) -> Self:
+        return self
 
 
 class OneCall(Plain):
@@ -205,15 +212,6 @@ class OneCall(Plain):
     def scratch(self, size: ForwardSize) -> int:
         """Bytes that it takes while it runs, beyond those that every model takes."""
         return 0
-
-
-@runtime_checkable
-class ReadsBlocks(Protocol):
-    """A part whose shares depend on the types of its file: numbers of quantised types stand in blocks along rows."""
-
-    def of_file(self, at: Place) -> PartSpec:
-        """The part with the sizes of blocks in this file."""
-        ...
 
 
 def column_block(at: Place, tensor: str) -> int:

@@ -35,9 +35,7 @@ def recognises(file: GGUFFile) -> bool:
 
 def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
     base, last = mtp.plan(file, target, settings), target.config.n_layer - 1
-    return replace(
-        base, kind="tapped", needs=replace(base.needs, hidden=False, taps=(last,), observes_taps=True)
-    )
+    return replace(base, kind="tapped", observes="taps", taps=(last,))
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:

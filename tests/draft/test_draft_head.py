@@ -142,7 +142,7 @@ def test_without_memory_auto_keeps_the_head_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("spec_type", "text"), [("none", "nothing drafts"), ("ngram", "n-grams need no head")]
+    ("spec_type", "text"), [("none", "nothing drafts"), ("ngram", "ngram drafts need no head")]
 )
 def test_without_a_drafter_that_has_use_for_it_it_is_refused(spec_type: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -31,7 +31,6 @@ from torch import Tensor
 from pyspec import synth
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.cuda.ops.moe.ref import Routes
-from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.errors import PyspecError
@@ -39,7 +38,7 @@ from pyspec.models.blocks.moe import BoundExperts
 from pyspec.models.target import Out
 from pyspec.request import Delta, Request, SamplingParams
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts, DraftsAhead
+from pyspec.slots.drafts import DraftRequest, Drafts, DraftsAhead
 
 N_CHAT, CTX = 8, 768  # tokens a conversation may have; of a longer one all pieces are longer
 AGAIN, CANCELLED, FORKED = (

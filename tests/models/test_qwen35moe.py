@@ -11,7 +11,6 @@ import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
 from pyspec.draft.chain import Chain
-from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFWriter, ValueType, open_gguf
 from pyspec.models import read_config
@@ -19,6 +18,7 @@ from pyspec.models.blocks.moe import Experts
 from pyspec.models.decoder import ModelSpec
 from pyspec.models.wants import check_tensors
 from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.drafts import DraftRequest
 
 MODELS = ["qwen35moe", "qwen35moe_fused_tied", "qwen35moe_mixed_q8_0"]
 WITH_MTP = ["qwen35moe", "qwen35moe_mixed_q8_0"]

@@ -10,7 +10,6 @@ from dataclasses import replace
 from torch import Tensor
 
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import JoiningDrafter
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.span import Span, SpanCodec, StateHead
 from pyspec.errors import BadSlotFile, RequestError
@@ -99,7 +98,7 @@ class SlotImager:
     def _fill(self, slot: Slot, image: Span) -> None:
         self.codec.place(image, slot.pages)
         drafter = self.worker.drafter
-        is_unread = isinstance(drafter, JoiningDrafter) and drafter.can_join
+        is_unread = drafter is not None and drafter.can_join
         is_unread = is_unread and not any(head.has_share for head in image.states)
         self.table.file(slot, whole=True, n_unread=image.n_token if is_unread else 0)
         for head, tensors in self.codec.states(image):

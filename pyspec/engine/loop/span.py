@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import PortableDrafter
+from pyspec.draft.drafter import Drafter
 from pyspec.slots.memory import Keep, Like, planes_of, read_planes, write_planes
 from pyspec.slots.span_file import Bytes, SpanFile
 from pyspec.slots.states import PIECE, Saved, page_locked, to_host
@@ -73,10 +73,10 @@ class SpanCodec:
     # -- how it is laid out ---------------------------------------------------------------------------------------
 
     @property
-    def _drafter(self) -> PortableDrafter | None:
+    def _drafter(self) -> Drafter | None:
         """The drafter, if its share of a state can be stored."""
         drafter = self.worker.drafter
-        return drafter if isinstance(drafter, PortableDrafter) else None
+        return drafter if drafter is not None and drafter.has_share else None
 
     def _drafts(self) -> list[Tensor]:
         """The drafter's pages, as [page, row, *dims]."""

@@ -95,12 +95,12 @@ class Description:
     @property
     def width(self) -> int:
         """Rows of a slot's largest verify."""
-        return self.draft.n_draft + 1
+        return self.draft.longest + 1
 
     @property
     def draft_width(self) -> int:
         """Rows of a slot in a draft's largest forward, where that is not catching up."""
-        return max(self.width, self.draft.needs.overhang, self.draft.n_waiting)
+        return max(self.width, self.draft.overhang, self.draft.n_waiting)
 
     @property
     def n_overhang(self) -> int:
@@ -177,7 +177,7 @@ def describe(
     plan = checked_draft(draft_file, TargetFile(file, config, device), settings)
     head = plan_head(file, plan, settings.draft_head, is_streamed=is_streamed)
     # rates that do not go with the drafter are refused before weights are read
-    synth_of(settings, plan.n_draft)
+    synth_of(settings, plan.longest)
     tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
     template = ChatTemplate.from_metadata(file.metadata)
     words = tokenizer.model, tokenizer.pre, tokenizer.n_vocab
@@ -335,7 +335,7 @@ def max_context(s: EngineSettings, n_ctx_train: int) -> int:
 
 def overhang_of(plan: DraftPlan) -> int:
     """Rows beyond a request's committed tokens that a round may write."""
-    return max(plan.needs.overhang, plan.n_draft + 1)
+    return max(plan.overhang, plan.longest + 1)
 
 
 def pages_of(s: EngineSettings, n_ctx: int, n_overhang: int) -> int:

@@ -174,12 +174,12 @@ def _workspace(d: Description) -> tuple[int, int]:
     """(activations, workspace): bytes of forwards besides weights and slots."""
     s, c = d.settings, d.own
     most = most_rows(s.np, d.width)
-    graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
+    graphs = graph_shapes(s.np, d.width, singles=d.draft.n_held > 0, most=most) if d.is_cuda else []
     rows, blocks = (
         s.np * d.width,
-        s.np * d.draft.needs.overhang,
+        s.np * d.draft.overhang,
     )  # of a verify of all slots, of a draft of blocks
-    in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
+    in_graphs = d.draft.is_chain and blocks <= BUCKETS[-1]
     large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
     sizes = ForwardSizes(
         n_row=d.batch,
@@ -193,7 +193,7 @@ def _workspace(d: Description) -> tuple[int, int]:
         prompt_rows=_prompt_rows(d),
         large_rows=large,
         shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,
-        n_tap=len(d.draft.needs.taps),
+        n_tap=len(d.draft.taps),
         n_held=d.draft.n_held,
         key_bytes=d.n_ctx
         * max(_library_bytes(c.attention, d.kv), _library_bytes(d.draft.attention, d.draft_kv)),

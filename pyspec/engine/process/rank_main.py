@@ -30,7 +30,7 @@ from pyspec.cuda.rank import Rank
 from pyspec.device.follow import Follower
 from pyspec.device.worker import failure_of
 from pyspec.draft.choice import plan_draft
-from pyspec.draft.drafter import DraftOptions, DraftShare, TargetFile
+from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
 from pyspec.engine.plan.describe import batch_of
@@ -93,12 +93,12 @@ def load(share: LoadShare, link: Link) -> Follower:
     return Follower(target, memory, table, arena, drafts, share.width)
 
 
-def _load_drafts(share: LoadShare, target: Target, table: SlotTable) -> DraftShare:
+def _load_drafts(share: LoadShare, target: Target, table: SlotTable) -> Drafter:
     """This rank's part of the drafter, by the plan that the first rank made."""
     s, device = share.settings, target.device
     own_file = None if s.draft_path is None else open_gguf(s.draft_path)
     plan = plan_draft(own_file, TargetFile(open_gguf(share.path), target.config, device), s)
-    width = max(share.width, plan.needs.overhang, plan.n_waiting)
+    width = max(share.width, plan.overhang, plan.n_waiting)
     arena = Arena(s.np, share.n_arena_page, device, width) if share.n_arena_page else None
     dense = getattr(torch, share.dense) if share.dense else None
     assert plan.load_share is not None

@@ -53,7 +53,7 @@ class Mlp(Plain):
         return replace(self, n_ff=each_of(self.n_ff, n, self.block))
 
     def of_file(self, at: Place) -> Mlp:
-        """As of ReadsBlocks."""
+        """See `PartSpec.of_file`."""
         return replace(self, block=column_block(at, "ffn_down.weight"))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:

@@ -143,7 +143,7 @@ class Experts(OneCall):
         return replace(self, n_ff=each_of(self.n_ff, n, self.block), n_ff_shared=shared)
 
     def of_file(self, at: Place) -> Self:
-        """As of ReadsBlocks."""
+        """See `PartSpec.of_file`."""
         own, shared = (column_block(at, f"ffn_down_{x}.weight") for x in ("exps", "shexp"))
         return replace(self, block=own, block_shared=shared)
 

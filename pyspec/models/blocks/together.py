@@ -33,7 +33,7 @@ class Together(Plain):
         return Together(self.of.share(n))
 
     def of_file(self, at: Place) -> Together:
-        """As of ReadsBlocks."""
+        """See `PartSpec.of_file`."""
         return Together(self.of.of_file(at))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
