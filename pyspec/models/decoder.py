@@ -12,13 +12,14 @@ from pyspec.cpu import tensors
 from pyspec.cuda.kernel_context import current
 from pyspec.models.binding import Binding, Pass
 from pyspec.models.bound import Block, link_reads, link_sums
+from pyspec.models.gathered import Bend, out_of
 from pyspec.models.layer_inputs import BoundPerLayer
-from pyspec.models.model import ModelSpec as ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.ringed import Ringed
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.streams import bound_block, bound_residual
 from pyspec.models.tables import Tables
-from pyspec.models.target import Bend, Lead, Out, out_of
+from pyspec.models.target import Lead, Out
 from pyspec.models.wants import EMBEDDING
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import PROMPTS

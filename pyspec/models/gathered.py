@@ -7,15 +7,18 @@ few bytes a row to the others instead of a row over the whole vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pyspec.cpu import tensors
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.fuse import Product
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.rows.ref import Prep
+from pyspec.models.target import Matrix, Out
+from pyspec.slots.round import LogitsNeed
 
 KEPT = 64  # sets of banned tokens that are kept on the device
 
@@ -26,7 +29,7 @@ class Gathered:
     own  this rank's part
     """
 
-    def __init__(self, own: Product, ranks: Collective, widths: Sequence[int]) -> None:
+    def __init__(self, own: Matrix, ranks: Collective, widths: Sequence[int]) -> None:
         self.own, self.ranks, self.widths = own, ranks, widths
         self.first = sum(widths[: ranks.rank.index])  # of this rank's columns
         self._best = best.bind(BestSpec(ranks.device))
@@ -80,7 +83,34 @@ class Gathered:
             columns.index_fill_(1, here, -torch.inf)
         return self.best(columns)
 
+    def whole(self, out: Out, reads: LogitsNeed) -> Out:
+        """As `Out.whole`, of results that have this rank's columns."""
+        if reads.logits:
+            return replace(out, logits=self.together(out.logits), head=None)
+        best = self.best_but(out.logits, reads.bans) if reads.bans else out.best
+        return replace(out, logits=self.left_out(out.logits), best=best, head=None)
+
 
 def shared(matrix: object) -> Gathered | None:
     """The matrix if ranks bring its outputs together, else None."""
     return matrix if isinstance(matrix, Gathered) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Bend:
+    """What happens to logits behind the head: a factor, then c tanh(logits / c) unless c is 0."""
+
+    factor: float = 1.0
+    cap: float = 0.0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return tensors.capped(tensors.scaled(logits, self.factor), self.cap)
+
+
+def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, bent: Bend) -> Out:
+    """Results whose logits are those of the rows `wanted`, bent. Of several ranks they are this one's columns until `whole` is called."""
+    head = shared(output)
+    if head is None:
+        return Out(bent(output(wanted)), hidden, taps)
+    columns = bent(head.own(wanted))
+    return Out(columns, hidden, taps, head.best(columns), head.whole)

@@ -16,6 +16,7 @@ from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
 from pyspec.gguf import GGUFFile
 from pyspec.models.model import ModelSpec
+from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
 from pyspec.models.wants import TOKEN_INPUTS
 
@@ -36,6 +37,11 @@ def of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Iterator[Reques
             yield op_named("embed"), EmbedSpec(on.device, table.type, inputs.width)
         yield op_named("norms"), NormsSpec(on.device, inputs.n, inputs.eps)
     yield op_named("norms"), NormsSpec(on.device, model.n_embd, model.eps)
+
+
+def of_mtp(block: MtpOfBlock, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """Those of the block behind the trunk, which may have a file of its own."""
+    return kernels([program_of(block.block.forward, block.place(file), on)])
 
 
 def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -20,9 +20,6 @@ from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import LayerParts
-
-if TYPE_CHECKING:
-    from pyspec.models.binding import Binding, BoundPart
 
 Request = tuple[Any, Any]
 """An op and the spec that it is bound with."""
@@ -195,7 +192,8 @@ class OneCall(Plain):
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         return f.op("part", (self, f.at.norm), x, stream, shape=x.shape)
 
-    def bind(self, at: Binding) -> BoundPart:
+    def bind(self, at: Any) -> Any:
+        """What the call runs as, a `models.binding.BoundPart`. at: a `Binding`."""
         raise NotImplementedError
 
     def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:

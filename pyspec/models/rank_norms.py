@@ -5,18 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.models.weights import Weights
+from pyspec.cuda.collective import Collective
 
 
 class RankNorms:
-    """Norms of all heads of q at once, and of all of k: ranks sum their squares. widths: of this rank's q and k."""
+    """Norms of all heads of q at once, and of all of k: ranks sum their squares. widths: columns of this rank's q and k; whole: of all
+    ranks'."""
 
-    def __init__(self, w: Weights, q: str, k: str, widths: tuple[int, int], eps: float) -> None:
-        assert w.ranks is not None, "one rank norms its rows by an op"
-        self.widths, self.eps, self.ranks = widths, eps, w.ranks
-        self.weights = w.vector(q), w.vector(k)
-        self.whole = [w.file.tensors[name].shape[-1] for name in (q, k)]  # of all ranks
-        self.capturable = w.device.type != "cpu"  # sums of ranks are torch's there
+    def __init__(
+        self,
+        ranks: Collective,
+        weights: tuple[Tensor, Tensor],
+        whole: tuple[int, int],
+        widths: tuple[int, int],
+        eps: float,
+    ) -> None:
+        self.widths, self.eps, self.ranks = widths, eps, ranks
+        self.weights, self.whole = weights, whole
+        self.capturable = weights[0].is_cuda  # sums of ranks are torch's on a CPU
 
     def __call__(self, y: Tensor) -> Tensor:
         """y [row, q | k | v] -> the same, normed."""

@@ -19,8 +19,8 @@ from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
+from pyspec.models.checks import check_tensors
 from pyspec.models.decoder import ModelSpec
-from pyspec.models.wants import check_tensors
 from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -52,7 +52,6 @@ def data_of(name: str) -> tuple[list[int], torch.Tensor]:
 def spec_of(path: Path) -> ModelSpec:
     with open_gguf(path) as file:
         config = read_config(file)
-    assert isinstance(config, ModelSpec)
     return config
 
 

@@ -26,6 +26,7 @@ from pyspec.engine.plan.memory_plan import (
     workspace_bytes,
 )
 from pyspec.models import coarse
+from pyspec.models.kernels import scratch_of_model
 from pyspec.models.part import AttentionShape
 from pyspec.models.wants import HEAD
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
@@ -221,7 +222,7 @@ def _scratch(d: Description) -> int:
     """Bytes of an architecture's mixers while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
     n_row = max(d.batch, bucket_of(n_row, most) or n_row)
-    return d.own.scratch_bytes(d.file, d.on, n_row, d.n_ctx + d.n_overhang)
+    return scratch_of_model(d.own, d.file, d.on, n_row, d.n_ctx + d.n_overhang)
 
 
 def _ring_tables(d: Description) -> int:

@@ -15,13 +15,8 @@ from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import (
-    read_decoder,
-    read_groups,
-    read_router,
-    trunk_layers,
-    vocab_size,
-)
+from pyspec.models.read import read_decoder, trunk_layers, vocab_size
+from pyspec.models.read_experts import read_groups, read_router
 from pyspec.models.rope import RopeSpec, read_scaling
 
 GLM_FLASH = (

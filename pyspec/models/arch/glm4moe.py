@@ -15,14 +15,8 @@ from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import (
-    read_attention,
-    read_decoder,
-    read_groups,
-    read_rope,
-    read_router,
-    trunk_layers,
-)
+from pyspec.models.read import read_attention, read_decoder, read_rope, trunk_layers
+from pyspec.models.read_experts import read_groups, read_router
 
 
 def read(file: GGUFFile) -> ModelSpec:

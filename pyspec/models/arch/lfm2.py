@@ -16,14 +16,8 @@ from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.short_conv import ShortConv
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import (
-    attention_shape,
-    block_count,
-    read_decoder,
-    read_groups,
-    read_rope,
-    read_router,
-)
+from pyspec.models.read import attention_shape, block_count, read_decoder, read_rope
+from pyspec.models.read_experts import read_groups, read_router
 
 
 def read(file: GGUFFile) -> ModelSpec:

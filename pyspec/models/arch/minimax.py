@@ -12,14 +12,8 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.model import ModelSpec
-from pyspec.models.read import (
-    block_count,
-    read_attention,
-    read_decoder,
-    read_groups,
-    read_rope,
-    read_router,
-)
+from pyspec.models.read import block_count, read_attention, read_decoder, read_rope
+from pyspec.models.read_experts import read_groups, read_router
 
 
 def read(file: GGUFFile) -> ModelSpec:
