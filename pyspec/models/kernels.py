@@ -50,9 +50,20 @@ def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int
     size = ForwardSize(on.device, on.kv.k.dtype, n_row, n_token, model.n_embd, model.eps)
     of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
     rows = n_row * (model.residual.row_bytes(model.n_embd) + of_inputs)
-    distinct = {block: i for i, block in enumerate(model.blocks)}
-    programs = [program for program, _ in _programs(model, file, on, distinct.values())]
-    return rows + max((_scratch(program, size) for program in programs), default=0)
+    programs = _distinct(model, file, on)
+    return rows + max((_scratch(program, size) for program, _ in programs), default=0)
+
+
+def prompts_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> bool:
+    """Whether a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting."""
+    return model.residual.n_iter is None and all(holds_prompts(p) for p, _ in _distinct(model, file, on))
+
+
+def _distinct(
+    model: ModelSpec, file: GGUFFile, on: LoadTypes
+) -> list[tuple[ForwardProgram, PlannedSite]]:
+    """The forwards of blocks that differ, each once."""
+    return _programs(model, file, on, {block: i for i, block in enumerate(model.blocks)}.values())
 
 
 def _programs(
@@ -60,6 +71,19 @@ def _programs(
 ) -> list[tuple[ForwardProgram, PlannedSite]]:
     """The forwards of some of its blocks."""
     return [program_of(model.blocks[i].forward, model.place(file, i), on) for i in blocks]
+
+
+def holds_prompts(program: ForwardProgram) -> bool:
+    """Whether a CUDA graph may hold it in the forward of a prompt that stands alone, kernels permitting."""
+    return all(map(_holds_prompts, program.calls))
+
+
+def _holds_prompts(call: OpCall) -> bool:
+    if call.op == "part" or (call.op == "attend" and call.inputs[WINDOW]):
+        return False  # a prompt attends by the library, which has no windows
+    if call.op in (*PLAIN, *KINDS) or isinstance(call.spec, Weight):
+        return True
+    return op_named(call.op.partition(".")[0]).in_prompts
 
 
 Programs = Sequence[tuple[ForwardProgram, PlannedSite]]
@@ -104,6 +128,7 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
             yield from op.also(call.spec)
 
 
+WINDOW = 3  # among the inputs of `attend`
 PLAIN = ("add", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
 
 

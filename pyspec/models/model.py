@@ -65,11 +65,6 @@ class ModelSpec:
         return tuple(dict.fromkeys(shape for block in self.blocks for shape in block.attention))
 
     @property
-    def captures_prompts(self) -> bool:
-        """Whether a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting."""
-        return all(block.captures_prompts for block in self.blocks)
-
-    @property
     def mtp(self) -> MtpOfBlock | None:
         """The MTP block with its projections and norms; None: the architecture has none."""
         if self.mtp_block is None:

@@ -137,13 +137,10 @@ class ForwardSize:
 class PartSpec(Protocol):
     """A mixer or a feed-forward as data.
 
-    captures_prompts  a CUDA graph may hold it in the forward of a prompt that stands alone
-    attends           shape of its attention, whose partial sums need room; None: it has none
-    folds             the op that keeps records of slots, and the reference of folding them; None: it has no recurrence
+    attends  shape of its attention, whose partial sums need room; None: it has none
+    folds    the op that keeps records of slots, and the reference of folding them; None: it has no recurrence
     """
 
-    @property
-    def captures_prompts(self) -> bool: ...
     @property
     def attends(self) -> AttentionShape | None: ...
     @property
@@ -167,13 +164,9 @@ class PartSpec(Protocol):
 
 
 class Plain:
-    """What most parts say: they have no recurrence and no attention, and no graph holds them for prompts."""
+    """What most parts say: they have no recurrence and no attention."""
 
     __slots__ = ()
-
-    @property
-    def captures_prompts(self) -> bool:
-        return False
 
     @property
     def attends(self) -> AttentionShape | None:

@@ -26,7 +26,7 @@ from pyspec.engine.plan.memory_plan import (
     workspace_bytes,
 )
 from pyspec.models import coarse
-from pyspec.models.kernels import scratch_of_model
+from pyspec.models.kernels import prompts_of_model, scratch_of_model
 from pyspec.models.part import AttentionShape
 from pyspec.models.wants import HEAD
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
@@ -210,7 +210,7 @@ def _library_bytes(attention: Iterable[AttentionShape], kv: KvFormat) -> int:
 
 def _prompt_rows(d: Description) -> int:
     """Rows of all graphs of prompts, if the model has any."""
-    if not d.is_cuda or d.settings.exact or not d.own.captures_prompts:
+    if not d.is_cuda or d.settings.exact or not prompts_of_model(d.own, d.file, d.on):
         return 0
     most, tp = min(d.batch, d.n_ctx), d.settings.tp
     if tp > 1:  # NCCL's sums are in no such graph

@@ -50,10 +50,6 @@ class Attention(Plain):
     reads: int | None = None
 
     @property
-    def captures_prompts(self) -> bool:
-        return self.window == 0  # graphs of prompts attend by the library, which has no windows
-
-    @property
     def attends(self) -> AttentionShape:
         return self.shape
 
