@@ -20,8 +20,8 @@ from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.checks import check_tensors
-from pyspec.models.decoder import ModelSpec
-from pyspec.models.kernels import prompts_of_model
+from pyspec.models.kernels import needs_of_model
+from pyspec.models.model import ModelSpec
 from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -132,9 +132,8 @@ def test_memory_is_planned_as_it_is_taken(name: str) -> None:
     assert plan_memory(d).kv == sum(t.nbytes for part in taken.paged for t in part.tensors())
     assumed = describe(path, replace(settings, device="auto"), AssumedGpu(free=1 << 40))
     assert plan_memory(assumed).kv == plan_memory(d).kv
-    assert prompts_of_model(assumed.own, assumed.file, assumed.on) == (
-        name in ("qwen2", "granite", "mistral3")
-    )
+    needs = needs_of_model(assumed.own, assumed.file, assumed.on, 1, 64)
+    assert needs.holds_prompts == (name in ("qwen2", "granite", "mistral3"))
 
 
 # -- gemma3's formulas -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.short_conv import ShortConv
 from pyspec.models.checks import check_tensors
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.rope import NO_ROPE, QueryTemperature
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.checks import check_tensors
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.slots.memory import KV
 
 DENSE, MOE, E = (FIXTURES / f"gemma4-{kind}.gguf" for kind in ("dense", "moe", "e"))

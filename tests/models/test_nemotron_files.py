@@ -21,7 +21,7 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mamba2 import Mamba2
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.checks import check_tensors
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import CacheSizes, Recurrent

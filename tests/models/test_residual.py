@@ -13,7 +13,7 @@ from pyspec.cuda.ops.streams.ref import StreamMix
 from pyspec.models import streams as bound_streams
 from pyspec.models.block import BlockSpec, Mix
 from pyspec.models.decoder import Decoder
-from pyspec.models.kernels import scratch_of_model
+from pyspec.models.kernels import needs_of_model
 from pyspec.models.part import LoadTypes
 from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.weights import Weights
@@ -76,5 +76,5 @@ def test_a_model_of_streams_wants_their_coefficients_and_room_for_their_rows() -
         f"{name}_{x}.weight" for name in ("output_hc", *parts) for x in ("fn", "base", "scale")
     }
     on = LoadTypes(torch.device("cpu"), KvFormat.both(F32), None)
-    assert scratch_of_model(model, file, on, 2, 64) == 2 * 4 * 3 * 4 * config.n_embd
-    assert scratch_of_model(config, file, on, 2, 64) == 0
+    assert needs_of_model(model, file, on, 2, 64).scratch == 2 * 4 * 3 * 4 * config.n_embd
+    assert needs_of_model(config, file, on, 2, 64).scratch == 0
