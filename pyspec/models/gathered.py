@@ -1,4 +1,5 @@
-"""A matrix of which every rank has some rows (a head): its outputs are brought together only where all of them are read.
+"""What ranks have in parts: a matrix of which each has some rows (a head), whose outputs are brought together only where all of them are
+read, and norms over all heads of a row.
 
 Most rounds want each row's best token and no more. For that every rank finds the best of its own columns, and sends a
 few bytes a row to the others instead of a row over the whole vocabulary.
@@ -114,3 +115,31 @@ def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None, 
         return Out(bent(output(wanted)), hidden, taps)
     columns = bent(head.own(wanted))
     return Out(columns, hidden, taps, head.best(columns), head.whole)
+
+
+class RankNorms:
+    """Norms of all heads of q at once, and of all of k: ranks sum their squares. widths: columns of this rank's q and k; whole: of all
+    ranks'."""
+
+    def __init__(
+        self,
+        ranks: Collective,
+        weights: tuple[Tensor, Tensor],
+        whole: tuple[int, int],
+        widths: tuple[int, int],
+        eps: float,
+    ) -> None:
+        self.widths, self.eps, self.ranks = widths, eps, ranks
+        self.weights, self.whole = weights, whole
+        self.capturable = weights[0].is_cuda  # sums of ranks are torch's on a CPU
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """y [row, q | k | v] -> the same, normed."""
+        n_q, n_k = self.widths
+        q, k, v = y[:, :n_q], y[:, n_q : n_q + n_k], y[:, n_q + n_k :]
+        squares = torch.stack([q.square().sum(-1), k.square().sum(-1)], -1)
+        squares = self.ranks.sum(squares)
+        parts = []
+        for i, (x, w) in enumerate(zip((q, k), self.weights, strict=True)):
+            parts.append(x * (squares[:, i : i + 1] / self.whole[i] + self.eps).rsqrt() * w)
+        return torch.cat([*parts, v], -1)

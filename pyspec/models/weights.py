@@ -33,7 +33,7 @@ from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.cuts import Cut, Share, share_of
-from pyspec.models.gathered import Gathered
+from pyspec.models.gathered import Gathered, RankNorms
 from pyspec.models.grouped import Grouped
 from pyspec.models.matrices import (
     CutGates,
@@ -46,7 +46,6 @@ from pyspec.models.matrices import (
     Summed,
     Unpacked,
 )
-from pyspec.models.rank_norms import RankNorms
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.target import Matrix
 from pyspec.models.upload import Upload
