@@ -203,7 +203,7 @@ def describe(
     )
 
 
-def of_one_type(config: ModelConfig, settings: EngineSettings) -> EngineSettings:
+def of_one_type(config: ModelSpec, settings: EngineSettings) -> EngineSettings:
     """The settings with one type of keys and values where a model's keys are its values: that of keys."""
     k, v = settings.kv_type, settings.kv_type_v
     kept = (part for layer in config.parts() for part in layer.values())
