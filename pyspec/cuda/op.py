@@ -106,7 +106,8 @@ class Op(Generic[Spec, Launch]):
     named        the op whose name selects this one, too, in `--kernels`
     beside       joins a bound launch with those of other ops, which take some rows in its place
     also         further ops that this one is bound with
-    holds_prompts  whether a CUDA graph may hold it in the forward of a prompt that stands alone
+    in_prompts   some implementation may stand in the graph of a prompt that stands alone
+    holds_prompts  whether the one of a spec may
     decided      the implementation chosen for each spec so far under this thread's context
     """
 
@@ -121,6 +122,7 @@ class Op(Generic[Spec, Launch]):
     named: str = ""
     beside: Callable[[Launch, Spec], Launch] = _alone
     also: Callable[[Spec], Iterable[Ask]] = _nothing
+    in_prompts: bool = True
     holds_prompts: Callable[[Spec], bool] = _always
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)

@@ -21,13 +21,12 @@ from pyspec.models.binding import Pass
 from pyspec.models.block import BlockSpec
 from pyspec.models.blocks.sparse_attention import BoundPagedWindow, SparseAttention
 from pyspec.models.blocks.stream_experts import StreamExperts, read_limits
-from pyspec.models.matrices import Matrix
 from pyspec.models.read import block_count
 from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.rope import RopeSpec
 from pyspec.models.ropes import Angles
 from pyspec.models.streams import BoundStreams, bound_residual
-from pyspec.models.target import Target
+from pyspec.models.target import Matrix, Target
 from pyspec.models.wants import Want
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch

@@ -22,6 +22,7 @@ from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import traced
 from pyspec.models.binding import Binding, BoundPart
 from pyspec.models.block import BlockSpec
+from pyspec.models.kernels import holds_prompts
 from pyspec.models.matrices import reader_of, sum_of
 from pyspec.models.part import OneCall
 
@@ -121,6 +122,7 @@ class BoundForward:
 
     program     its calls as they run
     capturable  a CUDA graph may hold it: its launches look at no list of the host
+    captures_prompts  and in the forward of a prompt that stands alone
     fold        folds the records of the op in `folds`, if there is one
     """
 
@@ -129,6 +131,7 @@ class BoundForward:
     ) -> None:
         self.sources = Sources(at)
         self.program = rewrite.plain(traced(block, at, *widths))
+        self.captures_prompts = holds_prompts(self.program)
         for rule in rewrite.BOUND:
             rule(self.program, self.sources)
         self.run = ProgramText(self.program, self.sources).function()
@@ -136,6 +139,7 @@ class BoundForward:
         self.ops = [(op_named(op), spec) for op, spec in self.sources.launches]
         self.capturable = self.sources.capturable
         self.capturable = self.capturable and all(op.chosen(spec).capturable for op, spec in self.ops)
+        self.captures_prompts &= self.capturable and all(op.holds_prompts(spec) for op, spec in self.ops)
         self.fold: fuse.Fold | None = None
         if folds is not None:
             launches = self.sources.launches.items()
@@ -157,16 +161,11 @@ class BoundForward:
 
 
 class Block(BoundForward):
-    """A block bound to its weights: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it.
-
-    captures_prompts  a CUDA graph may hold it in the forward of a prompt that stands alone
-    """
+    """A block bound to its weights: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it."""
 
     def __init__(self, spec: BlockSpec, at: Binding) -> None:
         folds = next((part.folds for part in spec.specs if part.folds is not None), None)
         super().__init__(spec.forward, at, at.n_embd, folds=folds)
-        self.captures_prompts = self.capturable and spec.captures_prompts
-        self.captures_prompts &= all(op.holds_prompts(spec) for op, spec in self.ops)
 
     @property
     def parts(self) -> list[BoundPart]:

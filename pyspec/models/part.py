@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -20,9 +20,6 @@ from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import LayerParts
-
-if TYPE_CHECKING:
-    from pyspec.models.binding import Binding, BoundPart
 
 Request = tuple[Any, Any]
 """An op and the spec that it is bound with."""
@@ -140,13 +137,10 @@ class ForwardSize:
 class PartSpec(Protocol):
     """A mixer or a feed-forward as data.
 
-    captures_prompts  a CUDA graph may hold it in the forward of a prompt that stands alone
-    attends           shape of its attention, whose partial sums need room; None: it has none
-    folds             the op that keeps records of slots, and the reference of folding them; None: it has no recurrence
+    attends  shape of its attention, whose partial sums need room; None: it has none
+    folds    the op that keeps records of slots, and the reference of folding them; None: it has no recurrence
     """
 
-    @property
-    def captures_prompts(self) -> bool: ...
     @property
     def attends(self) -> AttentionShape | None: ...
     @property
@@ -174,13 +168,9 @@ class PartSpec(Protocol):
 
 
 class Plain:
-    """What most parts say: they have no recurrence and no attention, no graph holds them for prompts, and shares do not depend on types."""
+    """What most parts say: they have no recurrence and no attention, and shares do not depend on types."""
 
     __slots__ = ()
-
-    @property
-    def captures_prompts(self) -> bool:
-        return False
 
     @property
     def attends(self) -> AttentionShape | None:
@@ -202,7 +192,8 @@ class OneCall(Plain):
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         return f.op("part", (self, f.at.norm), x, stream, shape=x.shape)
 
-    def bind(self, at: Binding) -> BoundPart:
+    def bind(self, at: Any) -> Any:
+        """What the call runs as, a `models.binding.BoundPart`. at: a `Binding`."""
         raise NotImplementedError
 
     def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:

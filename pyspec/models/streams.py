@@ -17,9 +17,9 @@ from pyspec.cuda.ops.streams.ref import StreamMix, Streams, StreamsSpec
 from pyspec.models.binding import Binding, Pass, WorksForStreams
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.bound import Block, BoundForward
-from pyspec.models.matrices import Matrix
 from pyspec.models.part import OneCall
 from pyspec.models.residual import HEAD_MIX, Residual
+from pyspec.models.target import Matrix
 from pyspec.models.weights import Weights
 
 Normed = tuple[Tensor, Tensor]

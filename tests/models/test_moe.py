@@ -15,9 +15,9 @@ from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
 from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.moe import BoundExperts, Experts, shared_stacks, stacks_of
+from pyspec.models.checks import check_tensors
 from pyspec.models.part import Place
 from pyspec.models.ropes import Ropes
-from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 
 CPU, N, EPS, P = torch.device("cpu"), 32, 1e-6, "blk.0"

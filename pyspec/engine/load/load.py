@@ -65,6 +65,7 @@ from pyspec.engine.recommended import recommended
 from pyspec.errors import ConfigError, RankLost
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.types import file_type_words
+from pyspec.models.decoder import Decoder
 from pyspec.models.gathered import Gathered
 from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
@@ -188,7 +189,7 @@ def build(
         weights = Weights(
             d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts, rope=d.rope
         )
-        target = d.config.build(weights, memory)
+        target = Decoder(d.config, weights, memory)
         if ranks is not None:
             memory = lead_ranks(target, memory, ranks.send)
     with _timed("drafter", d.device, release=True), _few_threads(d):

@@ -39,7 +39,8 @@ from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.rope import RopeFlags
+from pyspec.models.decoder import Decoder
+from pyspec.models.ropes import flags_of
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import Arena
@@ -83,8 +84,8 @@ def load(share: LoadShare, link: Link) -> Follower:
     memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width, device), device)
     dense = getattr(torch, share.dense) if share.dense else None
     cuts = cuts_of(config.tensors(file))
-    weights = Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts, rope=RopeFlags.of(s))
-    target = config.build(weights, memory)
+    weights = Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts, rope=flags_of(s))
+    target = Decoder(config, weights, memory)
     drafts = _load_drafts(share, target, table) if share.divides_draft else None
     attend_plan.reserve(device, share.n_attention)
     prepare.settle(attend_plan.late(device))

@@ -22,8 +22,8 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, TensorInfo
 from pyspec.models.binding import Binding, BoundPart, Pass
 from pyspec.models.cuts import Cut, Units, each_of
-from pyspec.models.matrices import Matrix
 from pyspec.models.part import ForwardSize, LoadTypes, OneCall, Place, PlannedSite, Request, column_block
+from pyspec.models.target import Matrix
 from pyspec.models.wants import Want, scale_of
 from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts

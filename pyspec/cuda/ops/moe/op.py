@@ -46,6 +46,7 @@ moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     ],
     check,
     shapes=shapes,
+    in_prompts=False,
 )
 
 
