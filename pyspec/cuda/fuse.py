@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
+from pyspec.cuda.ops.moe.ref import Added, ExpertsRun, Routes
 from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, Shares, is_aligned
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
@@ -364,12 +363,9 @@ def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | N
 # -- experts -----------------------------------------------------------------------------------------------------
 
 
-def norms_on_the_way(device: torch.device, n_in: int) -> bool:
-    """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
-    return (
-        device.type == "cuda"
-        and rows.chosen(RowsSpec(device, n_in, PrepKind.NORM)) is not rows.reference
-    )
+def writes_rows(route: object) -> bool:
+    """Whether a router may norm its own input for another reader, too."""
+    return has(route, WritesRows)
 
 
 def before_choice(
@@ -417,21 +413,3 @@ def experts_into(
     if able and has(experts, GivesShares) and has(streams, SumsShares) and streams.sums_of(len(x)):
         return experts.shares(ready, routes.ids, routes.weights, added)
     return experts(x, routes.ids, routes.weights, prep, added, ready)
-
-
-def experts_then(
-    experts: ExpertsRun,
-    x: Tensor,
-    routes: Routes,
-    ready: object,
-    product: Product,
-    residual: Tensor | None,
-) -> Tensor:
-    """residual + product(experts(x)). Of few rows the launch that prepares the product's rows makes the sums, too."""
-    if isinstance(product, Streamed) and has(experts, GivesShares) and ready is not None:
-        sums = product.sums_of(len(x))
-        if sums is not None:
-            return product(
-                sums.summed(experts.shares(ready, routes.ids, routes.weights)), residual=residual
-            )
-    return product(experts(x, routes.ids, routes.weights, None, NOTHING, ready), residual=residual)

@@ -94,7 +94,7 @@ class ProgramText:
         if isinstance(x, Value):
             return self.names[id(x)]
         if isinstance(x, OpCall):
-            return self._prep(x)
+            return self._prep(x) if x.op in rewrite.PREPARES else self._launch(x)
         if isinstance(x, RunInput):
             return self._given(x)
         if isinstance(x, tuple):
@@ -102,6 +102,12 @@ class ProgramText:
         if x is None or isinstance(x, int | float | bool):
             return repr(x)
         return self._object(self.sources.weight(x) if isinstance(x, Weight) else x)
+
+    def _launch(self, call: OpCall) -> str:
+        """A call that its reader makes: the launch, its arguments, and those by name."""
+        runs = self._object(self.sources.launch(call.op, call.spec))
+        more = ", ".join(f"{name!r}: {self._arg(x)}" for name, x in call.more.items())
+        return f"({runs}, {self._arg(call.inputs)}, {{{more}}})"
 
     def _given(self, x: RunInput) -> str:
         if x not in self.given:
@@ -147,8 +153,13 @@ class ProgramText:
             return f"{self._object(self.sources.part(call.spec))}({self._args(call)}, run)"
         if call.op == "norms.added":
             return f"{self._object(self.sources.added_norm(call))}({self._args(call)})"
+        if call.op == "rank_sum":
+            return f"{self._object(self.sources.rank_sum(call))}({self._args(call)})"
         op, _, method = call.op.partition(".")
-        launch = self.sources.called(op, call.spec)
+        if call.loads is not None:
+            launch = self.sources.loaded(call)
+        else:
+            launch = self.sources.called(op, call.spec)
         return f"{self._object(getattr(launch, method) if method else launch)}({self._args(call)})"
 
     def _prep(self, call: OpCall) -> str:

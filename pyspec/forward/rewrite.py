@@ -39,38 +39,43 @@ class Launches(Protocol):
         ...
 
     def few(self, bias: Weight) -> Tensor | None: ...
+    def loaded(self, call: OpCall) -> Any:
+        """The launch of a call, loaded with its weights (`OpCall.loads`)."""
+        ...
+
+    def rank_sum(self, call: OpCall) -> Any: ...
     def given(self, x: RunInput) -> str:
         """The expression that reads it from the forward's argument `run`."""
         ...
 
 
 def rows_into_products(program: ForwardProgram) -> None:
-    """A norm, gate or activation that only products read is done by them, on the way to their rows."""
+    """A norm, gate or activation that only products read is done by them, on the way to their rows. So do experts, of whom norms alone are asked."""
     for prep in [call for call in program.calls if call.op in PREPARES]:
         readers = program.readers(prep.output)
-        fits = all(c.op == "product" and c.inputs[:2] == (prep.output, None) for c in readers)
+        able = ("product", "moe") if prep.op == "norm" else ("product",)
+        fits = all(c.op in able and c.inputs[:2] == (prep.output, None) for c in readers)
         if prep.output is program.output or not readers or not fits:
             continue
         inner = OpCall(prep.op, prep.spec, (None, *prep.inputs[1:]), ())  # of its reader's rows
         for product in readers:
-            product.inputs = (prep.inputs[0], inner, product.inputs[2])
+            product.inputs = (prep.inputs[0], inner, *product.inputs[2:])
         program.calls.remove(prep)
 
 
 def sums_into_products(program: ForwardProgram) -> None:
-    """A stream is added by the product whose output alone it is added to."""
+    """A stream is added by the product, or by the experts, whose output alone it is added to."""
     for add in [call for call in program.calls if call.op == "add"]:
         stream, y = add.inputs
         product = program.maker(y)
-        if product is None or product.op != "product" or product.inputs[2] is not None:
+        if product is None or product.op not in ("product", "moe") or product.inputs[2] is not None:
             continue
-        if (
-            product.spec.kind == "gated"
-            or not program.read_once(y)
-            or not _before(program, stream, product)
-        ):
+        if product.op == "product" and product.spec.kind == "gated":
             continue
-        product.inputs, product.outputs = (*product.inputs[:2], stream), add.outputs
+        if not program.read_once(y) or not _before(program, stream, product):
+            continue
+        product.inputs = (*product.inputs[:2], stream, *product.inputs[3:])
+        product.outputs = add.outputs
         program.calls.remove(add)
 
 
@@ -156,6 +161,40 @@ def weights_ahead(program: ForwardProgram, bound: Launches) -> None:
             launch.more |= fuse.read_next(runs, bound.weight(product.spec))
 
 
+def rows_before_choices(program: ForwardProgram, bound: Launches) -> None:
+    """Rows need no choice to be prepared for experts: the router does it, where it norms the same rows, else a launch before it."""
+    for moe in [call for call in program.calls if call.op == "moe"]:
+        route, experts = program.maker(moe.inputs[3]), bound.loaded(moe)
+        if route is None or not experts.readies:
+            continue
+        x, prep = moe.inputs[:2]
+        same = isinstance(prep, OpCall) and (x, prep.inputs[1]) == route.inputs[:2]
+        if same and experts.norms and fuse.writes_rows(bound.launch(route.op, route.spec)):
+            moe.op, moe.inputs = "moe.routed", (*moe.inputs[:3], route, moe.inputs[4])
+            program.calls.remove(route)
+            continue
+        ready = Value(x.shape)
+        before = OpCall("moe.prepare", moe.spec, (x, prep), (ready,), loads=moe.loads)
+        program.calls.insert(program.calls.index(route), before)
+        moe.inputs = (*moe.inputs[:5], ready)
+
+
+def shares_into_products(program: ForwardProgram, bound: Launches) -> None:
+    """Of few rows, the launch that prepares a product's rows sums what experts made of them."""
+    for product in [call for call in program.calls if call.op == "product"]:
+        moe = program.maker(product.inputs[0])
+        if moe is None or moe.op != "moe" or not program.read_once(moe.output):
+            continue
+        x, prep, stream, routes, shared, ready = moe.inputs
+        if ready is None or not (prep is stream is shared is product.inputs[1] is None):
+            continue
+        if bound.loaded(moe).sums_for(bound.weight(product.spec)):
+            given = x, routes, ready, product.spec, product.inputs[2]
+            product.op, product.spec, product.loads = "moe.then", moe.spec, moe.loads
+            product.inputs = given
+            program.calls.remove(moe)
+
+
 FETCH = ("attend", "mamba2")
 
 EVERYWHERE: tuple[Callable[[ForwardProgram], None], ...] = (
@@ -167,6 +206,8 @@ BOUND: tuple[Callable[[ForwardProgram, Launches], None], ...] = (
     activations_into_products,
     sums_of_few_rows,
     rows_from_launches,
+    rows_before_choices,
+    shares_into_products,
     weights_ahead,
 )
 

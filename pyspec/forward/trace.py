@@ -10,6 +10,7 @@ import torch
 
 from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
+from pyspec.gguf import GGMLType
 from pyspec.slots.kv_types import KvFormat
 
 
@@ -19,6 +20,9 @@ class Site(Protocol):
     norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed
     layer  the number of its memory
     flags  llama-server's flags of rope
+    leads  of several ranks this one adds what is added once
+    dense  dtype that matrices are unpacked to; None: they stay packed
+    streams  kernels of a GPU read packed matrices
     """
 
     @property
@@ -37,8 +41,19 @@ class Site(Protocol):
     def flags(self) -> Any: ...
     @property
     def n_rank(self) -> int: ...
+    @property
+    def leads(self) -> bool: ...
+    @property
+    def dense(self) -> torch.dtype | None: ...
+    @property
+    def streams(self) -> bool: ...
 
     def has(self, tensor: str) -> bool: ...
+    def type_of(self, tensor: str) -> GGMLType: ...
+    def takes(self, op: str, spec: Any) -> bool:
+        """Whether a kernel runs this, as far as is known."""
+        ...
+
     def behind(self, norm: str) -> Self:
         """The same with another norm."""
         ...
@@ -186,9 +201,20 @@ class Forward:
         """act(x G^T) * (x U^T)"""
         return self.product_by(Weight("gated", (gate, up), (("act", act),)), x, n_out)
 
+    def over_ranks(self, x: Value) -> Value:
+        """The sum of all ranks' x."""
+        return x if self.at.n_rank == 1 else self.op("rank_sum", None, x, shape=x.shape)
+
     def heads(self, x: Value, name: str, n_out: int) -> Value:
         """x [row, head, dim] by a matrix of each head."""
         return self.op("heads", Weight("heads", (name,)), x, shape=(x.shape[0], n_out))
+
+    def experts(self, spec: Any, x: Value, routes: Value, shared: Value | None, stacks: Weight) -> Value:
+        """Rows through the experts that they chose, plus shared [row, ...] times their gates."""
+        made = Value(x.shape)
+        given = x, None, None, routes, shared, None  # norm, stream and prepared rows come by rules
+        self.calls.append(OpCall("moe", spec, given, (made,), loads=stacks))
+        return made
 
     def product_by(self, weight: Weight, x: Value, n_out: int) -> Value:
         return self.op("product", weight, x, None, None, shape=(n_out,))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
+from pyspec.cuda.op import op_named
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Streams
+from pyspec.gguf import GGMLType
 from pyspec.models.rope import RopeFlags
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.tables import Tables
@@ -54,11 +56,29 @@ class Binding:
     def n_rank(self) -> int:
         return self.weights.n_rank
 
+    @property
+    def leads(self) -> bool:
+        return self.weights.ranks is None or self.weights.ranks.rank.leads
+
+    @property
+    def dense(self) -> torch.dtype | None:
+        return self.weights.dense
+
+    @property
+    def streams(self) -> bool:
+        return self.device.type == "cuda" and self.dense is None
+
     def name(self, tensor: str) -> str:
         return f"{self.prefix}.{tensor}"
 
     def has(self, tensor: str) -> bool:
         return self.weights.has(self.name(tensor))
+
+    def type_of(self, tensor: str) -> GGMLType:
+        return self.weights.type_of(self.name(tensor))
+
+    def takes(self, op: str, spec: Any) -> bool:
+        return op_named(op).has_own(spec)
 
     def behind(self, norm: str) -> Binding:
         return replace(self, norm=norm)

@@ -36,7 +36,9 @@ class Sources:
         self.weights: dict[Weight, Any] = {}
         self.launches: dict[tuple[str, Any], Any] = {}
         self.norms: dict[tuple[Weight, float], Norm] = {}
+        self.loads: dict[tuple[Any, Weight], Any] = {}
         self.parts: dict[tuple[OneCall, str], BoundPart] = {}
+        self.rank_sums: dict[int, RankSum] = {}
         self.added: dict[int, AddedNorm] = {}
         self.device, self.capturable = at.weights.device, True
 
@@ -47,15 +49,33 @@ class Sources:
 
     def weight(self, weight: Weight) -> Any:
         if weight not in self.weights:
-            w, names = self.binding.weights, [self.binding.name(name) for name in weight.names]
-            read = getattr(w, weight.kind) if isinstance(weight.kind, str) else partial(weight.kind, w)
-            made = read(*names, **dict(weight.how))
+            made = self._read(weight)
             if weight.kind == "heads":
                 made, holds = made
                 self.capturable = self.capturable and holds
             self.capturable = self.capturable and getattr(made, "capturable", True)
             self.weights[weight] = made
         return self.weights[weight]
+
+    def _read(self, weight: Weight) -> Any:
+        w, names = self.binding.weights, [self.binding.name(name) for name in weight.names]
+        read = getattr(w, weight.kind) if isinstance(weight.kind, str) else partial(weight.kind, w)
+        return read(*names, **dict(weight.how))
+
+    def loaded(self, call: OpCall) -> Any:
+        assert call.loads is not None
+        if (key := (call.spec, call.loads)) not in self.loads:
+            from pyspec.cuda.experts import LoadedExperts
+
+            run = self.launch("moe", call.spec)(self._read(call.loads))
+            self.loads[key] = LoadedExperts(call.spec, run)
+        return self.loads[key]
+
+    def rank_sum(self, call: OpCall) -> RankSum:
+        ranks = self.binding.weights.ranks
+        assert ranks is not None, "others have no such call"
+        self.rank_sums[id(call)] = RankSum(ranks.sum)
+        return self.rank_sums[id(call)]
 
     def launch(self, op: str, spec: Any) -> Any:
         if (op, spec) not in self.launches:
@@ -114,6 +134,16 @@ class AddedNorm:
 
     def __call__(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
         return fuse.added(self.launch, x, weight, stream, factor, self.next)
+
+
+class RankSum:
+    """The sum of all ranks' rows. into: sums, and may prepare the rows of the product that reads the sum."""
+
+    def __init__(self, into: Callable[[Tensor], Tensor]) -> None:
+        self.into = into
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.into(x)
 
 
 class BoundForward:
@@ -177,8 +207,10 @@ class Block(BoundForward):
     def sums(self) -> Iterator[tuple[fuse.GivesSum, Value]]:
         """Sums of ranks that are the stream itself, and that stream."""
         for call in self.program.calls:
-            gives = None
-            if call.op == "part" and call.inputs[1] is not None:
+            gives: fuse.GivesSum | None = None
+            if call.op == "rank_sum":
+                gives = self.sources.rank_sums[id(call)]
+            elif call.op == "part" and call.inputs[1] is not None:
                 gives = self.sources.part(call.spec).gives
             elif call.op in ("product", "then") and call.inputs[2] is not None:
                 gives = sum_of(self.sources.weight(call.spec))

@@ -75,7 +75,9 @@ def kernels(programs: Programs) -> Iterator[Request]:
 
 
 def _scratch(program: ForwardProgram, size: ForwardSize) -> int:
-    return sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
+    parts = sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
+    loaded = [call for call in program.calls if call.loads is not None]
+    return parts + sum(op_named(call.op).scratch(call.spec, size.n_row) for call in loaded)
 
 
 def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
@@ -98,7 +100,7 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
             yield from op.also(call.spec)
 
 
-PLAIN = ("add", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
+PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
 
 
 def _of_weight(

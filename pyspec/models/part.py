@@ -14,7 +14,7 @@ import torch
 
 from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
-from pyspec.gguf import GGUFFile
+from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.cuts import KeyGroups
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
@@ -120,6 +120,24 @@ class PlannedSite(Place):
     @property
     def n_rank(self) -> int:
         return self.on.n_rank
+
+    @property
+    def leads(self) -> bool:
+        return True
+
+    @property
+    def dense(self) -> torch.dtype | None:
+        return self.on.dense
+
+    @property
+    def streams(self) -> bool:
+        return self.on.streams
+
+    def type_of(self, tensor: str) -> GGMLType:
+        return self.file.tensors[self.name(tensor)].type
+
+    def takes(self, op: str, spec: Any) -> bool:
+        return True
 
     def behind(self, norm: str) -> PlannedSite:
         return replace(self, norm=norm)

@@ -13,6 +13,8 @@ from pyspec.forward import rewrite
 from pyspec.forward.call import ForwardProgram, OpCall, Value, Weight
 from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import Forward, traced
+from pyspec.gguf import GGMLType
+from pyspec.models.blocks.moe import Experts
 
 N = 4
 
@@ -20,8 +22,20 @@ N = 4
 def site(*missing: str) -> Any:
     """Where every tensor is, but these."""
     own = SimpleNamespace(
-        device=torch.device("cpu"), kv=None, n_embd=N, eps=1e-5, norm="n", layer=0, flags=None, n_rank=1
+        device=torch.device("cpu"),
+        kv=None,
+        n_embd=N,
+        eps=1e-5,
+        norm="n",
+        layer=0,
+        flags=None,
+        n_rank=1,
+        leads=True,
+        dense=None,
+        streams=False,
     )
+    own.type_of = lambda name: GGMLType.F32
+    own.takes = lambda op, spec: True
     own.has = lambda name: name not in missing
     own.behind = lambda norm: SimpleNamespace(**{**vars(own), "norm": norm})
     return own
@@ -52,6 +66,9 @@ class Launches:
 
     def launch(self, op: str, spec: Any) -> Any:
         return self.launches.get(op)
+
+    def loaded(self, call: OpCall) -> Any:
+        return self.launches.get("experts")
 
     def few(self, bias: Weight) -> Any:
         return self.launches.get("few")
@@ -192,6 +209,82 @@ def test_weights_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewrite.plain(program(block))
     rewrite.weights_ahead(found, Launches(attend="launch", out="product"))
     assert found.calls[0].more == {"after": ("launch", "product")}
+
+
+def of_experts(f: Forward, x: Value, **how: Any) -> Value:
+    return Experts(8, 2, N, **how).forward(f, x, x)
+
+
+LATENT = {"latent": 2, "act": "relu2"}
+
+
+def test_experts_norm_their_rows_and_add_the_stream() -> None:
+    """The router reads rows as they are. A shared expert adds the stream on its way, and a gated one leaves that to the others."""
+    found = rewrite.plain(program(of_experts, "exp_probs_b.bias"))
+    assert ops(found) == ["moe_route", "moe"]
+    assert preparation(found.calls[1]) == "norm" and found.calls[1].inputs[2] is found.inputs[0]
+    beside = rewrite.plain(program(lambda f, x: of_experts(f, x, n_ff_shared=6)))
+    assert ops(beside) == ["product", "product", "moe_route", "moe"]
+    assert beside.calls[1].inputs[2] is beside.inputs[0]
+    assert beside.calls[3].inputs[2] is beside.calls[1].output
+    gated = rewrite.plain(program(lambda f, x: of_experts(f, x, n_ff_shared=6, shared_gate=True)))
+    assert gated.calls[1].inputs[2] is None
+    assert gated.calls[3].inputs[2] is gated.inputs[0]
+    assert gated.calls[3].inputs[4] is gated.calls[1].output
+
+
+def test_the_shared_expert_runs_with_the_others_where_a_launch_takes_it() -> None:
+    def joined(streams: bool, takes: bool, **how: Any) -> list[str]:
+        at = site("ffn_gate_up_exps.weight", *(f"ffn_{x}_{y}.scale" for x in KINDS for y in WHOSE))
+        at.streams, at.takes = streams, lambda op, spec: takes
+        return ops(traced(lambda f, x: of_experts(f, x, n_ff_shared=2 * N, **how), at, N))
+
+    assert joined(True, True) == ["norm", "moe_route", "moe", "add"]
+    apart = ["norm", "product", "product", "add", "moe_route", "moe", "add"]
+    assert joined(False, True) == joined(True, False) == apart
+    assert joined(True, True, **LATENT).count("product") == 4, "whose input is another"
+
+
+KINDS, WHOSE = ("gate", "up", "down", "gate_up"), ("exps", "shexp")
+
+
+def test_of_several_ranks_one_adds_the_stream() -> None:
+    for leads in (True, False):
+        at = site()
+        at.n_rank, at.leads = 2, leads
+        found = rewrite.plain(traced(of_experts, at, N))
+        assert ops(found) == ["moe_route", "moe", "rank_sum"]
+        assert found.calls[1].inputs[2] is (found.inputs[0] if leads else None)
+
+
+def test_rows_before_choices() -> None:
+    """By the router, if it norms the same rows; otherwise by a launch before it, if experts take such rows."""
+
+    def after(block: Callable[..., Value] = of_experts, *, writes: bool, readies: bool) -> list[str]:
+        found = rewrite.plain(program(block))
+        experts = SimpleNamespace(readies=readies, norms=True)
+        route = SimpleNamespace(writes_rows=True) if writes else object()
+        rewrite.rows_before_choices(found, Launches(moe_route=route, experts=experts))
+        return ops(found)
+
+    assert after(writes=True, readies=True) == ["moe.routed"]
+    assert after(writes=False, readies=True) == ["moe.prepare", "moe_route", "moe"]
+    assert after(writes=True, readies=False) == ["moe_route", "moe"]
+    before = ["product", "moe.prepare", "moe_route", "moe", "product"]
+    assert after(lambda f, x: of_experts(f, x, **LATENT), writes=True, readies=True) == before
+    other = after(lambda f, x: of_experts(f, x, router_norm="r"), writes=True, readies=True)
+    assert other == ["moe.prepare", "moe_route", "moe"]
+
+
+def test_shares_into_products() -> None:
+    for sums, want in ((True, ["moe.then"]), (False, ["moe", "product"])):
+        found = rewrite.plain(program(lambda f, x: of_experts(f, x, **LATENT)))
+        experts = SimpleNamespace(readies=True, norms=True, sums_for=lambda product, sums=sums: sums)
+        bound = Launches(experts=experts)
+        rewrite.rows_before_choices(found, bound)
+        rewrite.shares_into_products(found, bound)
+        assert ops(found) == ["product", "moe.prepare", "moe_route", *want]
+        assert found.calls[-1].inputs[2 if want[-1] == "product" else 4] is found.inputs[0]
 
 
 def test_bytes_of_a_row_are_those_of_the_values_that_live_at_once() -> None:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
+from pyspec.cuda.experts import LoadedExperts
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.moe import cuda as moe_cuda
-from pyspec.cuda.ops.moe.ref import Routes
+from pyspec.cuda.ops.moe.ref import MoeSpec, Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.rows.ref import RELU2, HeadNorm, Norm
@@ -25,6 +26,7 @@ from pyspec.models.matrices import Summed
 X = torch.ones(3, 4)
 PREP = HeadNorm(torch.ones(4), 1e-6, torch.ones(3, 4))
 NORM = Norm(torch.full((4,), 3.0), 1e-6)
+SPEC = MoeSpec(torch.device("cpu"), 2, 4, 4, "swiglu", None, None)
 ROUTES = Routes(torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2), None)
 
 
@@ -153,12 +155,40 @@ def test_more_rows_than_experts_take_come_in_parts_where_the_router_prepares_the
 
 @pytest.mark.parametrize("few", [True, False])
 def test_sums_of_experts_are_made_by_who_reads_them_where_it_can(few: bool) -> None:
-    product, experts = Product(few), Experts()
-    fuse.experts_then(experts, X, ROUTES, "ready", product, None)
+    product, run = Product(few), Experts()
+    experts = LoadedExperts(SPEC, run)  # type: ignore[arg-type]
+    assert experts.sums_for(product) and not experts.sums_for(plain)
+    experts.then(X, ROUTES, "ready", product, None)
     assert product.heard == [("sums of shares of ready" if few else "rows", None)]
-    fuse.experts_then(experts, X, ROUTES, None, product, None)
-    assert product.heard[1] == ("rows", None) and experts.heard == ([None] if few else ["ready", None])
-    assert torch.equal(fuse.experts_then(experts, X, ROUTES, "ready", plain, None), X)
+    experts.then(X, ROUTES, None, product, None)
+    assert product.heard[1] == ("rows", None) and run.heard == ([None] if few else ["ready", None])
+
+
+@pytest.mark.parametrize("n_row", [0, 2, 3, 7])
+def test_the_router_prepares_as_many_rows_as_experts_take(n_row: int) -> None:
+    """Others sum squares in another order: a row's bits would depend on the number of rows."""
+    heard, run = [], Experts(most=3)
+
+    def route(x: Tensor, *given: Any, into: str, power: float, shift: str) -> Routes:
+        heard.append((len(x), *given, into, power, shift))
+        return ROUTES
+
+    x, named = torch.arange(2.0 * n_row).view(n_row, 2), torch.arange(n_row)
+    given = x, "norm", "matrix", None, named
+    experts = LoadedExperts(SPEC, run)  # type: ignore[arg-type]
+    assert torch.equal(experts.routed(x, NORM, None, (route, given, {"shift": "s"}), None), x)
+    sizes = [3] * (n_row // 3) + ([n_row % 3] if n_row % 3 or not n_row else [])
+    assert [own[0] for own in heard] == sizes and run.heard == ["room"] * len(sizes)
+    assert all(own[1:4] == ("norm", "matrix", None) for own in heard)
+    assert all(own[5:] == ("room", NORM.power, "s") for own in heard)
+    assert torch.equal(torch.cat([own[4] for own in heard]), named)
+
+
+def test_rows_are_normed_before_experts_that_do_not_norm_them() -> None:
+    run = Experts()
+    experts = LoadedExperts(SPEC, run)  # type: ignore[arg-type]
+    assert not experts.norms
+    assert torch.equal(experts(X, NORM, None, ROUTES, None, None), NORM(X))
 
 
 def test_states_are_folded_by_whose_launch_can() -> None:

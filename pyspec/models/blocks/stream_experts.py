@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from pyspec.cuda import fuse
+from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.ops.moe import op as moe_op
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec
@@ -17,8 +18,9 @@ from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.binding import Binding, Pass
-from pyspec.models.blocks.moe import Experts, stacks_of
-from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.part import ForwardSize, LoadTypes, OneCall, Place, PlannedSite, Request
+from pyspec.models.stacks import stacks_of
 from pyspec.models.wants import Want
 
 TABLE = "ffn_gate_tid2eid.weight"  # the experts of each token
@@ -28,7 +30,7 @@ Limits = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class StreamExperts(Experts):
+class StreamExperts(OneCall, Experts):
     """The feed-forward as data.
 
     limits   None: those of the file that it is bound from, whose last block it is then
@@ -45,7 +47,7 @@ class StreamExperts(Experts):
     def scratch(self, size: ForwardSize) -> int:
         """Buffers of rows for experts."""
         if size.device.type != "cuda":
-            return Experts.scratch(self, size)
+            return moe_cpu.buffer_bytes(size.n_row, self.n_used, size.n_embd, self.n_ff)
         return moe_op.buffer_bytes(self.n_used, self.n_expert, size.n_embd, self.n_ff)
 
     def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
@@ -80,7 +82,7 @@ class BoundStreamExperts:
 
     def _bind_experts(self, at: Binding, s: StreamExperts, limit: float) -> bool:
         """True if a CUDA graph may hold them. The file's bytes go with the end of the call."""
-        device, stacks = at.weights.device, stacks_of(at.weights, at.prefix, s.act)
+        device, stacks = at.weights.device, stacks_of(at.weights, at.name("ffn"), act=s.act)
         n, up, down = at.n_embd, stacks.up.type, stacks.down.type
         run = MoeSpec(device, s.n_used, n, s.n_ff, s.act, up, down, n_expert=s.n_expert, limit=limit)
         run = replace(run, gate=stacks.other_gate)

@@ -36,6 +36,13 @@ def check(launch: Launch, reference: Launch, spec: moe_ref.MoeSpec) -> str | Non
     return on.check(launch, reference, spec)
 
 
+def scratch(spec: moe_ref.MoeSpec, n_row: int) -> int:
+    """Values between the loops of a CPU's kernel."""
+    if spec.device.type != "cpu":
+        return 0
+    return moe_cpu.buffer_bytes(n_row, spec.n_used, spec.n_in, spec.n_ff)
+
+
 moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     "moe",
     Impl("torch", moe_ref.bind),
@@ -46,6 +53,7 @@ moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     ],
     check,
     shapes=shapes,
+    scratch=scratch,
 )
 
 
