@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, ExpertsRun, MoeSpec, Route, Routes
+from pyspec.cuda.ops.rows.cuda import Shares
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Norm, PrepKind, RowsSpec
 from pyspec.cuda.streamed import Streamed
@@ -26,6 +27,7 @@ class LoadedExperts:
     run      the launch, loaded
     readies  it takes rows that are prepared before the choice, and gives products that are not summed
     norms    it norms rows on the way; in plain torch, and beside products that do not, they are normed before
+    summed_by  the streams that sum the outputs of few rows; None: the launch does
     """
 
     def __init__(self, spec: MoeSpec, run: ExpertsRun) -> None:
@@ -34,6 +36,7 @@ class LoadedExperts:
         of_rows = RowsSpec(spec.device, spec.n_in, PrepKind.NORM)
         on_the_way = spec.device.type == "cuda" and rows.chosen(of_rows) is not rows.reference
         self.norms = on_the_way or moe.runs_as("cpu", spec)
+        self.summed_by: Any = None
 
     def __call__(
         self,
@@ -43,10 +46,18 @@ class LoadedExperts:
         routes: Routes,
         shared: Tensor | None,
         ready: object,
-    ) -> Tensor:
+    ) -> Tensor | Shares:
         """stream + experts(norm(x)) + shared times the rows' gates. ready: rows that `prepare` gave."""
         x, norm = self._normed(x, norm)
-        added = Added(stream, shared, routes.gate)
+        return self._summed(x, routes, norm, Added(stream, shared, routes.gate), ready)
+
+    def _summed(
+        self, x: Tensor, routes: Routes, norm: Norm | None, added: Added, ready: object
+    ) -> Tensor | Shares:
+        leaves = self.summed_by is not None and ready is not None and added.gate is None
+        if leaves and self.summed_by.sums_of(len(x)):
+            shares: Shares = self.run.shares(ready, routes.ids, routes.weights, added)
+            return shares
         made: Tensor = self.run(x, routes.ids, routes.weights, norm, added, ready)
         return made
 
@@ -56,7 +67,7 @@ class LoadedExperts:
 
     def routed(
         self, x: Tensor, norm: Norm, stream: Tensor | None, choice: Choice, shared: Tensor | None
-    ) -> Tensor:
+    ) -> Tensor | Shares:
         """As a call, of rows that the router prepares, as many at a time as go at once: another launch sums their squares in another
         order, and a row's bits must not depend on the number of rows."""
         route, (_, weight, matrix, bias, named), more = choice
@@ -70,8 +81,10 @@ class LoadedExperts:
             more = {**more, "into": into, "power": norm.power}
             routes = route(own, weight, matrix, bias, others[0], **more)
             added = Added(*others[1:], routes.gate)
+            if len(x) <= most:
+                return self._summed(own, routes, norm, added, into)
             made.append(self.run(own, routes.ids, routes.weights, norm, added, into))
-        return made[0] if len(made) == 1 else torch.cat(made)
+        return torch.cat(made)
 
     def sums_for(self, product: object) -> bool:
         """Whether the launch that prepares a product's rows may sum what experts made of them."""

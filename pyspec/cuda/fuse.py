@@ -13,16 +13,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, TypeGuard, TypeVar, TypeVarTuple, cast
 
-import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.ops.moe.ref import Added, ExpertsRun, Routes
 from pyspec.cuda.ops.norms.ref import Norms
-from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, Shares, is_aligned
+from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, is_aligned
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail
-from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
 from pyspec.cuda.streamed import handing as handing_of
 from pyspec.cuda.sum_rows import sums_into
@@ -71,21 +68,12 @@ class Prepares(Protocol):
 
 
 class ReadsInto(Protocol):
-    """Calls of streams take `into`: the rows that they give are also normed and put where the next product reads them."""
+    """Calls of streams take `into`: the rows that they give are also normed and put where the next product reads them. `sums_of` rows they take
+    back as the outputs of single experts, not summed."""
 
     reads_into: bool
 
-    def split(self, x: Tensor, mix: StreamMix, into: RowBuffer) -> Reading: ...
-
-    def merge_split(
-        self,
-        y: Tensor | Shares,
-        x: Tensor,
-        post: Tensor,
-        comb: Tensor,
-        mix: StreamMix,
-        into: RowBuffer | None,
-    ) -> tuple[Tensor, Reading]: ...
+    def sums_of(self, n_row: int) -> bool: ...
 
 
 class LeavesRest(Protocol):
@@ -94,38 +82,10 @@ class LeavesRest(Protocol):
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]: ...
 
 
-class SumsShares(Protocol):
-    """Streams that take `n_row` rows back as the outputs of single experts, not summed, if `sums_of` is true."""
-
-    def sums_of(self, n_row: int) -> bool: ...
-
-
 class WritesRows(Protocol):
     """Calls of a router take `into` and `power`: it norms its own input for another reader, too."""
 
     writes_rows: bool
-
-
-class Readies(Protocol):
-    """Experts whose rows are ready before the choice: in `room`, which a router fills, or by `prepare`. None: too many rows."""
-
-    def room(self, n_row: int) -> object: ...
-
-    def prepare(self, x: Tensor, prep: Prep | None) -> object: ...
-
-
-class TakesSome(Protocol):
-    """Experts that take at most `most` rows at once."""
-
-    @property
-    def most(self) -> int: ...
-
-
-class GivesShares(Protocol):
-    """Experts whose products the next launch may sum."""
-
-    @property
-    def shares(self) -> Callable[..., Shares]: ...
 
 
 class KeysBeside(Protocol):
@@ -216,18 +176,20 @@ def then(
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
-def place_for(launch: object, product: Product | None, n_row: int, norm: Norm) -> RowBuffer | None:
-    """Where `launch` may put its `n_row` rows, normed, for `product` to read; None: the product prepares them."""
-    if not has(launch, ReadsInto) or not isinstance(product, Streamed):
-        return None
-    return product.normed(n_row, norm)
+def reads_into(streams: object) -> bool:
+    """Whether a launch of streams may put the rows that it gives, normed, where the next product reads them (`place_for`), and sum what
+    experts made of few rows."""
+    return has(streams, ReadsInto)
 
 
-def product_of(product: Product, x: Tensor, norm: Norm, place: RowBuffer | None) -> Tensor:
-    """product(norm(x)), of rows that lie in `place` already if that is not None."""
-    if place is None or not isinstance(product, Streamed):
-        return product(x, norm)
-    return product(place.rows.room(len(x)))
+def place_for(product: Product, norm: Norm, n_row: int) -> RowBuffer | None:
+    """Where `n_row` rows may be put, normed, for `product` to read; None: the product prepares them."""
+    return product.normed(n_row, norm) if isinstance(product, Streamed) else None
+
+
+def writes_rows(route: object) -> bool:
+    """Whether a router may norm its own input for another reader, too."""
+    return has(route, WritesRows)
 
 
 def both(main: object, beside: object) -> Callable[..., None] | None:
@@ -246,14 +208,12 @@ def handing(first: Product | StreamedParts | None, next: Product | None, bound: 
     return handing_of(first, own, bound)
 
 
-def one_after_other(
-    first: Product, next: Product, hands: Handing | None, x: Tensor, norm: Norm, place: RowBuffer | None
+def handed(
+    hands: Handing, first: Product, next: Product, x: Tensor, prep: Prep | None, residual: Tensor | None
 ) -> Tensor:
-    """next(first(norm(x))), of rows that lie in `place` already if that is not None."""
-    ready = (
-        None if hands is None else hands(x, norm) if place is None else hands(place.rows.room(len(x)))
-    )
-    return next(product_of(first, x, norm, place)) if ready is None else next(ready)
+    """residual + next(first(prep(x))). Of few rows `first` writes the rows of `next`."""
+    ready = hands(x, prep)
+    return next(first(x, prep) if ready is None else ready, None, residual)
 
 
 def attended(
@@ -274,26 +234,6 @@ def attended(
             ready = None if hands is None else hands(rows)
             return few(rows) if ready is None else ready
     return product(launch(*given, batch).flatten(1))
-
-
-def reading(launch: Streams, x: Tensor, mix: StreamMix, place: RowBuffer | None) -> Reading:
-    """launch.split of streams x; place: from `place_for`, where the row goes normed, too."""
-    return launch.split(x, mix) if place is None else cast(ReadsInto, launch).split(x, mix, into=place)
-
-
-def merged(
-    launch: Streams,
-    y: Tensor | Shares,
-    x: Tensor,
-    beside: tuple[Tensor, Tensor],
-    mix: StreamMix,
-    place: RowBuffer | None,
-) -> tuple[Tensor, Reading]:
-    """launch.merge_split of streams x: y goes back into them, or the shares that sum to it (`experts_into`); place as for a reading."""
-    if place is None and isinstance(y, Tensor):
-        return launch.merge_split(y, x, *beside, mix)
-    # a place or shares come from a launch that was asked for them
-    return cast(ReadsInto, launch).merge_split(y, x, *beside, mix, into=place)
 
 
 def keys_room(
@@ -358,58 +298,3 @@ def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | N
     for (gives, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
         if gives is not None and into is not None:
             gives.into = into
-
-
-# -- experts -----------------------------------------------------------------------------------------------------
-
-
-def writes_rows(route: object) -> bool:
-    """Whether a router may norm its own input for another reader, too."""
-    return has(route, WritesRows)
-
-
-def before_choice(
-    route: object, experts: object, x: Tensor, prep: Prep | None, norm: Norm
-) -> tuple[object, dict[str, Any]]:
-    """(rows that experts read, or None; further arguments of `route`).
-
-    Rows need no choice to be prepared: by the router, where it norms the same rows (`prep` is its `norm`), else by a launch before.
-    """
-    if not has(experts, Readies):
-        return None, {}
-    if prep is norm and has(route, WritesRows) and (into := experts.room(len(x))) is not None:
-        return into, {"into": into, "power": norm.power}
-    return experts.prepare(x, prep), {}
-
-
-def at_once(route: object, experts: object, n_row: int, prep: Prep | None, norm: Norm) -> list[slice]:
-    """The parts in which `n_row` rows go to the experts. There are several only where the router prepares rows (`before_choice`) and
-    there are more than experts take at once: another launch sums their squares in another order, and a row's bits must not depend on the
-    number of rows."""
-    step = max(n_row, 1)
-    if prep is norm and has(route, WritesRows) and has(experts, TakesSome):
-        step = experts.most or step
-    return [slice(first, min(first + step, n_row)) for first in range(0, max(n_row, 1), step)]
-
-
-def by_parts(parts: Sequence[slice], run: Callable[..., Any], *rows: Tensor | None) -> Any:
-    """run(*rows), which is a tensor of as many rows if there are several parts, part after part."""
-    if len(parts) == 1:
-        return run(*rows)
-    return torch.cat([run(*(None if t is None else t[part] for t in rows)) for part in parts])
-
-
-def experts_into(
-    experts: ExpertsRun,
-    x: Tensor,
-    routes: Routes,
-    prep: Norm | None,
-    added: Added,
-    ready: object,
-    streams: Streams | None,
-) -> Tensor | Shares:
-    """experts(x) + added; or, of few rows, each expert's share, which `streams` sums on its way (`merged`)."""
-    able = isinstance(ready, Rows) and added.gate is None
-    if able and has(experts, GivesShares) and has(streams, SumsShares) and streams.sums_of(len(x)):
-        return experts.shares(ready, routes.ids, routes.weights, added)
-    return experts(x, routes.ids, routes.weights, prep, added, ready)

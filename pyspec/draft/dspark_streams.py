@@ -116,7 +116,7 @@ class StreamsNet(DSparkNet):
         self, c: StreamsConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None
     ) -> None:
         super().__init__(c, w, memory, target, head)
-        residual = bound_residual(c.residual, w, c.n_embd, c.eps, self.norm)
+        residual = bound_residual(c.residual, w, c.n_embd, c.eps, self.norm, self.blocks)
         assert isinstance(residual, BoundStreams)
         self.residual = residual
 
@@ -124,7 +124,7 @@ class StreamsNet(DSparkNet):
         return self.c.residual
 
     def _bind_context(self, w: Weights) -> None:
-        mixers = [block.parts[0] for block in self.blocks]
+        mixers = [part for block in self.blocks for part in block.steps[0].sources.parts.values()]
         self.mixers = [mixer for mixer in mixers if isinstance(mixer, BoundPagedWindow)]
         assert len(self.mixers) == len(mixers)
         self.keys = [w.matrix(f"blk.{i}.attn_kv.weight") for i in range(len(mixers))]

@@ -39,6 +39,7 @@ HELPERS = {
     "HeadGate": HeadGate,
     "GroupNorm": GroupNorm,
     "then": fuse.then,
+    "handed": fuse.handed,
 }
 
 
@@ -145,22 +146,16 @@ class ProgramText:
             given = self._arg(launch.inputs)
             matrix = self._object(self.sources.weight(call.spec))
             return f"then({runs}, {given}, {matrix}, {self._arg(prep)}, {self._arg(residual)})"
+        if call.op == "handed":
+            x, prep, residual, hands, next = map(self._arg, call.inputs)
+            first = self._object(self.sources.weight(call.spec))
+            return f"handed({hands}, {first}, {next}, {x}, {prep}, {residual})"
         if call.op in HELPERS:
             return f"{call.op}({self._args(call)})"
         if isinstance(call.spec, Weight):
             return f"{self._object(self.sources.weight(call.spec))}({self._args(call)})"
-        if call.op == "part":
-            return f"{self._object(self.sources.part(call.spec))}({self._args(call)}, run)"
-        if call.op == "norms.added":
-            return f"{self._object(self.sources.added_norm(call))}({self._args(call)})"
-        if call.op == "rank_sum":
-            return f"{self._object(self.sources.rank_sum(call))}({self._args(call)})"
-        op, _, method = call.op.partition(".")
-        if call.loads is not None:
-            launch = self.sources.loaded(call)
-        else:
-            launch = self.sources.called(op, call.spec)
-        return f"{self._object(getattr(launch, method) if method else launch)}({self._args(call)})"
+        run = ", run" if call.op == "part" else ""
+        return f"{self._object(self.sources.runs(call))}({self._args(call)}{run})"
 
     def _prep(self, call: OpCall) -> str:
         """The expression of a preparation of rows."""

@@ -25,25 +25,20 @@ class Launches(Protocol):
     def device(self) -> torch.device: ...
     def weight(self, weight: Weight) -> Any: ...
     def launch(self, op: str, spec: Any) -> Any: ...
-    def called(self, op: str, spec: Any) -> Any:
-        """The launch, joined with those of other ops where the op says so."""
+    def runs(self, call: OpCall) -> Any:
+        """What any other call runs as."""
         ...
 
     def norm(self, weight: Weight, eps: float) -> Norm: ...
-    def part(self, spec: Any) -> Any:
-        """A part that is one call, bound."""
-        ...
-
-    def added_norm(self, call: OpCall) -> Any:
-        """The launch of a norm and the sum behind it. It may prepare the rows of the sum's reader (`fuse.added`)."""
-        ...
-
     def few(self, bias: Weight) -> Tensor | None: ...
+    def handing(self, first: Weight, next: Weight, bound: float) -> Any:
+        """What runs a product, whose results are no larger than this, into the next one's rows; None: nothing does."""
+        ...
+
     def loaded(self, call: OpCall) -> Any:
         """The launch of a call, loaded with its weights (`OpCall.loads`)."""
         ...
 
-    def rank_sum(self, call: OpCall) -> Any: ...
     def given(self, x: RunInput) -> str:
         """The expression that reads it from the forward's argument `run`."""
         ...
@@ -102,6 +97,21 @@ def _before(program: ForwardProgram, x: Any, call: OpCall) -> bool:
         return False
     maker = program.maker(x)
     return maker is None or program.calls.index(maker) < program.calls.index(call)
+
+
+def results_handed_on(program: ForwardProgram, bound: Launches) -> None:
+    """Of few rows, a product whose gates are cut writes the rows of the next one: silu of a cut value is no larger."""
+    for product in [call for call in program.calls if call.op == "product"]:
+        first = program.maker(product.inputs[0])
+        if first is None or first.op != "product" or not program.read_once(first.output):
+            continue
+        limit = dict(first.spec.how).get("limit", 0.0)
+        if product.inputs[1] is not None or not limit:
+            continue
+        if (hands := bound.handing(first.spec, product.spec, limit * limit)) is not None:
+            product.inputs = (*first.inputs[:2], product.inputs[2], hands, product.spec)
+            product.op, product.spec = "handed", first.spec
+            program.calls.remove(first)
 
 
 def activations_into_products(program: ForwardProgram, bound: Launches) -> None:
@@ -203,6 +213,7 @@ EVERYWHERE: tuple[Callable[[ForwardProgram], None], ...] = (
     sums_into_norms,
 )
 BOUND: tuple[Callable[[ForwardProgram, Launches], None], ...] = (
+    results_handed_on,
     activations_into_products,
     sums_of_few_rows,
     rows_from_launches,

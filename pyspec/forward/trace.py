@@ -10,7 +10,7 @@ import torch
 
 from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
-from pyspec.gguf import GGMLType
+from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.slots.kv_types import KvFormat
 
 
@@ -29,6 +29,10 @@ class Site(Protocol):
     def device(self) -> torch.device: ...
     @property
     def kv(self) -> KvFormat: ...
+    @property
+    def file(self) -> GGUFFile: ...
+    @property
+    def prefix(self) -> str: ...
     @property
     def n_embd(self) -> int: ...
     @property
@@ -197,9 +201,10 @@ class Forward:
         """x W^T of a matrix whose columns ranks divide: the sum of theirs."""
         return self.product_by(Weight("summed", (name,)), x, n_out)
 
-    def gated(self, x: Value, gate: str, up: str, act: str, n_out: int) -> Value:
-        """act(x G^T) * (x U^T)"""
-        return self.product_by(Weight("gated", (gate, up), (("act", act),)), x, n_out)
+    def gated(self, x: Value, gate: str, up: str, act: str, n_out: int, *, limit: float = 0.0) -> Value:
+        """act(x G^T) * (x U^T), the first cut at a limit and the second at plus and minus it, if there is one."""
+        how = (("act", act), *([("limit", limit)] if limit else []))
+        return self.product_by(Weight("gated", (gate, up), how), x, n_out)
 
     def over_ranks(self, x: Value) -> Value:
         """The sum of all ranks' x."""

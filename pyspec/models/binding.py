@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from pyspec.cuda import fuse
 from pyspec.cuda.op import op_named
 from pyspec.cuda.ops.rows.ref import Norm
-from pyspec.cuda.ops.streams.ref import Streams
-from pyspec.gguf import GGMLType
+from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.rope import RopeFlags
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.tables import Tables
@@ -55,6 +54,10 @@ class Binding:
     @property
     def n_rank(self) -> int:
         return self.weights.n_rank
+
+    @property
+    def file(self) -> GGUFFile:
+        return self.weights.file
 
     @property
     def leads(self) -> bool:
@@ -110,30 +113,14 @@ class BoundPart(Protocol):
     """A part that is one call (`OneCall`), bound to its weights.
 
     capturable  a CUDA graph may hold it: it looks at no list of the host
-    gives       the sum of ranks that it ends with, if it does
+    first_read  the product that reads the stream first, and the norm before it
     """
 
     @property
     def capturable(self) -> bool: ...
     @property
-    def gives(self) -> fuse.GivesSum | None: ...
+    def first_read(self) -> fuse.FirstRead: ...
 
     def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""
-        ...
-
-
-@runtime_checkable
-class WorksForStreams(Protocol):
-    """A bound part that finds its rows ready where the op `streams` put them, and may leave its sums to that op."""
-
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        """Where `streams` may put the rows that the part reads, normed; None: the part prepares them."""
-        ...
-
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor | fuse.Shares:
-        """part(norm(y)) of rows y [row, n_embd] f32. place: where they lie ready, if they do. streams: the op that merges the result with
-        the next reading, if one does; it may sum the outputs of experts."""
         ...

@@ -26,6 +26,7 @@ from pyspec.models.matrices import reader_of, sum_of
 from pyspec.models.part import OneCall
 
 FEW = 32  # rows whose biases are ready
+READS = "product", "unfinished", "biased", "handed"
 
 
 class Sources:
@@ -71,19 +72,28 @@ class Sources:
             self.loads[key] = LoadedExperts(call.spec, run)
         return self.loads[key]
 
-    def rank_sum(self, call: OpCall) -> RankSum:
-        ranks = self.binding.weights.ranks
-        assert ranks is not None, "others have no such call"
-        self.rank_sums[id(call)] = RankSum(ranks.sum)
-        return self.rank_sums[id(call)]
-
     def launch(self, op: str, spec: Any) -> Any:
         if (op, spec) not in self.launches:
             self.launches[op, spec] = op_named(op).bind(spec)
         return self.launches[op, spec]
 
-    def called(self, op: str, spec: Any) -> Any:
-        return op_named(op).beside(self.launch(op, spec), spec)
+    def runs(self, call: OpCall) -> Any:
+        op, _, method = call.op.partition(".")
+        if op == "part":
+            return self.part(call.spec)
+        if op == "rank_sum":
+            ranks = self.binding.weights.ranks
+            assert ranks is not None, "others have no such call"
+            made = self.rank_sums[id(call)] = RankSum(ranks.sum)
+            return made
+        if call.op == "norms.added":
+            added = self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
+            return added
+        if call.loads is not None:
+            launch = self.loaded(call)
+        else:
+            launch = op_named(op).beside(self.launch(op, call.spec), call.spec)
+        return getattr(launch, method) if method else launch
 
     def part(self, spec: tuple[OneCall, str]) -> BoundPart:
         """A part that is one call, behind this norm."""
@@ -92,14 +102,13 @@ class Sources:
             self.capturable = self.capturable and self.parts[spec].capturable
         return self.parts[spec]
 
-    def added_norm(self, call: OpCall) -> AddedNorm:
-        self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
-        return self.added[id(call)]
-
     def norm(self, weight: Weight, eps: float) -> Norm:
         if (weight, eps) not in self.norms:
             self.norms[weight, eps] = Norm(self.weight(weight), eps)
         return self.norms[weight, eps]
+
+    def handing(self, first: Weight, next: Weight, bound: float) -> Any:
+        return fuse.handing(self.weight(first), self.weight(next), bound)
 
     def few(self, bias: Weight) -> Tensor | None:
         """[FEW, n] the biases of a few rows on a GPU; None elsewhere."""
@@ -107,6 +116,8 @@ class Sources:
         return found.repeat(FEW, 1) if found.is_cuda and not current().is_exact else None
 
     def given(self, x: RunInput) -> str:
+        if x.name == "rows":
+            return f"run.rows[{self.binding.tables.place(self._read(x.place))}]"
         if x.name in ("angles", "queries"):
             rope, is_near = x.place
             return f"run.{x.name}[{self.binding.ropes.place(rope, is_near=is_near)}]"
@@ -174,10 +185,20 @@ class BoundForward:
     def __call__(self, *inputs: Any) -> Tensor:
         return self.run(*inputs)
 
+    def first(self) -> fuse.FirstRead | None:
+        """The product that reads the first input first, behind a norm, if one does before all others."""
+        call = next(iter(self.program.readers(self.program.inputs[0])))
+        if call.op == "part":
+            return self.sources.part(call.spec).first_read
+        prep = call.inputs[1]
+        if call.op not in READS or not isinstance(prep, OpCall) or prep.op != "norm":
+            return None
+        return self.sources.weight(call.spec), self.sources.norm(prep.inputs[1], prep.spec.eps)
+
     def first_read(self, value: Value) -> fuse.FirstRead | None:
         """The product that reads a stream first, and the norm before it, if nothing else reads it but a sum."""
         readers = [call for call in self.program.readers(value) if call.inputs[0] is value]
-        if len(readers) != 1 or readers[0].op not in ("product", "unfinished", "biased"):
+        if len(readers) != 1 or readers[0].op not in READS:
             return None
         prep = readers[0].inputs[1]
         if not isinstance(prep, OpCall) or prep.op != "norm":
@@ -210,8 +231,6 @@ class Block(BoundForward):
             gives: fuse.GivesSum | None = None
             if call.op == "rank_sum":
                 gives = self.sources.rank_sums[id(call)]
-            elif call.op == "part" and call.inputs[1] is not None:
-                gives = self.sources.part(call.spec).gives
             elif call.op in ("product", "then") and call.inputs[2] is not None:
                 gives = sum_of(self.sources.weight(call.spec))
             if gives is not None:

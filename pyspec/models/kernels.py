@@ -46,7 +46,8 @@ def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int
     rows = n_row * (model.residual.row_bytes(model.n_embd) + of_inputs)
     distinct = {block: i for i, block in enumerate(model.blocks)}
     programs = [program for program, _ in _programs(model, file, on, distinct.values())]
-    return rows + max((_scratch(program, size) for program in programs), default=0)
+    counts = model.residual.n_iter is not None or not on.is_cuda
+    return rows + max((_scratch(program, size, counts) for program in programs), default=0)
 
 
 def _programs(
@@ -74,9 +75,10 @@ def kernels(programs: Programs) -> Iterator[Request]:
         yield from _of_program(program, at)
 
 
-def _scratch(program: ForwardProgram, size: ForwardSize) -> int:
+def _scratch(program: ForwardProgram, size: ForwardSize, counts: bool) -> int:
+    """counts: with the rows of experts. On GPUs the plans of models of one stream have room for them elsewhere."""
     parts = sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
-    loaded = [call for call in program.calls if call.loads is not None]
+    loaded = [call for call in program.calls if counts and call.loads is not None]
     return parts + sum(op_named(call.op).scratch(call.spec, size.n_row) for call in loaded)
 
 
@@ -107,8 +109,9 @@ def _of_weight(
     program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
 ) -> Iterator[Request]:
     """A gate that a product leaves to the next one; a product of each head."""
-    if weight.kind == "gated" and at.on.streams:
-        kind = PrepKind.GLU if dict(weight.how)["act"] in GATES else PrepKind.GEGLU
+    how = dict(weight.how)
+    if weight.kind == "gated" and at.on.streams and "limit" not in how:
+        kind = PrepKind.GLU if how["act"] in GATES else PrepKind.GEGLU
         if any(reader.inputs[:2] == (call.output, None) for reader in program.readers(call.output)):
             yield op_named("rows"), RowsSpec(at.device, call.output.width, kind)
     if weight.kind == "heads" and at.on.dense is None:

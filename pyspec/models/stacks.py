@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.moe.ref import Act, Stack, Stacks
 from pyspec.cuda.temporary import temporary
+from pyspec.errors import ModelError
 
 if TYPE_CHECKING:
     from pyspec.models.weights import Weights
@@ -70,6 +71,14 @@ def router_of(w: Weights, scores: str, *gate: str) -> Tensor:
     decides which experts run."""
     matrix = w.vector(scores)
     return torch.cat([matrix, *(w.vector(name).view(1, -1) for name in gate)]) if gate else matrix
+
+
+def named_experts(w: Weights, name: str, *, n_expert: int) -> Tensor:
+    """The table of each token's experts. ModelError if it names an expert that is not there."""
+    table = w.table(name)
+    if not bool(((table >= 0) & (table < n_expert)).all()):
+        raise ModelError(f"{name} names an expert outside 0..{n_expert - 1}")
+    return table
 
 
 def norm_of_router(w: Weights, name: str) -> Tensor:

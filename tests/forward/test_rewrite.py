@@ -159,6 +159,28 @@ def feed(f: Forward, x: Value) -> Value:
     return f.add(x, f.product(f.gated(f.normed(x), "gate", "up", "silu", N), "down", n_out=N))
 
 
+def test_results_handed_on() -> None:
+    """Where gates are cut, which bounds what they give, and something runs both products so."""
+
+    def block(f: Forward, x: Value, limit: float = 3.0) -> Value:
+        y = f.gated(f.normed(x), "gate", "up", "silu", N, limit=limit)
+        return f.add(x, f.product(y, "down", n_out=N))
+
+    def after(block: Callable[..., Value], hands: object) -> list[OpCall]:
+        found = rewrite.plain(program(block))
+        bound, heard = Launches(), []
+        bound.handing = lambda *given: heard.append(given) or hands  # type: ignore[attr-defined]
+        rewrite.results_handed_on(found, bound)
+        assert all(bound == 9.0 for _, _, bound in heard)
+        return found.calls
+
+    (both,) = after(block, "hands")
+    assert (both.op, preparation(both), both.spec.names) == ("handed", "norm", ("gate", "up"))
+    assert both.inputs[3] == "hands" and both.inputs[4].names == ("down",)
+    for other in (after(block, None), after(lambda f, x: block(f, x, 0.0), "hands")):
+        assert [call.op for call in other] == ["product", "product"]
+
+
 def test_activations_into_products_that_can_leave_them() -> None:
     """If a gated product can leave its activation to the next product, it does."""
     able = SimpleNamespace(unfinished=lambda x, prep: None)

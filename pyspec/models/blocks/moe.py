@@ -9,7 +9,7 @@ import torch
 
 from pyspec.cuda.ops.moe.ref import Act, MoeSpec, Router, RouteSpec
 from pyspec.errors import ModelError
-from pyspec.forward.call import Value, Weight
+from pyspec.forward.call import RunInput, Value, Weight
 from pyspec.forward.trace import Forward, Site
 from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.part import Place, Plain, column_block
@@ -17,6 +17,7 @@ from pyspec.models.stacks import norm_of_router, router_of, stacks_of
 from pyspec.models.wants import Want, scale_of
 from pyspec.slots.parts import LayerParts
 
+GATES = "ffn_gate_shexp.weight", "ffn_up_shexp.weight"  # of the shared expert
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 
 
@@ -170,10 +171,10 @@ class Experts(Plain):
             biased=self.shifted,
         )
         with_shared = replace(spec, pieces=self.n_ff_shared // self.n_ff)
-        joins = at.streams and self._joins_shared(at, spec) and at.takes("moe", with_shared)
+        joins = at.streams and self.joins_shared(at, spec) and at.takes("moe", with_shared)
         return with_shared if joins else spec
 
-    def _joins_shared(self, at: Site, spec: MoeSpec) -> bool:
+    def joins_shared(self, at: Site, spec: MoeSpec) -> bool:
         """Whether one launch may take the shared expert as further experts: of their input, their types, and as wide as a number of them, in
         whole blocks of the type of `down`."""
         if not self.n_ff_shared or self.latent or spec.down is None or self.n_ff_shared % self.n_ff:
@@ -204,14 +205,24 @@ class Experts(Plain):
 
     def _routed(self, f: Forward, x: Value) -> Value:
         """The choice of each row, which the router norms itself."""
-        bias, gate = f.optional("exp_probs_b.bias"), ["ffn_gate_inp_shexp.weight"] * self.shared_gate
+        named, gate = self.named(f), ["ffn_gate_inp_shexp.weight"] * self.shared_gate
+        bias = f.optional("exp_probs_b.bias") if named is None else None
         spec = self.route_spec(f.device, f.at.n_embd, f.eps, has_bias=bias is not None)
+        spec = replace(spec, given=named is not None)
         norm = f.vector(f"{f.at.norm}.weight")
         if self.router_norm:
             norm = f.read(norm_of_router, self.router_norm)
         matrix = f.read(router_of, "ffn_gate_inp.weight", *gate)
         shift = {"shift": f.vector("ffn_gate_inp.bias")} if self.shifted else {}
-        return f.op("moe_route", spec, x, norm, matrix, bias, None, shape=(2 * self.n_used,), **shift)
+        return f.op("moe_route", spec, x, norm, matrix, bias, named, shape=(2 * self.n_used,), **shift)
+
+    def named(self, f: Forward) -> RunInput | None:
+        """The rows' experts by a table of tokens; None: the router chooses."""
+        return None
+
+    def gates(self, f: Forward, n: Value) -> Value:
+        """Inner values of a gated shared expert."""
+        return f.gated(n, *GATES, "silu", self.n_ff_shared)
 
     def _stacks(self, f: Forward, spec: MoeSpec) -> Weight:
         shared = self.n_ff_shared if spec.pieces else 0
@@ -222,8 +233,7 @@ class Experts(Plain):
         matrices are of one type: one launch instead of two."""
         up, down, n_ff = "ffn_up_shexp.weight", "ffn_down_shexp.weight", self.n_ff_shared
         if self.act == "swiglu":
-            y = f.gated(n, "ffn_gate_shexp.weight", up, "silu", n_ff)
-            return f.product(y, down, n_out=n.width), n
+            return f.product(self.gates(f, n), down, n_out=n.width), n
         v = n
         # the columns behind the latent part are read four at once
         if self.latent and self.latent % 4 == 0 and f.at.type_of(LATENT) is f.at.type_of(up):

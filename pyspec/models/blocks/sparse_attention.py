@@ -25,7 +25,6 @@ from pyspec.cuda.ops.rows.ref import Norm, norm_power
 from pyspec.cuda.ops.sparse_attend import op as sparse_op
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
-from pyspec.cuda.ops.streams.ref import Streams
 from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.compressor import BoundCompressor, Compressor
@@ -194,9 +193,7 @@ class SparseAttention(OneCall):
 
 
 class BoundSparse:
-    """The mixer bound to its weights. Implements `WorksForStreams`."""
-
-    gives = None
+    """The mixer bound to its weights."""
 
     def __init__(self, spec: SparseAttention, at: Binding) -> None:
         w = at.weights
@@ -213,6 +210,7 @@ class BoundSparse:
             self.capturable = self.capturable and index_rows.chosen(choice).capturable
             self.both = fuse.both(*(one.compress for one in self.compressors))
         self._bind_input(at)
+        self.first_read = self.first, self.norm
         run = spec.attend_spec(w.device, at.kv.k.dtype, at.eps)
         self.attend = sparse_attend.bind(run)
         self.capturable = self.capturable and sparse_attend.chosen(run).capturable
@@ -252,14 +250,14 @@ class BoundSparse:
         )
         self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
 
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        return fuse.place_for(streams, self.first, n_row, self.norm)
+    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        y = self.alone(x, run)
+        return y if residual is None else residual + y
 
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor:
+    def alone(self, y: Tensor, run: Pass) -> Tensor:
+        """What it adds to a stream."""
         parts, batch = run.memory.layers[self.layer], run.batch
-        qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
+        qr, kv, *rest = self.first(y, self.norm).split(self.sizes, -1)
         # ops that read the first product alone run beside the second product
         keys = fuse.keys_room(
             self.attend, [one.compress for one in self.compressors], self.second, (kv, *rest)
@@ -276,10 +274,6 @@ class BoundSparse:
             chosen = self.index(index_q.view(-1, x.n_head, x.dim), rest[2], self.freq, index_pool, batch)
         given = q, kv, self.key_tail, cast(RingRows, parts[WINDOW]), pool, chosen, self.sinks
         return self.out_b(fuse.attended(self.attend, given, batch, self.out_a, self.power, self.hands))
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        y = self.between(x, run, None, None)
-        return y if residual is None else residual + y
 
     def queries(self, qr: Tensor, late: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
         """Of a row's low-rank query: heads [row, head, dim], and the rest of the product. late: further arguments of the product."""
@@ -320,11 +314,9 @@ class BoundPagedWindow(BoundSparse):
             )
         )
 
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor:
+    def alone(self, y: Tensor, run: Pass) -> Tensor:
         pool, batch, at = run.memory.kv[self.layer], run.batch, run.batch.positions
-        qr, kv = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
+        qr, kv = self.first(y, self.norm).split(self.sizes, -1)
         q = self.normed_tail(self.queries(qr)[0], at, self.freq)
         self.write(kv, at, pool, batch.kv_rows)
         o = self.tail(

@@ -37,9 +37,9 @@ def check(launch: Launch, reference: Launch, spec: moe_ref.MoeSpec) -> str | Non
 
 
 def scratch(spec: moe_ref.MoeSpec, n_row: int) -> int:
-    """Values between the loops of a CPU's kernel."""
-    if spec.device.type != "cpu":
-        return 0
+    """Values between the loops of a CPU's kernel, or between the products of a GPU's."""
+    if spec.device.type == "cuda":
+        return buffer_bytes(spec.n_used, spec.n_expert, spec.n_in, spec.n_ff)
     return moe_cpu.buffer_bytes(n_row, spec.n_used, spec.n_in, spec.n_ff)
 
 
