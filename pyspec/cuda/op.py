@@ -64,7 +64,7 @@ def _nothing(spec: object) -> Iterable[Ask]:
     return ()
 
 
-def _no_bytes(spec: object, n_row: int) -> int:
+def _no_bytes(spec: object, n_row: int, n_token: int) -> int:
     return 0
 
 
@@ -110,7 +110,8 @@ class Op(Generic[Spec, Launch]):
     named        the op whose name selects this one, too, in `--kernels`
     beside       joins a bound launch with those of other ops, which take some rows in its place
     also         further ops that this one is bound with
-    scratch      bytes that a launch of so many rows takes beside its inputs and outputs, where a load's plan counts them
+    scratch      bytes that a launch of so many rows, in contexts of up to so many tokens, takes beside its inputs and outputs, where a load's
+                 plan counts them
     holds_prompts  whether a CUDA graph may hold it in the forward of a prompt that stands alone
     decided      the implementation chosen for each spec so far under this thread's context
     """
@@ -126,7 +127,7 @@ class Op(Generic[Spec, Launch]):
     named: str = ""
     beside: Callable[[Launch, Spec], Launch] = _alone
     also: Callable[[Spec], Iterable[Ask]] = _nothing
-    scratch: Callable[[Spec, int], int] = _no_bytes
+    scratch: Callable[[Spec, int, int], int] = _no_bytes
     holds_prompts: Callable[[Spec], bool] = _always
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)

@@ -14,9 +14,10 @@ Folding = tuple[str, Fold]
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor [row, *shape] f32 of a forward."""
+    """A tensor [row, *shape] f32 of a forward. means_of: weights of norms, if its rows are means of normed rows."""
 
     shape: tuple[int, ...]
+    means_of: Weight | None = None
 
     @property
     def width(self) -> int:

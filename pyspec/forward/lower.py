@@ -28,6 +28,13 @@ from pyspec.cuda.ops.rows.ref import (
 )
 from pyspec.forward import rewrite
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
+from pyspec.slots.kv import KVPool
+
+
+def write_keys(pool: KVPool, rows: Tensor, keys: Tensor) -> None:
+    """Keys that are values, too, to rows of a pool."""
+    pool.write(rows, keys, None)
+
 
 HELPERS = {
     "add": add,
@@ -40,6 +47,10 @@ HELPERS = {
     "GroupNorm": GroupNorm,
     "then": fuse.then,
     "handed": fuse.handed,
+    "attended": fuse.attended,
+    "keys_room": fuse.keys_room,
+    "put_keys": fuse.put_keys,
+    "write_keys": write_keys,
 }
 
 
@@ -139,7 +150,9 @@ class ProgramText:
             x, prep, residual = map(self._arg, call.inputs)
             if call.op == "unfinished":
                 return f"{matrix}.unfinished({x}, {prep})"
-            return f"{matrix}({x}, {prep}" + (")" if residual == "None" else f", {residual})")
+            more = [] if residual == "None" else [residual]
+            more += [f"{name}={self._arg(x)}" for name, x in call.more.items()]
+            return f"{matrix}({', '.join([x, prep, *more])})"
         if call.op == "then":
             launch, prep, residual = call.inputs
             runs = self._object(self.sources.launch(launch.op, launch.spec))
@@ -150,12 +163,13 @@ class ProgramText:
             x, prep, residual, hands, next = map(self._arg, call.inputs)
             first = self._object(self.sources.weight(call.spec))
             return f"handed({hands}, {first}, {next}, {x}, {prep}, {residual})"
+        if call.op == "both":
+            return f"{self._object(call.spec)}({self._args(call)})"
         if call.op in HELPERS:
             return f"{call.op}({self._args(call)})"
         if isinstance(call.spec, Weight):
             return f"{self._object(self.sources.weight(call.spec))}({self._args(call)})"
-        run = ", run" if call.op == "part" else ""
-        return f"{self._object(self.sources.runs(call))}({self._args(call)}{run})"
+        return f"{self._object(self.sources.runs(call))}({self._args(call)})"
 
     def _prep(self, call: OpCall) -> str:
         """The expression of a preparation of rows."""

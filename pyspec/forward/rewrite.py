@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
-from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.ops.rows.ref import Norm, norm_power
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
 
 PREPARES = ("norm", "head_norm", "group_norm", "head_gate", "relu2")
@@ -100,18 +100,90 @@ def _before(program: ForwardProgram, x: Any, call: OpCall) -> bool:
 
 
 def results_handed_on(program: ForwardProgram, bound: Launches) -> None:
-    """Of few rows, a product whose gates are cut writes the rows of the next one: silu of a cut value is no larger."""
+    """Of few rows, a product whose results have a bound writes the rows of the next one."""
     for product in [call for call in program.calls if call.op == "product"]:
         first = program.maker(product.inputs[0])
-        if first is None or first.op != "product" or not program.read_once(first.output):
+        if first is None or product.inputs[1] is not None or not program.read_once(first.output):
             continue
-        limit = dict(first.spec.how).get("limit", 0.0)
-        if product.inputs[1] is not None or not limit:
-            continue
-        if (hands := bound.handing(first.spec, product.spec, limit * limit)) is not None:
-            product.inputs = (*first.inputs[:2], product.inputs[2], hands, product.spec)
+        if (hands := _handing(program, first, product, bound)) is not None:
+            prep = first.inputs[1] if first.op == "product" else None
+            product.inputs = (first.inputs[0], prep, product.inputs[2], hands, product.spec)
             product.op, product.spec = "handed", first.spec
             program.calls.remove(first)
+
+
+def _handing(program: ForwardProgram, first: OpCall, product: OpCall, bound: Launches) -> Any:
+    """What runs both products so; None: nothing does."""
+    if first.op == "product":  # silu of a cut value is no larger
+        most = dict(first.spec.how).get("limit", 0.0) ** 2
+    else:
+        means = _behind_views(program, first.inputs[0]) if first.op == "grouped" else None
+        if means is None or means.means_of is None:
+            return None
+        norms, n = bound.weight(means.means_of), first.inputs[0].width // dict(first.spec.how)["n_group"]
+        most = float(norms.abs().amax()) * n**0.5
+    return bound.handing(first.spec, product.spec, most) if most else None
+
+
+def _behind_views(program: ForwardProgram, value: Value) -> Value:
+    while (maker := program.maker(value)) is not None and maker.op == "view":
+        value = maker.inputs[0]
+    return value
+
+
+def rows_into_groups(program: ForwardProgram, bound: Launches) -> None:
+    """Of few rows, attention writes the rows of the product in groups behind it, which may hand on its own to the next product."""
+    for grouped in [call for call in program.calls if call.op == "grouped"]:
+        means = _behind_views(program, grouped.inputs[0])
+        launch, flat = program.maker(means), program.maker(grouped.inputs[0])
+        if launch is None or flat is None or means.means_of is None or flat.inputs[0] is not means:
+            continue
+        runs = bound.launch(launch.op, launch.spec)
+        if not fuse.writes_groups(runs, bound.weight(grouped.spec)):
+            continue
+        (reader,) = program.readers(grouped.output)
+        plain = reader.op == "product" and reader.inputs[1] is None
+        hands = _handing(program, grouped, reader, bound) if plain else None
+        power = norm_power(bound.weight(means.means_of))
+        grouped.op, grouped.inputs = "attended", (launch, grouped.spec, power, hands)
+        for gone in (flat, launch):
+            program.calls.remove(gone)
+
+
+def keys_beside_products(program: ForwardProgram, bound: Launches) -> None:
+    """New keys, and rows of compressors, are made beside the product of few rows that makes queries: they read nothing of it."""
+    for attend in [call for call in program.calls if call.op == "sparse_attend"]:
+        q, kv, tail, *_, batch = attend.inputs
+        product, split = (program.maker(_behind_views(program, q)), program.maker(kv))
+        beside = [call for call in program.calls if call.op == "compress"]
+        if product is None or product.op != "product" or split is None:
+            continue
+        runs = bound.launch(attend.op, attend.spec)
+        launches = tuple(bound.launch(call.op, call.spec) for call in beside)
+        if not fuse.makes_keys_beside(runs, launches, bound.weight(product.spec)):
+            continue
+        own, late, put = Value(kv.shape), Value(()), Value(())
+        given = runs, product.spec, split.outputs[1:]
+        program.calls.insert(program.calls.index(product), OpCall("keys_room", None, given, (own, late)))
+        product.more["late"] = late
+        for call in beside:
+            call.more["beside"] = late
+        last = max(program.calls.index(call) for call in (product, *beside))
+        program.calls.insert(last + 1, OpCall("put_keys", None, (runs, kv, tail, batch, own), (put,)))
+
+
+def compressors_together(program: ForwardProgram, bound: Launches) -> None:
+    """Two compressors of the same tokens run in one launch."""
+    found = [call for call in program.calls if call.op == "compress"]
+    if len(found) != 2:
+        return
+    one, other = found
+    both = fuse.both(*(bound.launch(call.op, call.spec) for call in found))
+    if both is not None:
+        freq, batch = one.inputs[4], one.inputs[-1]
+        pairs = tuple((*call.inputs[:4], *call.inputs[5:7]) for call in found)
+        other.op, other.spec, other.inputs = "both", both, (*pairs, freq, batch)
+        program.calls.remove(one)
 
 
 def activations_into_products(program: ForwardProgram, bound: Launches) -> None:
@@ -213,7 +285,10 @@ EVERYWHERE: tuple[Callable[[ForwardProgram], None], ...] = (
     sums_into_norms,
 )
 BOUND: tuple[Callable[[ForwardProgram, Launches], None], ...] = (
+    rows_into_groups,
     results_handed_on,
+    keys_beside_products,
+    compressors_together,
     activations_into_products,
     sums_of_few_rows,
     rows_from_launches,

@@ -114,6 +114,14 @@ class Forward:
         """The block's recurrent memory."""
         return RunInput("state", self.at.layer)
 
+    @property
+    def positions(self) -> RunInput:
+        return RunInput("positions")
+
+    def kept(self, name: str) -> RunInput:
+        """The block's memory of that name."""
+        return RunInput("kept", (self.at.layer, name))
+
     def pool(self, layer: int | None = None) -> RunInput:
         """Keys and values of a layer, the block's own unless another is named."""
         return RunInput("pool", self.at.layer if layer is None else layer)
@@ -220,6 +228,10 @@ class Forward:
         given = x, None, None, routes, shared, None  # norm, stream and prepared rows come by rules
         self.calls.append(OpCall("moe", spec, given, (made,), loads=stacks))
         return made
+
+    def grouped(self, x: Value, name: str, n_group: int, n_out: int) -> Value:
+        """Each group of a matrix's rows takes its own part of x."""
+        return self.op("grouped", Weight("grouped", (name,), (("n_group", n_group),)), x, shape=(n_out,))
 
     def product_by(self, weight: Weight, x: Value, n_out: int) -> Value:
         return self.op("product", weight, x, None, None, shape=(n_out,))

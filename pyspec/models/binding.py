@@ -1,17 +1,15 @@
-"""A part bound to its weights: where it is bound, what a forward brings to it, and what a part that is one call gives."""
+"""Where a part is bound to its weights, and what a forward brings to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda import fuse
 from pyspec.cuda.op import op_named
-from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.rope import RopeFlags
 from pyspec.models.ropes import Angles, Ropes
@@ -86,9 +84,6 @@ class Binding:
     def behind(self, norm: str) -> Binding:
         return replace(self, norm=norm)
 
-    def bound_norm(self) -> Norm:
-        return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
-
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -107,20 +102,3 @@ class Pass:
     def placed(self, pool: KVPool) -> Batch:
         """The batch with the rows and pages that it has in this pool."""
         return self.rings[pool.n_ring] if pool.n_ring else self.batch
-
-
-class BoundPart(Protocol):
-    """A part that is one call (`OneCall`), bound to its weights.
-
-    capturable  a CUDA graph may hold it: it looks at no list of the host
-    first_read  the product that reads the stream first, and the norm before it
-    """
-
-    @property
-    def capturable(self) -> bool: ...
-    @property
-    def first_read(self) -> fuse.FirstRead: ...
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""
-        ...

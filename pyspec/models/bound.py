@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -20,10 +19,9 @@ from pyspec.forward import rewrite
 from pyspec.forward.call import Folding, OpCall, RunInput, Value, Weight
 from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import traced
-from pyspec.models.binding import Binding, BoundPart
+from pyspec.models.binding import Binding
 from pyspec.models.block import BlockSpec
 from pyspec.models.matrices import reader_of, sum_of
-from pyspec.models.part import OneCall
 
 FEW = 32  # rows whose biases are ready
 READS = "product", "unfinished", "biased", "handed"
@@ -38,7 +36,6 @@ class Sources:
         self.launches: dict[tuple[str, Any], Any] = {}
         self.norms: dict[tuple[Weight, float], Norm] = {}
         self.loads: dict[tuple[Any, Weight], Any] = {}
-        self.parts: dict[tuple[OneCall, str], BoundPart] = {}
         self.rank_sums: dict[int, RankSum] = {}
         self.added: dict[int, AddedNorm] = {}
         self.device, self.capturable = at.weights.device, True
@@ -79,8 +76,6 @@ class Sources:
 
     def runs(self, call: OpCall) -> Any:
         op, _, method = call.op.partition(".")
-        if op == "part":
-            return self.part(call.spec)
         if op == "rank_sum":
             ranks = self.binding.weights.ranks
             assert ranks is not None, "others have no such call"
@@ -94,13 +89,6 @@ class Sources:
         else:
             launch = op_named(op).beside(self.launch(op, call.spec), call.spec)
         return getattr(launch, method) if method else launch
-
-    def part(self, spec: tuple[OneCall, str]) -> BoundPart:
-        """A part that is one call, behind this norm."""
-        if spec not in self.parts:
-            self.parts[spec] = spec[0].bind(replace(self.binding, norm=spec[1]))
-            self.capturable = self.capturable and self.parts[spec].capturable
-        return self.parts[spec]
 
     def norm(self, weight: Weight, eps: float) -> Norm:
         if (weight, eps) not in self.norms:
@@ -130,6 +118,8 @@ GIVEN = {
     "pool": "run.memory.kv[{}]",
     "placed": "run.placed(run.memory.kv[{}])",
     "kv_rows": "run.placed(run.memory.kv[{}]).kv_rows",
+    "kept": "run.memory.layers[{0[0]}][{0[1]!r}]",
+    "positions": "run.batch.positions",
     "row_seq": "run.batch.row_seq",
     "inputs": "run.inputs[:, {}]",
 }
@@ -188,8 +178,6 @@ class BoundForward:
     def first(self) -> fuse.FirstRead | None:
         """The product that reads the first input first, behind a norm, if one does before all others."""
         call = next(iter(self.program.readers(self.program.inputs[0])))
-        if call.op == "part":
-            return self.sources.part(call.spec).first_read
         prep = call.inputs[1]
         if call.op not in READS or not isinstance(prep, OpCall) or prep.op != "norm":
             return None
@@ -218,11 +206,6 @@ class Block(BoundForward):
         super().__init__(spec.forward, at, at.n_embd, folds=folds)
         self.captures_prompts = self.capturable and spec.captures_prompts
         self.captures_prompts &= all(op.holds_prompts(spec) for op, spec in self.ops)
-
-    @property
-    def parts(self) -> list[BoundPart]:
-        """Its parts that are one call each."""
-        return list(self.sources.parts.values())
 
     @property
     def sums(self) -> Iterator[tuple[fuse.GivesSum, Value]]:

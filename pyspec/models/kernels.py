@@ -15,6 +15,7 @@ from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
 from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
 from pyspec.models.wants import TOKEN_INPUTS
@@ -45,9 +46,10 @@ def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int
     of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
     rows = n_row * (model.residual.row_bytes(model.n_embd) + of_inputs)
     distinct = {block: i for i, block in enumerate(model.blocks)}
-    programs = [program for program, _ in _programs(model, file, on, distinct.values())]
-    counts = model.residual.n_iter is not None or not on.is_cuda
-    return rows + max((_scratch(program, size, counts) for program in programs), default=0)
+    programs = _programs(model, file, on, distinct.values())
+    keeps = model.residual.n_iter is not None or not on.is_cuda
+    pairs = zip(distinct, programs, strict=True)
+    return rows + max(_scratch(block, of, size, keeps) for block, (of, _) in pairs)
 
 
 def _programs(
@@ -75,11 +77,15 @@ def kernels(programs: Programs) -> Iterator[Request]:
         yield from _of_program(program, at)
 
 
-def _scratch(program: ForwardProgram, size: ForwardSize, counts: bool) -> int:
-    """counts: with the rows of experts. On GPUs the plans of models of one stream have room for them elsewhere."""
-    parts = sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
-    loaded = [call for call in program.calls if counts and call.loads is not None]
-    return parts + sum(op_named(call.op).scratch(call.spec, size.n_row) for call in loaded)
+def _scratch(block: BlockSpec, program: ForwardProgram, size: ForwardSize, keeps: bool) -> int:
+    """keeps: with the buffers that loaded launches keep. On GPUs the plans of models of one stream have room for them elsewhere."""
+    kept, most = sum(spec.scratch(size) for spec in block.specs), 0
+    for call in program.calls:
+        if call.op in PLAIN or isinstance(call.spec, Weight):
+            continue
+        n = op_named(call.op.partition(".")[0]).scratch(call.spec, size.n_row, size.n_token)
+        kept, most = (kept + n * keeps, most) if call.loads is not None else (kept, max(most, n))
+    return kept + most
 
 
 def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
@@ -94,15 +100,13 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
                 )
         if isinstance(call.spec, Weight):
             yield from _of_weight(program, call, call.spec, at)
-        elif call.op == "part":
-            yield from call.spec[0].kernels(at, at.on)
         elif call.op not in PLAIN:
             op = op_named(call.op.partition(".")[0])
             yield op, call.spec
             yield from op.also(call.spec)
 
 
-PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
+PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gelu_times", "side_by_side", "write_keys")
 
 
 def _of_weight(

@@ -6,9 +6,8 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -20,9 +19,6 @@ from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import LayerParts
-
-if TYPE_CHECKING:
-    from pyspec.models.binding import Binding, BoundPart
 
 Request = tuple[Any, Any]
 """An op and the spec that it is bound with."""
@@ -182,6 +178,10 @@ class PartSpec(Protocol):
         """The part of each of `n` ranks."""
         ...
 
+    def scratch(self, size: ForwardSize) -> int:
+        """Bytes that it takes while it runs, beyond those that every model takes and those of its ops (`Op.scratch`)."""
+        ...
+
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """stream + part(norm(x)) of x [row, n_embd]; without a stream part(norm(x)) alone."""
         ...
@@ -204,24 +204,7 @@ class Plain:
     def folds(self) -> Folding | None:
         return None
 
-
-class OneCall(Plain):
-    """A part that is one call of its program, because its launches are chosen while it runs. `bind` gives what the call runs as."""
-
-    __slots__ = ()
-
-    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
-        return f.op("part", (self, f.at.norm), x, stream, shape=x.shape)
-
-    def bind(self, at: Binding) -> BoundPart:
-        raise NotImplementedError
-
-    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
-        """The ops that binding it asks for, products apart. None: they are compiled and checked when they are bound."""
-        return iter(())
-
     def scratch(self, size: ForwardSize) -> int:
-        """Bytes that it takes while it runs, beyond those that every model takes."""
         return 0
 
 

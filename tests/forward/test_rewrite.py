@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from pyspec.cuda.streamed import Streamed, StreamedParts
 from pyspec.forward import rewrite
 from pyspec.forward.call import ForwardProgram, OpCall, Value, Weight
 from pyspec.forward.lower import ProgramText
@@ -307,6 +308,110 @@ def test_shares_into_products() -> None:
         rewrite.shares_into_products(found, bound)
         assert ops(found) == ["product", "moe.prepare", "moe_route", *want]
         assert found.calls[-1].inputs[2 if want[-1] == "product" else 4] is found.inputs[0]
+
+
+def in_groups(f: Forward, x: Value) -> Value:
+    o = f.op("sparse_attend", "spec", x, f.batch, shape=(2, N // 2))
+    o.means_of = f.vector("norms")
+    y = f.grouped(f.flat(o), "groups", 2, N)
+    return f.add(x, f.summed(y, "out", N))
+
+
+def test_results_of_groups_handed_on() -> None:
+    """Their bound is that of the rows' norms over a group's columns, since rows are means."""
+    found, heard = rewrite.plain(program(in_groups)), []
+    bound = Launches(norms=torch.tensor([0.5, -3.0]))
+    bound.handing = lambda *given: heard.append(given) or "hands"  # type: ignore[attr-defined]
+    rewrite.results_handed_on(found, bound)
+    assert ops(found) == ["sparse_attend", "view", "handed"]
+    assert heard[0][2] == 3.0 * (N // 2) ** 0.5 and found.calls[2].inputs[2] is found.inputs[0]
+
+
+def test_rows_into_groups() -> None:
+    for able, want in (
+        (True, ["attended", "product"]),
+        (False, ["sparse_attend", "view", "grouped", "product"]),
+    ):
+        found = rewrite.plain(program(in_groups))
+        launch = SimpleNamespace(prepared=None) if able else object()
+        groups = SimpleNamespace(few=object.__new__(StreamedParts))
+        bound = Launches(sparse_attend=launch, groups=groups, norms=torch.ones(2))
+        bound.handing = lambda *given: "hands"  # type: ignore[attr-defined]
+        rewrite.rows_into_groups(found, bound)
+        assert ops(found) == want
+    assert found.readers(found.calls[2].output) == [found.calls[3]]
+
+
+def compressed(f: Forward, x: Value, n: int = 2) -> Value:
+    """Keys and `n` compressed rows of the first product, queries of the second one."""
+    q, kv, *rest = f.split(f.product(x, "first", n_out=(2 + n) * N), [N] * (2 + n))
+    q = f.view(f.product(q, "second", n_out=N), ".view(-1, 2, 2)", (2, 2))
+    for own in rest:
+        values, scores = f.split(own, (N // 2, N // 2))
+        f.op(
+            "compress",
+            "spec",
+            values,
+            scores,
+            "places",
+            "norm",
+            "freq",
+            "ring",
+            "pool",
+            f.batch,
+            shape=(),
+        )
+    return f.op("sparse_attend", "spec", q, kv, "tail", None, None, None, f.batch, shape=(2, 2))
+
+
+def able_beside() -> Launches:
+    attend = SimpleNamespace(take_keys=None, keys_beside=None)
+    beside = Beside()
+    return Launches(second=object.__new__(Streamed), sparse_attend=attend, compress=beside)
+
+
+class Beside:
+    runs_beside = True
+
+    def with_beside(self, other: object) -> str:
+        return "both"
+
+
+def test_keys_beside_products() -> None:
+    found, bound = program(compressed), able_beside()
+    rewrite.keys_beside_products(found, bound)
+    kinds = [op for op in ops(found) if op != "view"]
+    assert kinds == [
+        "product",
+        "keys_room",
+        "product",
+        "compress",
+        "compress",
+        "put_keys",
+        "sparse_attend",
+    ]
+    room, second, *others = [call for call in found.calls if call.op not in ("view", "sparse_attend")][
+        1:
+    ]
+    own, late = room.outputs
+    assert len(room.inputs[2]) == 3, "all that the first product gives, but for what queries are made of"
+    assert second.more == {"late": late} and [c.more for c in others[:2]] == [{"beside": late}] * 2
+    assert others[2].inputs[-1] is own
+    for other in ("second", "sparse_attend", "compress"):
+        found, bound = program(compressed), able_beside()
+        bound.launches[other] = object()
+        rewrite.keys_beside_products(found, bound)
+        assert "keys_room" not in ops(found)
+
+
+def test_compressors_together() -> None:
+    for n, want in ((2, ["both"]), (1, ["compress"])):
+        found = program(lambda f, x, n=n: compressed(f, x, n))
+        rewrite.compressors_together(found, able_beside())
+        assert [op for op in ops(found) if op in ("compress", "both")] == want
+    found = program(compressed)
+    rewrite.compressors_together(found, Launches())
+    assert ops(found).count("compress") == 2
 
 
 def test_bytes_of_a_row_are_those_of_the_values_that_live_at_once() -> None:

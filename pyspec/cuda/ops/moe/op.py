@@ -36,7 +36,7 @@ def check(launch: Launch, reference: Launch, spec: moe_ref.MoeSpec) -> str | Non
     return on.check(launch, reference, spec)
 
 
-def scratch(spec: moe_ref.MoeSpec, n_row: int) -> int:
+def scratch(spec: moe_ref.MoeSpec, n_row: int, n_token: int) -> int:
     """Values between the loops of a CPU's kernel, or between the products of a GPU's."""
     if spec.device.type == "cuda":
         return buffer_bytes(spec.n_used, spec.n_expert, spec.n_in, spec.n_ff)
