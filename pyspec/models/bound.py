@@ -177,7 +177,7 @@ class BoundForward:
 
     def first(self) -> fuse.FirstRead | None:
         """The product that reads the first input first, behind a norm, if one does before all others."""
-        call = next(iter(self.program.readers(self.program.inputs[0])))
+        call = self.program.readers(self.program.inputs[0])[0]
         prep = call.inputs[1]
         if call.op not in READS or not isinstance(prep, OpCall) or prep.op != "norm":
             return None
