@@ -113,6 +113,7 @@ class Op(Generic[Spec, Launch]):
     scratch      bytes that a launch of so many rows, in contexts of up to so many tokens, takes beside its inputs and outputs, where a load's
                  plan counts them
     holds_prompts  whether a CUDA graph may hold it in the forward of a prompt that stands alone
+    loaded       of an op whose launch is loaded with weights: what calls run as, made of its spec and the loaded launch
     decided      the implementation chosen for each spec so far under this thread's context
     """
 
@@ -128,6 +129,7 @@ class Op(Generic[Spec, Launch]):
     beside: Callable[[Launch, Spec], Launch] = _alone
     also: Callable[[Spec], Iterable[Ask]] = _nothing
     scratch: Callable[[Spec, int, int], int] = _no_bytes
+    loaded: Callable[[Spec, Any], Any] | None = None
     holds_prompts: Callable[[Spec], bool] = _always
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
