@@ -27,7 +27,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, is_aligned
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail
@@ -186,7 +185,7 @@ ADDS_INTO = 1  # 0: a launch of its own prepares these rows
 
 
 def added(
-    launch: Norms, x: Tensor, weight: Tensor, stream: Tensor, factor: float, read: FirstRead | None
+    launch: Any, x: Tensor, weight: Tensor, stream: Tensor, factor: float, read: FirstRead | None
 ) -> Tensor:
     """launch.added(x, weight, stream, factor). read: what reads the result next; its rows are prepared on the way where a launch can."""
     product = None if read is None else read[0]
@@ -198,8 +197,10 @@ def added(
     ):
         to = product.reads(len(x))
         if 0 < len(x) <= product.most_ready(read[1]) and launch.takes(to):
-            return launch.added_into(x, weight, stream, factor, to, read[1])
-    return launch.added(x, weight, stream, factor)
+            made: Tensor = launch.added_into(x, weight, stream, factor, to, read[1])
+            return made
+    plain: Tensor = launch.added(x, weight, stream, factor)
+    return plain
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------

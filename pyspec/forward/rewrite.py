@@ -285,10 +285,10 @@ EVERYWHERE: tuple[Callable[[ForwardProgram], None], ...] = (
     sums_into_norms,
 )
 BOUND: tuple[Callable[[ForwardProgram, Launches], None], ...] = (
+    keys_beside_products,  # before attention goes into the call behind it
+    compressors_together,
     rows_into_groups,
     results_handed_on,
-    keys_beside_products,
-    compressors_together,
     activations_into_products,
     sums_of_few_rows,
     rows_from_launches,

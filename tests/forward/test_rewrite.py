@@ -404,6 +404,23 @@ def test_keys_beside_products() -> None:
         assert "keys_room" not in ops(found)
 
 
+def test_keys_are_beside_products_before_attention_writes_rows() -> None:
+    def block(f: Forward, x: Value) -> Value:
+        o = compressed(f, x)
+        o.means_of = f.vector("norms")
+        return f.product(f.grouped(f.flat(o), "groups", 2, N), "out", n_out=N)
+
+    found, bound = program(block), able_beside()
+    bound.launches["sparse_attend"].prepared = None
+    groups = SimpleNamespace(few=object.__new__(StreamedParts))
+    bound.launches |= {"groups": groups, "norms": torch.ones(2)}
+    bound.handing = lambda *given: None  # type: ignore[attr-defined]
+    for rule in rewrite.BOUND[:3]:
+        rule(found, bound)
+    kinds = [op for op in ops(found) if op != "view"]
+    assert kinds == ["product", "keys_room", "product", "both", "put_keys", "attended", "product"]
+
+
 def test_compressors_together() -> None:
     for n, want in ((2, ["both"]), (1, ["compress"])):
         found = program(lambda f, x, n=n: compressed(f, x, n))
