@@ -67,7 +67,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
         if compiles and item.callspec.params.get("arch") in NEIGHBOURS:
             item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("sampled")
-        if mark is not None and item.get_closest_marker("slow") is None:
+        if mark is not None and not any(map(item.get_closest_marker, ("slow", "card"))):
             tests.setdefault(item.nodeid.partition("[")[0], []).append((item, mark))
     for same in tests.values():
         cases = [{name: repr(value) for name, value in item.callspec.params.items()} for item, _ in same]
