@@ -9,7 +9,7 @@ import test_attend_cuda as attend
 import test_best_cuda as best
 import test_gdn_cuda as gdn
 import test_heads_cuda as heads
-import test_index_rows_emulated as index_rows
+import test_index_rows_cuda as index_rows
 import test_latent_cuda as latent
 import test_linear_emulated as linear
 import test_mamba2_cuda as mamba2
@@ -79,7 +79,9 @@ def warpgroups(_: int) -> None:
 
 
 def indexed(_: int) -> None:
-    index_rows.test_warpgroups_score_tiles_of_every_size([(900, 40)], 3)  # more rows than the ring has
+    index_rows.test_warpgroups_score_tiles_of_every_size(
+        EMULATED, [(900, 40)], 3
+    )  # more rows than the ring has
 
 
 MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
