@@ -18,6 +18,8 @@ from attend_checks import (
     check_wild_page,
 )
 from harness import CARD, GPU, same
+from moe_checks import check_company as experts_in_company
+from moe_checks import check_hostile, experts
 from recurrent_cases import Op, gdn_shape, kept, played, seq, verified
 
 from pyspec.cuda import faults, survey, tri
@@ -30,7 +32,7 @@ from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec
+from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.gguf import GGMLType
 from pyspec.slots.kv_types import PLAIN, KvFormat
 
@@ -182,42 +184,28 @@ EXPERTS = {
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str) -> None:
-    spec, gen = EXPERTS[name], torch.Generator().manual_seed(0)
+    spec = EXPERTS[name]
     assert moe_check.check(moe_triton.bind(spec), moe_ref.bind(spec), spec) is None
     n_expert = 3 * spec.n_used
-    experts = moe_triton.bind(spec)(moe_check.random_stacks(spec, n_expert, gen))
-    x = torch.randn(150, spec.n_in, generator=gen).to(GPU)
-    ids = torch.rand(150, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
-    ids[:60, 0] = 0  # a crowd: items of all sizes
-    ids = ids.to(GPU)
-    weights = torch.rand(150, spec.n_used, generator=gen).to(GPU)
-    added = Added(x, None, torch.rand(150, 1, generator=gen).to(GPU) if spec.pieces else None)
-    whole = experts(x, ids, weights, None, added)
-    for part in (slice(0, 1), slice(61, 63), slice(3, 6), slice(0, 8), slice(10, 42), slice(5, 120)):
-        got = experts(x[part], ids[part], weights[part], None, added.part(part))
-        assert torch.equal(got, whole[part]), part
-    x[3], ids[5] = torch.nan, -7  # a row that is no number, and experts that are none
-    for n in (8, 100):
-        got = experts(x[:n], ids[:n], weights[:n], None, added.part(slice(0, n)))
-        keep = [i for i in range(n) if i not in (3, 5)]
-        assert (
-            torch.equal(got[keep], whole[:n][keep]) and got[3].isnan().all() and got[5].isfinite().all()
-        )
+    run = experts(CARD, moe_triton.bind, spec, n_expert)
+    parts = slice(0, 1), slice(61, 63), slice(3, 6), slice(0, 8), slice(10, 42), slice(5, 120)
+    experts_in_company(CARD, run, spec, 150, n_expert, 60, parts)
+    check_hostile(CARD, run, spec, 150, n_expert, 60, (8, 100))
 
 
 def test_a_captured_graph_runs_other_choices() -> None:
     spec, gen = EXPERTS["gated, a piece"], torch.Generator().manual_seed(1)
-    experts = moe_triton.bind(spec)(moe_check.random_stacks(spec, 40, gen))
+    run = experts(CARD, moe_triton.bind, spec, 40, 1)
     for n_row in (1, 8, 100):
         x = torch.randn(n_row, spec.n_in, generator=gen).to(GPU)
         weights = torch.rand(n_row, spec.n_used, generator=gen).to(GPU)
         ids = torch.zeros(n_row, spec.n_used, dtype=torch.int32, device=GPU)
-        replay, out = CARD.captured(partial(experts, x, ids, weights))
+        replay, out = CARD.captured(partial(run, x, ids, weights))
         for _ in range(3):
             ids.copy_(torch.rand(n_row, 40, generator=gen).argsort(-1)[:, : spec.n_used])
             replay()
             CARD.waited()
-            assert torch.equal(out, experts(x, ids, weights))
+            assert torch.equal(out, run(x, ids, weights))
 
 
 def _spec(name: str) -> Any:

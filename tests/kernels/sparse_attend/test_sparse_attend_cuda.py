@@ -40,7 +40,6 @@ def test_rows_and_rings_are_the_references(
         assert machine.faults().tolist() == NO_FAULT
 
 
-@pytest.mark.slow
 @cases(
     "spec, arch",
     emulated=[
@@ -57,6 +56,7 @@ def test_rows_and_rings_are_the_references(
         )
         for kv in (torch.float16, torch.bfloat16)
     ],
+    slow=True,
 )
 def test_its_own_check_holds(machine: Machine, spec: SparseSpec, arch: tuple[int, int]) -> None:
     with machine.started(arch, seed=arch[0]):
