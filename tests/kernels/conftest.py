@@ -1,6 +1,6 @@
 """Tests of an op stand in its folder; those of several ops, and of what all share, here.
 
-Tests that launch kernels on a card (files test_*_gpu.py, and what harness.cases marks) are collected only on a machine with a GPU, so none is
+Tests that launch kernels on a card (files test_*_gpu.py, and what machines.cases marks) are collected only on a machine with a GPU, so none is
 reported as skipped; all have the mark `card`.
 """
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from emulated.gpu import emulated_gpu
 from emulated.machine import COMPILER
-from harness import CARDS_ARE_EMULATED, EMULATED, HAS_CARD, Machine
+from machines import CARDS_ARE_EMULATED, EMULATED, HAS_CARD, Machine
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import context_of
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def machine() -> Machine:
-    """Of tests that name no cases for machines (harness.cases): the emulated one."""
+    """Of tests that name no cases for machines (machines.cases): the emulated one."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"no C++ compiler ({COMPILER}) on this machine")
     return EMULATED

@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
-from harness import off
+from machines import off
 from torch import Tensor
 
 from pyspec.cuda import faults, streamed

@@ -20,7 +20,7 @@ import test_rope_latent_emulated as rope_latent
 import test_rows_cuda as rows
 import test_wgmma_cuda as wgmma
 from emulated.machine import needs_compiler
-from harness import CPU, EMULATED, Machine
+from machines import CPU, EMULATED, Machine
 
 from pyspec.cuda import jit
 from pyspec.cuda.ops.linear import cuda as linear_cuda

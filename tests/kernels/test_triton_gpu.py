@@ -17,7 +17,7 @@ from attend_checks import (
     check_rows,
     check_wild_page,
 )
-from harness import CARD, GPU, same
+from machines import CARD, GPU, same
 from moe_checks import check_company as experts_in_company
 from moe_checks import check_hostile, experts
 from recurrent_cases import Op, gdn_shape, kept, played, seq, verified

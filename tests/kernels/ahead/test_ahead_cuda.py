@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import CPU, ON_CARD, Machine, cases
+from machines import CPU, ON_CARD, Machine, cases
 
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead.op import ahead

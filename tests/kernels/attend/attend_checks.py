@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from harness import NO_FAULT, Machine, same
+from machines import NO_FAULT, Machine, same
 from torch import Tensor
 
 from pyspec.cuda.ops.attend import ref as attend_ref

@@ -16,7 +16,7 @@ from attend_checks import (
     run,
     wanted,
 )
-from harness import CPU, NO_FAULT, ON_CARD, Machine, cases
+from machines import CPU, NO_FAULT, ON_CARD, Machine, cases
 from sampling import few, slow
 
 from pyspec.cuda.ops.attend import cases as attend_cases

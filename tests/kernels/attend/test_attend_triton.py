@@ -15,7 +15,7 @@ from attend_checks import (
     check_wild_page,
     run,
 )
-from harness import CPU, INTERPRETED
+from machines import CPU, INTERPRETED
 from sampling import few
 
 from pyspec.cuda.ops.attend import triton as attend_triton

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attend_checks import check_company, check_graph, check_rows, check_wild_page, wanted
-from harness import CPU, NO_FAULT, ON_CARD, Machine, cases
+from machines import CPU, NO_FAULT, ON_CARD, Machine, cases
 from torch import Tensor
 
 from pyspec.cuda.ops.attend import latent

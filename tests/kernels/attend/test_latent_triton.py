@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton_interpreter  # noqa: F401
 from attend_checks import check_company, check_rows, check_wild_page
-from harness import CPU, INTERPRETED
+from machines import CPU, INTERPRETED
 from sampling import few
 
 from pyspec.cuda.ops.attend import latent_triton

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from harness import CPU, ON_CARD, Machine, cases
+from machines import CPU, ON_CARD, Machine, cases
 from sampling import slow
 
 from pyspec.cuda.ops.best import cuda as best_cuda

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CPU, GPU, NO_FAULT, Machine, cases, compiled
+from machines import CPU, GPU, NO_FAULT, Machine, cases, compiled
 
 from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.compress import cuda as compress_cuda

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Machine, cases, compiled
+from machines import Machine, cases, compiled
 
 from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.convolve import cuda as convolve_cuda

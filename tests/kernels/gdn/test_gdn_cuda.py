@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import CPU, NO_FAULT, ON_CARD, Machine, cases, filled, off, same
+from machines import CPU, NO_FAULT, ON_CARD, Machine, cases, filled, off, same
 from recurrent_cases import (
     EPS,
     KEEP,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CPU, ON_CARD, Machine, cases
 from heads_cases import SIZES, spec_of
+from machines import CPU, ON_CARD, Machine, cases
 
 from pyspec.cuda.ops.heads import cuda as heads_cuda
 from pyspec.cuda.ops.heads import ref as heads_ref

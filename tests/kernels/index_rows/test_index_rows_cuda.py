@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import CPU, GPU, NO_FAULT, ON_CARD, Machine, cases, compiled
+from machines import CPU, GPU, NO_FAULT, ON_CARD, Machine, cases, compiled
 from sampling import few
 from torch import Tensor
 

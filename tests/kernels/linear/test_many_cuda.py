@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CPU, GPU, HAS_GPU, ON_CARD, Machine, cases, off
+from machines import CPU, GPU, HAS_GPU, ON_CARD, Machine, cases, off
 from torch import Tensor
 
 from pyspec.cuda import streamed

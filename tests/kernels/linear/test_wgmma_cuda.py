@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from harness import CPU, GPU, HAS_GPU, ON_CARD, Machine, cases, off
+from machines import CPU, GPU, HAS_GPU, ON_CARD, Machine, cases, off
 from torch import Tensor
 
 from pyspec.cuda.ops.linear import ref as linear_ref

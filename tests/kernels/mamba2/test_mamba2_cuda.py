@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Machine, cases
+from machines import Machine, cases
 from recurrent_cases import Op, follow, seq
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from harness import Machine
+from machines import Machine
 from torch import Tensor
 
 from pyspec.cuda.ops.moe import check as moe_check

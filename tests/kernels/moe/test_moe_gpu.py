@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CARD, GPU
+from machines import CARD, GPU
 from moe_checks import check_company, check_hostile, experts
 
 from pyspec.cuda import tri

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
-from harness import CPU, INTERPRETED
+from machines import CPU, INTERPRETED
 from moe_checks import check_company, check_hostile, experts
 from sampling import few
 

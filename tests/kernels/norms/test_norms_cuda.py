@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import CPU, NO_FAULT, ON_CARD, Machine, cases
+from machines import CPU, NO_FAULT, ON_CARD, Machine, cases
 
 from pyspec.cuda import faults
 from pyspec.cuda.op import guarded_ops

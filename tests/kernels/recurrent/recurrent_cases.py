@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from harness import CPU, NO_FAULT, Machine, off, same
+from machines import CPU, NO_FAULT, Machine, off, same
 from torch import Tensor
 
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import NO_FAULT, ON_CARD, Machine, cases, off, same
+from machines import NO_FAULT, ON_CARD, Machine, cases, off, same
 from recurrent_cases import (
     N_SLOT,
     WIDTH,

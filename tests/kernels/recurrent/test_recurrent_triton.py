@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
-from harness import CPU, INTERPRETED, same
+from machines import CPU, INTERPRETED, same
 from recurrent_cases import Op, check_wild, kept, late, n_rows, played, seq, verified
 
 from pyspec.cuda.op import guarded_ops

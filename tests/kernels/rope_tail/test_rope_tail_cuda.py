@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from harness import CPU, GPU, Machine, cases, compiled
+from machines import CPU, GPU, Machine, cases, compiled
 from sampling import few
 
 from pyspec.cuda.jit import ARCHS

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CPU, EMULATED, NO_FAULT, Machine, cases, filled
+from machines import CPU, EMULATED, NO_FAULT, Machine, cases, filled
 from torch import Tensor
 
 from pyspec.cuda.ops.linear.wgmma import blocks_for_wgmma

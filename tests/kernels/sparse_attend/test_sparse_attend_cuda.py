@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CPU, GPU, NO_FAULT, ON_CARD, Machine, cases, compiled
+from machines import CPU, GPU, NO_FAULT, ON_CARD, Machine, cases, compiled
 
 from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.kernel_context import KernelContext, use

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import CPU, Machine, cases, compiled
+from machines import CPU, Machine, cases, compiled
 
 from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.streams import cuda as streams_cuda
