@@ -93,7 +93,7 @@ def test_ragged_rounds_follow_the_reference(
     machine: Machine, op: Op, rounds: Sequence[Sequence[Seq]]
 ) -> None:
     chunked = op.how.get("chunked", gdn_cuda.CHUNKED)
-    follow(op.on(machine), machine, rounds, within(chunked), 3e-5)
+    follow(op.on(machine), machine, rounds, within(chunked), 3e-5, states_by_head=False)
 
 
 @cases(
@@ -113,7 +113,10 @@ def test_ragged_rounds_follow_the_reference(
 def test_chunked_prompts_follow_the_reference(
     machine: Machine, op: Op, rounds: Sequence[Sequence[Seq]], capability: tuple[int, int]
 ) -> None:
-    follow(op.on(machine), machine, rounds, within(63), 3e-5, capability=capability)
+    # Heads that forget at once have next to nothing in their states
+    follow(
+        op.on(machine), machine, rounds, within(63), 3e-5, states_by_head=False, capability=capability
+    )
 
 
 def equal_keys_and_nothing_forgotten(rows: list[Tensor], w: list[Any]) -> Any:
