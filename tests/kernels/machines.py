@@ -46,6 +46,7 @@ class Machine:
 
     @property
     def is_emulated(self) -> bool:
+        """Its tensors lie on the CPU: a card of CARDS_ARE_EMULATED and Triton's interpreter are so, too."""
         return self.device.type == "cpu"
 
     def started(

@@ -155,7 +155,7 @@ def test_graphs_hold_what_follows_a_verify() -> None:
     logits = torch.randn(batch.tokens.shape[0], 40_000, device=GPU)
     best, ahead = triton_of("best").bind(_spec("best")), triton_of("ahead").bind(_spec("ahead"))
 
-    def both():  # type: ignore[no-untyped-def]
+    def both() -> tuple[torch.Tensor, Any]:
         pairs = best.pairs(logits)
         return pairs, ahead.accept(pairs, batch)
 

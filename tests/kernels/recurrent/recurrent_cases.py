@@ -81,6 +81,9 @@ class Op:
 
     def folder(self) -> Callable[[StateLayer, int, int], None]:
         """The call that folds records without rows."""
+        if self.kernels is self.ref:
+            fold: Callable[[StateLayer, int, int], None] = self.ref.flush
+            return fold
         made = getattr(self.kernels or self.cuda, "folder", None)
         return made(self.spec) if made else self.bind().folder()
 

@@ -37,7 +37,7 @@ from pyspec.cuda.ops.short_conv.op import short_conv
 from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena
-from pyspec.slots.batch import Seq, SeqMode
+from pyspec.slots.batch import Batch, Seq, SeqMode
 
 pytestmark = pytest.mark.sampled(1)
 GDN, MAMBA2 = Op(gdn_shape(1, 2)), Op(Mamba2Shape(4, 64, 1, 128, 4))
@@ -191,7 +191,7 @@ def test_a_padded_batch_touches_nothing_but_its_slots(
     """7 rows in a bucket of 8, four places for two sequences, as graphs see it; and sequences whose metadata is nonsense."""
     op = op.on(machine)
 
-    def padded(seqs: Sequence[Seq]):  # type: ignore[no-untyped-def]
+    def padded(seqs: Sequence[Seq]) -> Batch:
         if of_a_graph:
             return op.laid_in_bucket(seqs, Arena(4, 8, op.device))
         return with_nobody(op.laid(seqs))
