@@ -14,9 +14,8 @@ from harness import Bench
 from known_texts import continuation, known_texts
 
 from pyspec.draft.chain import Chain
-from pyspec.draft.drafter import DraftRequest
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 
 CPU = torch.device("cpu")
 MODELS = ["qwen35", "qwen35_q8_0", "qwen35_full_heads_q8_0"]

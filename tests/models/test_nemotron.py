@@ -17,10 +17,10 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain
-from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import OutOfBounds
 from pyspec.models.mtp_block import MtpBlock
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
+from pyspec.slots.drafts import DraftRequest
 
 WITH_MTP = ["nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
 MODELS = ["nemotron_dense", "nemotron_differ", *WITH_MTP]

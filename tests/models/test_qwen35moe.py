@@ -11,14 +11,13 @@ import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
 from pyspec.draft.chain import Chain
-from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFWriter, ValueType, open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.decoder import ModelSpec
-from pyspec.models.wants import check_tensors
+from pyspec.models.checks import check_tensors
 from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.drafts import DraftRequest
 
 MODELS = ["qwen35moe", "qwen35moe_fused_tied", "qwen35moe_mixed_q8_0"]
 WITH_MTP = ["qwen35moe", "qwen35moe_mixed_q8_0"]
@@ -198,7 +197,6 @@ def test_widths_may_stand_once_for_all_blocks_or_once_for_each(tmp_path: Path) -
     }
     with open_gguf(rewritten(tmp_path / "arrays.gguf", same)) as file:
         config = read_config(file)
-        assert isinstance(config, ModelSpec)
         moe = config.blocks[0].parts[1].spec
         assert isinstance(moe, Experts) and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (
             8,

@@ -1,10 +1,10 @@
-"""The file of a saved slot, or of an entry of the prefix cache: a head, then the content in pieces, each with a digest. No torch here.
+"""The file of a span of tokens, a saved slot or an entry of the prefix cache: a head, then the content, each piece with a digest. No torch here.
 
     magic      8 bytes, "PYSPSLOT" or "PYSPPAGE"
     version    u32, little-endian like all numbers
     n_head     u32   bytes of the head
     head             a JSON object: the model, and the sizes of the content
-    digest     16    of all of the above
+    digest     16    of all of the above: SHA-256, for which processors have instructions, cut short
     then, repeated up to the end: CHUNK bytes of content (fewer the last time), and their digest
 
 A digest is keyed with that of the head and with its place, so a piece is not valid in another file or place. Nothing is allocated
@@ -18,10 +18,10 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -42,41 +42,34 @@ CHUNK = 1 << 20  # bytes of content between digests: damage is located this clos
 MAX_HEAD = 16 << 20
 DIGEST = 16
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+VERSION = 2  # of the content, too (engine/loop/span.py)
 _START = struct.Struct("<8sII")
 
 Bytes = NDArray[np.uint8]
-
-
-def _digest(data: Any, key: bytes = b"", place: int = 0) -> bytes:
-    return blake2b(data, digest_size=DIGEST, key=key, salt=place.to_bytes(8, "little")).digest()
-
-
-def _sha(data: Any, key: bytes = b"", place: int = 0) -> bytes:
-    digest = sha256(key + place.to_bytes(8, "little"))
-    digest.update(data)
-    return digest.digest()[:DIGEST]
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
     """What a file is for.
 
-    name    for messages
-    digest  of some data, by a key and a place
-    syncs   the system has stored the content before the file has its name. The file is locked until then
+    name   for messages
+    syncs  the system has stored the content before the file has its name. The file is locked until then
     """
 
     name: str
     magic: bytes
-    version: int
-    digest: Callable[..., bytes]
     syncs: bool = False
 
 
-SLOT = FileKind("slot file", b"PYSPSLOT", 1, _digest)
-ENTRY = FileKind("cache file", b"PYSPPAGE", 1, _sha, syncs=True)
-"""SHA-256, for which processors have instructions: entries are read by the gigabyte while a request waits."""
-MAGIC, VERSION = SLOT.magic, SLOT.version
+SLOT = FileKind("slot file", b"PYSPSLOT")
+ENTRY = FileKind("cache file", b"PYSPPAGE", syncs=True)
+
+
+def digest(data: Any, key: bytes = b"", place: int = 0) -> bytes:
+    """The digest of a head, or of the piece at a place behind the head with the digest `key`."""
+    found = sha256(key + place.to_bytes(8, "little"))
+    found.update(data)
+    return found.digest()[:DIGEST]
 
 
 def file_bytes(n_head: int, n_content: int) -> int:
@@ -84,7 +77,7 @@ def file_bytes(n_head: int, n_content: int) -> int:
     return _START.size + n_head + DIGEST + n_content + -(-n_content // CHUNK) * DIGEST
 
 
-def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileKind = SLOT) -> int:
+def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileKind) -> int:
     """Write a file atomically. Returns its bytes.
 
     Raises BadSlotFile if it can not be created there, StorageFull if the disk is full.
@@ -152,8 +145,8 @@ def _check_place(path: Path, kind: FileKind) -> None:
 
 
 def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes], kind: FileKind) -> None:
-    text, digest = json.dumps(head, separators=(",", ":")).encode(), kind.digest
-    start = _START.pack(kind.magic, kind.version, len(text)) + text
+    text = json.dumps(head, separators=(",", ":")).encode()
+    start = _START.pack(kind.magic, VERSION, len(text)) + text
     key, place, held = digest(start), 0, bytearray()
     f.write(start + key)
     for piece in pieces:
@@ -175,10 +168,10 @@ def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes], kind: Fil
         f.write(digest(held, key, place))
 
 
-class SlotFile:
+class SpanFile:
     """An opened file with a valid head. A context manager. Every failure is a BadSlotFile that names the path."""
 
-    def __init__(self, path: Path, kind: FileKind = SLOT) -> None:
+    def __init__(self, path: Path, kind: FileKind) -> None:
         self.name, self.kind = path.name, kind
         try:
             self._file = os.fdopen(
@@ -198,7 +191,7 @@ class SlotFile:
             self._file.close()
             raise
 
-    def __enter__(self) -> SlotFile:
+    def __enter__(self) -> SpanFile:
         return self
 
     def __exit__(
@@ -232,13 +225,13 @@ class SlotFile:
         kind = self.kind
         if magic != kind.magic:
             raise self.bad(f"it is not a {kind.name} of pyspec")
-        if version != kind.version:
-            raise self.bad(f"it has version {version}; this program reads version {kind.version}")
+        if version != VERSION:
+            raise self.bad(f"it has version {version}; this program reads version {VERSION}")
         if n_head > MAX_HEAD:
             raise self.bad(f"a head of {n_head} bytes is more than the {MAX_HEAD} allowed")
         text = self._take(n_head, "the head")
         self._key = self._take(DIGEST, "the head's digest")
-        if self._key != kind.digest(start + text):
+        if self._key != digest(start + text):
             raise self.bad(
                 f"the head is damaged: bytes 0 to {self._file.tell() - 1} do not match their digest"
             )
@@ -251,24 +244,22 @@ class SlotFile:
             raise self.bad("the head is not a JSON object")
         return head
 
-    def read(self, sizes: Sequence[int], into: Bytes | None = None) -> list[Bytes]:
-        """All pieces, of these sizes in bytes. They are compared with the file's length before memory is allocated.
+    def read(self, n: int, into: Bytes | None = None) -> Bytes:
+        """The content, of `n` bytes. They are compared with the file's length before memory is allocated.
 
-        into: memory for them, if it is large enough; the pieces are views of it
+        into: memory for it, if it is large enough; the content is a view of that
         """
-        n = sum(sizes)
         if (want := file_bytes(self._n_head, n)) != self.size:
             raise self.bad(f"it has {self.size} bytes; its head implies {want}")
         content = np.empty(n, np.uint8) if into is None or into.size < n else into[:n]
         for place, at in enumerate(range(0, n, CHUNK)):
             end, offset = min(at + CHUNK, n), self._file.tell()
             self._fill(content[at:end])
-            digest = self.kind.digest(content[at:end].data, self._key, place)
-            if self._take(DIGEST, "a digest") != digest:
+            if self._take(DIGEST, "a digest") != digest(content[at:end].data, self._key, place):
                 raise self.bad(
                     f"it is damaged: bytes {offset} to {self._file.tell() - 1} do not match their digest"
                 )
-        return np.split(content, np.cumsum(sizes)[:-1])
+        return content
 
     def _fill(self, place: Bytes) -> None:
         """Read the next bytes of the content into `place`."""
