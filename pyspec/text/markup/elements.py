@@ -26,6 +26,7 @@ from pyspec.text.markup.ahead import (
     OVER,
     SIGN,
     TAIL,
+    Ahead,
     Found,
     Lookahead,
     Names,
@@ -125,7 +126,10 @@ class Elements:
     ) -> Steps[str | None]:
         if not opened and not self._has_tags:
             return None
-        found = yield from reader.take(*self._begins(reader, tools, is_open=is_open))
+        key = (self.call_marks, is_open, reader.is_line)
+        found = yield from reader.take(
+            reader.known(key, lambda: self._begins(reader, tools, is_open=is_open))
+        )
         if not found:
             return None
         reader.begin_call(name := offered(found.name, tools))
@@ -242,18 +246,24 @@ class Elements:
         value, depth, n_own = _Value(emit), 0, 0
         own = (f"<{name}", f"</{name}>")
         marks = self._marks(own)
-        closing: Lookahead = ((self.end,), GAP, self.close) if self.end else (self.close,)
+        forms: dict[tuple[bool, ...], Ahead] = {}
         while mark := (yield from reader.find(marks, value)):
             text = mark.lstrip("\n")
             lead: Lookahead = () if text == mark else (("\n",),)
-            if depth:  # behind the text of a whole call only the answer's end confirms it
-                ends = [(self.value_ends, TAIL, AHEAD, GAP, *closing, GAP, OVER)]
-            else:
-                is_line = bool(lead) or value.last == "\n"
-                is_word = value.last.isalnum() or value.last in CLOSING
-                by_name = () if n_own else own[1:]
-                ends = self._value_forms(tools, expected, by_name, is_line=is_line, is_word=is_word)
-            if (yield from reader.take(*((*lead, *end) for end in ends), cut_fits=True)):
+            is_line = bool(lead) or value.last == "\n"
+            is_word = value.last.isalnum() or value.last in CLOSING
+            key = (bool(lead), bool(depth), is_line, is_word, not n_own)
+            if key not in forms:
+                # behind the text of a whole call only the answer's end confirms it
+                ends = (
+                    [(self.value_ends, TAIL, AHEAD, GAP, *self._closing, GAP, OVER)]
+                    if depth
+                    else self._value_forms(
+                        tools, expected, () if n_own else own[1:], is_line=is_line, is_word=is_word
+                    )
+                )
+                forms[key] = Ahead((*lead, *end) for end in ends)
+            if (yield from reader.take(forms[key], cut_fits=True)):
                 return True
             if depth and text in self.close_ends:
                 depth -= 1
@@ -263,6 +273,10 @@ class Elements:
                 n_own = max(n_own + (1 if text == own[0] else -1), 0)
             value((yield from reader.take_mark(mark)))
         return False
+
+    @property
+    def _closing(self) -> Lookahead:
+        return ((self.end,), GAP, self.close) if self.end else (self.close,)
 
     @property
     def _any_call(self) -> Lookahead:

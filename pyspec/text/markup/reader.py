@@ -15,14 +15,14 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pyspec.text.markup.ahead import Found, Lookahead, matches
+from pyspec.text.markup.ahead import Ahead, Found, Lookahead
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
+"""A machine, or a step of one: it yields while it waits and returns its result."""
 Emit = Callable[[str], None]
 """Takes text as it is read."""
-"""A machine, or a step of one: it yields while it waits and returns its result."""
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
@@ -54,6 +54,7 @@ class AnswerReader:
         self.stray = ""
         self.ends: tuple[str, ...] = ()
         self.room = NO_LIMIT
+        self._known: dict[object, Ahead] = {}
         self.parts: list[Part] = []
         self._n_calls = 0
         self.ids = set[str]()
@@ -129,22 +130,27 @@ class AnswerReader:
                 return ""
             yield
 
-    def sees(self, *lookaheads: Lookahead, cut_fits: bool = False) -> Steps[Found | None]:
+    def sees(self, *lookaheads: Lookahead | Ahead, cut_fits: bool = False) -> Steps[Found | None]:
         """The first of these that follows; nothing is consumed. cut_fits: the answer may end inside it."""
-        for each in lookaheads:
-            while True:
-                found = matches(self._text, self._at, each, is_over=self.is_over, cut_fits=cut_fits)
-                if found is not None:
-                    break
-                yield
-            if found:
-                return found
-        return None
+        only = lookaheads[0] if lookaheads else ()
+        ahead = only if isinstance(only, Ahead) else Ahead(lookaheads)  # type: ignore[arg-type]
+        while True:
+            found = ahead.find(self._text, self._at, is_over=self.is_over, cut_fits=cut_fits)
+            if found is not None:
+                return found or None
+            yield
 
-    def take(self, *lookaheads: Lookahead, cut_fits: bool = False) -> Steps[Found | None]:
+    def take(self, *lookaheads: Lookahead | Ahead, cut_fits: bool = False) -> Steps[Found | None]:
         """Take the first of these that follows."""
         if found := (yield from self.sees(*lookaheads, cut_fits=cut_fits)):
             self._at = found.end
+        return found
+
+    def known(self, key: object, lookaheads: Callable[[], Iterable[Lookahead]]) -> Ahead:
+        """Look-aheads that an answer needs again and again. key: of those that are the same."""
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Ahead(lookaheads())
         return found
 
     def take_mark(self, *marks: str) -> Steps[str]:
