@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Literal
 
 Step = tuple[str, ...]
-"""Alternative texts, "" for none, or one of the kinds below."""
+"""Alternative texts, "" for none, or one of the kinds below, whose words no name can be."""
 
 Lookahead = tuple[Step, ...]
 """Consecutive steps."""
@@ -22,16 +23,16 @@ class Names(tuple[str, ...]):
         return super().__new__(cls, sorted(names, key=len, reverse=True))  # type: ignore[call-overload]
 
 
-GAP: Step = ("gap",)  # spaces and line ends, or nothing
-NAME: Step = ("name",)  # any name, which is wanted
-WORD: Step = ("word",)  # letters and digits
+GAP: Step = ("\0gap",)  # spaces and line ends, or nothing
+NAME: Step = ("\0name",)  # any name, which is wanted
+WORD: Step = ("\0word",)  # letters and digits
 # the rest of an end mark in any form: ">", "/>", "=name>", or up to the line's end
-TAIL: Step = ("tail",)
-ATTRIBUTES: Step = ("attributes",)  # the rest of a tag behind its name: ' string="true">'
-SIGN: Step = ("sign",)  # between a tag's word and a name: "=", " name=" and the like
-NUMBER: Step = ("number",)  # a number behind a name, or nothing
-AHEAD: Step = ("ahead",)  # what is behind it is seen, but not taken
-OVER: Step = ("over",)  # the answer's end
+TAIL: Step = ("\0tail",)
+ATTRIBUTES: Step = ("\0attributes",)  # the rest of a tag behind its name: ' string="true">'
+SIGN: Step = ("\0sign",)  # between a tag's word and a name: "=", " name=" and the like
+NUMBER: Step = ("\0number",)  # a number behind a name, or nothing
+AHEAD: Step = ("\0ahead",)  # what is behind it is seen, but not taken
+OVER: Step = ("\0over",)  # the answer's end
 
 _Kind = tuple[re.Pattern[str], re.Pattern[str], int]
 _Places = dict[int, tuple[int, str, str]]  # by each place that is reached: what is found up to it
@@ -54,6 +55,7 @@ _KINDS: dict[Step, _Kind] = {
 }
 """The characters of which a kind may consist, the part of them that it is, and how many there are at most."""
 _KEPT, _end = (ATTRIBUTES, NUMBER), itemgetter(0)
+_FEW = 1024  # characters of texts that are worth a pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,17 @@ class Ahead:
     """Look-aheads, of which the first that matches counts. Beginnings that they share are matched once."""
 
     def __init__(self, lookaheads: Iterable[Lookahead]) -> None:
-        nodes: dict[tuple[int, Step], int] = {}
+        nodes: dict[tuple[int, bool, Step], int] = {}
         self._nodes: list[_Node] = []
         self._paths: list[list[int]] = []
         for each in lookaheads:
             at, is_ahead, path = -1, False, []
             for step in each:
                 is_ahead = is_ahead or step is AHEAD
-                at = nodes.setdefault((at, step), len(nodes))
+                is_name = step is NAME or isinstance(step, Names)
+                at = nodes.setdefault((at, is_name, step), len(nodes))
                 if at == len(self._nodes):
-                    self._nodes.append(_node(step, is_ahead))
+                    self._nodes.append(_node(step, is_ahead, is_name))
                 if step is not AHEAD:
                     path.append(at)
             self._paths.append(path)
@@ -114,31 +117,33 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A step. firsts: the characters with which its texts begin; "" if one of them is empty, or if it is of a kind."""
+    """A step. texts: a pattern of its texts, the longest of which has `longest` characters; None if one is empty, or there are many."""
 
     step: Step
     kind: _Kind | None
-    firsts: str
+    texts: re.Pattern[str] | None
+    longest: int
     is_ahead: bool
     is_name: bool
 
 
-def _node(step: Step, is_ahead: bool) -> _Node:
-    kind = _KINDS.get(step) if len(step) == 1 else None
-    is_text = not kind and step is not OVER and all(step)
-    firsts = "".join({each[0] for each in step}) if is_text else ""
-    return _Node(step, kind, firsts, is_ahead, step is NAME or isinstance(step, Names))
+@lru_cache(maxsize=1024)
+def _node(step: Step, is_ahead: bool, is_name: bool) -> _Node:
+    kind, longest = _KINDS.get(step) if len(step) == 1 else None, max(map(len, step), default=0)
+    is_few = not kind and step is not OVER and all(step) and len(step) * longest < _FEW
+    texts = re.compile("|".join(map(re.escape, step))) if is_few and step else None
+    return _Node(step, kind, texts, longest, is_ahead, is_name)
 
 
 def _reach(
     text: str, places: _Places, node: _Node, is_over: bool
 ) -> tuple[_Places, tuple[int, str, str] | None]:
     """The places behind a step, and what is found before it where that depends on text still to come."""
-    step, kind, firsts, n = node.step, node.kind, node.firsts, len(text)
+    step, kind, n = node.step, node.kind, len(text)
     waits, reached = None, dict[int, tuple[int, str, str]]()
     for place, found in places.items():
         ends: list[int | None]
-        if firsts and place < n and text[place] not in firsts:
+        if node.texts and n - place >= node.longest and not node.texts.match(text, place):
             continue
         if step is OVER:
             ends = [] if place < n else [place] if is_over else [None]

@@ -210,7 +210,9 @@ class Elements:
         if reader.is_constrained:
             forms = known[:1]
         elif self._has_tags:
-            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1])
+            begins, sign, _, names, _ = known[-1]
+            quoted: Lookahead = (begins, sign, ('"', "'"), names, ('"', "'"), AHEAD, NAME)
+            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1], quoted)
         else:
             forms = known
         found = yield from reader.take(*forms)
@@ -446,24 +448,32 @@ DSML = Elements(
 )
 
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+KEYS: Step = (KEY, KEY[:-1], KEY[1:])  # a bracket may be missing
+KEY_ENDS: Step = (END_KEY, END_KEY[:-1], END_KEY[1:])
+VALUES: Step = (VALUE, VALUE[:-1], VALUE[1:])
 
 
 def pairs(names: Step) -> tuple[Lookahead, ...]:
-    """A name and the mark of its value: as they should be, with other marks, and without the first one."""
-    exact = ((KEY,), names, (END_KEY,), GAP, (VALUE,))
-    marks = (
-        QUOTE,
-        names,
-        QUOTE,
+    """A name and the mark of its value: as they should be, with other marks, with a sign of JSON or Python between them, and without
+    the first one."""
+    exact: Lookahead = ((KEY,), names, (END_KEY,), GAP, (VALUE,))
+    begin: Lookahead = ((*KEYS, "<tool_call>", VALUE), GAP, (KEY, ""), GAP)
+    name: Lookahead = (QUOTE, names, QUOTE, GAP)
+    sign: Lookahead = (("", ":", "="), GAP)
+    marks: Lookahead = (
+        (*KEY_ENDS, END_VALUE, *VALUES, KEY, ">"),
         GAP,
-        (END_KEY, END_VALUE, VALUE, KEY, ">"),
+        (*KEY_ENDS, ""),
         GAP,
-        (END_KEY, ""),
-        GAP,
-        (VALUE, KEY, ""),
+        (*VALUES, KEY, ""),
     )
-    no_key = (names, GAP, (END_KEY, VALUE), GAP, (END_KEY, ""), GAP, (VALUE, ""))
-    return exact, ((KEY, "<tool_call>", VALUE), GAP, (KEY, ""), GAP, *marks), no_key
+    return (
+        exact,
+        (*begin, *name, (*KEY_ENDS, ""), GAP, *sign, VALUES),
+        (*begin, *name, *sign, *marks),
+        ((KEY,), GAP, *name, (":", "="), GAP),
+        (names, GAP, *sign, (*KEY_ENDS, VALUE), GAP, (*KEY_ENDS, ""), GAP, *sign, (VALUE, "")),
+    )
 
 
 GLM = Elements(
