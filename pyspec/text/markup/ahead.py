@@ -95,13 +95,20 @@ class Ahead:
         cut_fits  the text may end inside one, then
         """
         start: _Places = {at: (at, "", "")}
+        n = len(text)
         reached: list[_Places | None] = [None] * len(self._nodes)
         for path in self._paths:
             places = start
             for node in path:
                 found = reached[node]
                 if found is None:
-                    found, waits = _reach(text, places, self._nodes[node], is_over)
+                    step = self._nodes[node]
+                    if step.texts and len(places) == 1:
+                        (place,) = places
+                        if n - place >= step.longest and not step.texts.match(text, place):
+                            reached[node] = {}
+                            break
+                    found, waits = _reach(text, places, step, is_over)
                     if waits and not is_over:
                         return None
                     if waits and cut_fits:
@@ -143,8 +150,6 @@ def _reach(
     waits, reached = None, dict[int, tuple[int, str, str]]()
     for place, found in places.items():
         ends: list[int | None]
-        if node.texts and n - place >= node.longest and not node.texts.match(text, place):
-            continue
         if step is OVER:
             ends = [] if place < n else [place] if is_over else [None]
         elif kind:
