@@ -11,7 +11,7 @@ from engine_rig import FIXTURES, rig
 from known_texts import N_TEXT, known_texts
 
 from pyspec.cuda import checker, verdicts
-from pyspec.models.blocks import gdn as gdn_block
+from pyspec.cuda.ops.gdn import op as gdn_op
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from planted_gdn import planted
@@ -27,7 +27,7 @@ def test_bad_kernels_are_refused_and_the_text_is_right(
     own = checker.Checker({"start": 60.0, "binding": 20.0, "check": 5.0})
     monkeypatch.setattr(checker, "shared", lambda: own)
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(gdn_block, "gdn", planted)
+    monkeypatch.setattr(gdn_op, "gdn", planted)
     with caplog.at_level(logging.INFO, "pyspec.cuda.op"):
         r = rig(QWEN35, np=2, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, page_size=16)
     own.close()
