@@ -218,8 +218,8 @@ class Elements:
         found = yield from reader.take(*forms)
         if not found and (yield from reader.take_mark(begin)):  # an unknown name
             ends = [mark for mark in (self.text, self.json, end) if mark]
-            name, mark = yield from reader.take_name((), *ends, most=NAME_CHARS)
-            if not mark:
+            name, mark = yield from reader.take_until("\n", *ends, most=NAME_CHARS)
+            if mark in ("", "\n"):
                 return None
             found = Found(0, name, mark)
             if value:
