@@ -9,8 +9,8 @@ import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
 from pyspec.draft.chain import Chain
-from pyspec.draft.drafter import DraftRequest
 from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.drafts import DraftRequest
 
 ATOL = 3e-4  # CPUs round products of few rows differently: 1.0e-4 has been seen
 
