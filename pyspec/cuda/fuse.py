@@ -27,7 +27,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, is_aligned
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail
@@ -104,11 +103,11 @@ def writes_rows(route: object) -> bool:
     return has(route, "writes_rows")
 
 
-def both(main: Any, beside: object) -> Callable[..., None] | None:
+def both(main: Any, beside: Any) -> Callable[..., None] | None:
     """Two compressors of the same tokens in one launch; None where they run one after the other."""
-    if has(main, "with_beside") and type(main) is type(beside):
-        return main.with_beside(beside)
-    return None
+    is_one_kind = has(main, "with_beside") and type(main) is type(beside)
+    joined: Callable[..., None] | None = main.with_beside(beside) if is_one_kind else None
+    return joined
 
 
 def handing(first: Any, next: Product, bound: float) -> Handing | None:
@@ -186,7 +185,7 @@ ADDS_INTO = 1  # 0: a launch of its own prepares these rows
 
 
 def added(
-    launch: Norms, x: Tensor, weight: Tensor, stream: Tensor, factor: float, read: FirstRead | None
+    launch: Any, x: Tensor, weight: Tensor, stream: Tensor, factor: float, read: FirstRead | None
 ) -> Tensor:
     """launch.added(x, weight, stream, factor). read: what reads the result next; its rows are prepared on the way where a launch can."""
     product = None if read is None else read[0]
@@ -198,8 +197,10 @@ def added(
     ):
         to = product.reads(len(x))
         if 0 < len(x) <= product.most_ready(read[1]) and launch.takes(to):
-            return launch.added_into(x, weight, stream, factor, to, read[1])
-    return launch.added(x, weight, stream, factor)
+            ready: Tensor = launch.added_into(x, weight, stream, factor, to, read[1])
+            return ready
+    done: Tensor = launch.added(x, weight, stream, factor)
+    return done
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------

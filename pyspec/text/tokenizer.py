@@ -374,7 +374,7 @@ def _begin_of(hf: HF, text: str, at: int) -> tuple[list[int], int]:
         piece = hf.encode_batch([text[at : at + size]], add_special_tokens=False)[0]
         n = _last_word(piece, size - PIECE_TAIL)  # a word at the end of the piece may continue behind it
         if n > 0:
-            return piece.ids[:n], at + piece.token_to_chars(n)[0]
+            return piece.ids[:n], at + _begin(piece, n)
         size *= 16
     return hf.encode_batch_fast([text[at:]], add_special_tokens=False)[0].ids, len(text)
 
@@ -382,9 +382,14 @@ def _begin_of(hf: HF, text: str, at: int) -> tuple[list[int], int]:
 def _last_word(piece: Encoding, most: int) -> int:
     """The first token of the last word that begins within `most` characters; 0 if there is none. Few tokens are looked at, because
     lists of a million places are made and freed while no other thread runs."""
-    n = bisect_right(range(len(piece)), most, key=lambda i: piece.token_to_chars(i)[0])
+    n = bisect_right(range(len(piece)), most, key=lambda i: _begin(piece, i))
     word = piece.token_to_word(n - 1) if n else None
-    return 0 if word is None else int(piece.word_to_tokens(word)[0])
+    return 0 if word is None else (piece.word_to_tokens(word) or (0, 0))[0]
+
+
+def _begin(piece: Encoding, token: int) -> int:
+    """The place in the text at which a token begins."""
+    return (piece.token_to_chars(token) or (0, 0))[0]
 
 
 def _begins(texts: Sequence[str], start: str) -> bool:

@@ -197,7 +197,7 @@ class Experts(Plain):
         if self.latent and v is n:
             v = f.product(n, LATENT, n_out=self.latent)
         if shared is not None and not self.shared_gate:
-            shared, stream = None, f.add(stream, shared)
+            stream, shared = f.add(stream, shared), None
         y = f.experts(spec, v, self._routed(f, x), shared, self._stacks(f, spec))
         if self.latent:
             y = f.product(y, "ffn_latent_up.weight", n_out=x.width)

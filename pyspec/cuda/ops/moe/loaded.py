@@ -79,7 +79,7 @@ class LoadedExperts:
             into = self.run.room(len(own))
             more = {**more, "into": into, "power": norm.power}
             routes = route(own, weight, matrix, bias, others[0], **more)
-            added = Added(*others[1:], routes.gate)
+            added = Added(others[1], others[2], routes.gate)
             if len(x) <= most:
                 return self._summed(own, routes, norm, added, into)
             made.append(self.run(own, routes.ids, routes.weights, norm, added, into))
