@@ -2,8 +2,8 @@
 
 Names and modules are strings, so that the command line, the settings and the catalogue can read them without torch; a module is
 imported when needed. Other packages add drafters as entry points of the group `pyspec.drafters`, whose value is a module as in
-`pyspec.draft.drafter.DrafterModule` (`examples/own_drafter`), and architectures as entry points of `pyspec.architectures`, whose
-name is that of the GGUF file and whose value is a module with `read(file) -> ModelConfig`.
+`pyspec.draft.drafter.DrafterModule` or `pyspec.draft.host` (`examples/own_drafter`), and architectures as entry points of `pyspec.architectures`, whose
+name is that of the GGUF file and whose value is a module with `read(file) -> ModelSpec`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}
 """Drafters that llama.cpp does not spell draft-NAME."""
 ALSO = {"dflash": ("dflash2",), "mtp": ("assistant",)}
 """Drafters that llama.cpp's name of another one means, too, where the file is theirs."""
-ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
+ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "gemma3": "pyspec.models.arch.gemma3",
     "gpt-oss": "pyspec.models.arch.gpt_oss",
     "gemma4": "pyspec.models.arch.gemma4",
@@ -39,6 +39,20 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfi
     "nemotron_h": "pyspec.models.arch.nemotron",
     "nemotron_h_moe": "pyspec.models.arch.nemotron",
     "granite": "pyspec.models.arch.granite",
+    "granitemoe": "pyspec.models.arch.granite",
+    "granitehybrid": "pyspec.models.arch.granite",
+    "smollm3": "pyspec.models.arch.smollm3",
+    "seed_oss": "pyspec.models.arch.seed_oss",
+    "qwen2moe": "pyspec.models.arch.qwen2moe",
+    "dots1": "pyspec.models.arch.dots1",
+    "bailingmoe2": "pyspec.models.arch.dots1",
+    "ernie4_5": "pyspec.models.arch.ernie4_5",
+    "ernie4_5-moe": "pyspec.models.arch.ernie4_5",
+    "glm4": "pyspec.models.arch.glm4",
+    "phi3": "pyspec.models.arch.phi3",
+    "olmo2": "pyspec.models.arch.olmo2",
+    "exaone4": "pyspec.models.arch.olmo2",
+    "exaone-moe": "pyspec.models.arch.exaone_moe",
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
     "minimax-m2": "pyspec.models.arch.minimax",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pyspec.device.worker import Launched
-from pyspec.draft.drafter import Drafter, DraftRequest
+from pyspec.draft.drafter import Drafter
 from pyspec.engine.api import Engine
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
@@ -29,7 +29,7 @@ from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.result import RequestSet
 from pyspec.request import Grammar, Request, SamplingParams
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 
 RECORD = {
     "name": {"type": "string"},
@@ -127,7 +127,7 @@ class Oracle:
 
     def __init__(self, loop: Loop, drafter: Drafter) -> None:
         self.loop, self.ask, self.texts, self.is_on = loop, drafter.draft, Texts(), False
-        self.ask_ahead = getattr(drafter, "draft_ahead", None)
+        self.ask_ahead = drafter.draft_ahead
 
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
         found = self.ask(requests)
@@ -135,7 +135,7 @@ class Oracle:
 
     def draft_ahead(self, *asked: Any) -> Any:
         """The device knows no text that will come: with the oracle no round is launched ahead."""
-        return None if self.is_on or self.ask_ahead is None else self.ask_ahead(*asked)
+        return None if self.is_on else self.ask_ahead(*asked)
 
     def _truth(self, request: DraftRequest) -> list[int]:
         asked = self.loop.jobs[request.slot.index].request
@@ -241,8 +241,7 @@ def main() -> None:
         assert loop.drafter is not None
         oracle = Oracle(loop, loop.drafter)
         loop.drafter.draft = oracle.draft  # type: ignore[method-assign]
-        if oracle.ask_ahead is not None:
-            loop.drafter.draft_ahead = oracle.draft_ahead  # type: ignore[attr-defined]
+        loop.drafter.draft_ahead = oracle.draft_ahead  # type: ignore[method-assign]
         grammars = {name: g and engine.check_grammar(g) for name, g in GRAMMARS.items()}
         n_asked = N_AFTER * args.streams
         csv_asked = csv_prompts(engine, n_asked + args.streams)

@@ -71,7 +71,7 @@ def answer_at_once(r: Rig, kind: str) -> None:
         torch.zeros(BUCKETS[-1], loop.target.n_embd),
         torch.zeros(BUCKETS[-1], loop.target.n_vocab),
     )
-    taps = torch.zeros(BUCKETS[-1], max(len(loop.worker.needs.taps), 1) * loop.target.n_embd)
+    taps = torch.zeros(BUCKETS[-1], max(len(loop.worker.plan.taps), 1) * loop.target.n_embd)
 
     text = torch.randint(
         10, 50, (4099, BUCKETS[-1]), generator=torch.Generator().manual_seed(1)

@@ -9,34 +9,24 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pyspec.config import EngineSettings
-from pyspec.draft.drafter import DraftOptions, DraftPlan, DraftRequest, Needs, TargetFile, refuse_file
-from pyspec.gguf import GGUFFile
-from pyspec.models.target import Out, Target
-from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts
-from pyspec.slots.table import Slot, SlotTable
+from pyspec.draft.host import HostDrafter
+from pyspec.slots.drafts import DraftRequest, Drafts
+from pyspec.slots.table import Slot
+
+N_DRAFT = 4  # tokens a round, unless a number is asked for
 
 
-def recognises(file: GGUFFile) -> bool:
-    return False  # no file asks for it: it drafts where it is named
+def host_drafter(n_draft: int, settings: EngineSettings) -> Bigrams:
+    return Bigrams(n_draft)
 
 
-def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
-    refuse_file("own", file)
-    return DraftPlan(kind="own", needs=Needs(settings.n_draft_max or 4), no_copy="it needs no head")
-
-
-def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Bigrams:
-    return Bigrams(plan)
-
-
-class Bigrams:
-    def __init__(self, plan: DraftPlan) -> None:
-        self.name, self.needs = plan.kind, plan.needs
+class Bigrams(HostDrafter):
+    def __init__(self, n_draft: int) -> None:
+        self.n_draft = n_draft
         self.follows: dict[int, int] = {}
         self.n_read: dict[int, int] = {}  # tokens of a slot that have been read
 
-    def begin(self, slot: Slot, saved: object | None) -> None:
+    def begin(self, slot: Slot) -> None:
         self.n_read[slot.index] = 0
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
@@ -50,8 +40,3 @@ class Bigrams:
             if tokens[-1] in self.follows:
                 tokens.append(self.follows[tokens[-1]])
         return tokens[len(slot.tokens) + 1 :]
-
-    def absorb(self, batch: Batch, out: Out) -> None: ...  # it reads nothing of the target's forward
-    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None: ...
-    def checkpoint(self, slot: Slot) -> object | None: ...
-    def end(self, slot: Slot) -> None: ...

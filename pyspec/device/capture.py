@@ -8,7 +8,6 @@ import torch
 
 from pyspec import progress
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import GraphedDrafter
 from pyspec.slots.arena import BUCKETS, PROMPTS, Arena, graph_shapes
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 
@@ -59,8 +58,8 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int =
     The largest come first (cuda/graph.py). A graph is captured at the second call, and kernels are chosen for the captured widths: rows are
     split evenly. n_prompt_row: rows of the largest forward of prompts; n_beside: of one with decoding slots; n_bytes: see `hold`.
     """
-    table, needs, device = worker.table, worker.needs, worker.device
-    slots, width = table.slots, max(worker.n_draft + 1, needs.overhang)
+    table, plan, device = worker.table, worker.plan, worker.device
+    slots, width = table.slots, max(worker.n_draft + 1, plan.overhang)
     if (
         worker.arena is None
         or not worker.arena.pads
@@ -68,7 +67,7 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int =
     ):
         return  # no graphs, or too few pages to try them all: they are captured at their first use
     shapes = sorted(
-        graph_shapes(len(slots), worker.n_draft + 1, singles=needs.late, most=worker.arena.n_row),
+        graph_shapes(len(slots), worker.n_draft + 1, singles=plan.n_held > 0, most=worker.arena.n_row),
         reverse=True,
     )
     for i_shape, (n_row, n_seq) in enumerate(shapes):
@@ -77,7 +76,7 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int =
         seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
         for _ in range(2):
             worker.forward(lay_out(table, seqs, device, arena=worker.arena))
-    if isinstance(worker.drafter, GraphedDrafter):
+    if worker.drafter is not None:
         worker.drafter.capture()
     most = min(n_prompt_row, table.n_row // len(slots), worker.target.most_captured_prompt)
     if most and device.type == "cuda":

@@ -27,7 +27,7 @@ from pyspec.device.commands import (
     RunForward,
     SealGraphs,
 )
-from pyspec.draft.drafter import DraftCommand, DraftShare
+from pyspec.draft.drafter import DraftCommand, Drafter
 from pyspec.models.gathered import shared
 from pyspec.models.target import Out, Target
 from pyspec.slots.arena import Arena
@@ -42,7 +42,7 @@ class Follower:
 
     table  for the arithmetic of pages only: the first rank knows the slots' requests
     arena  place of batches that the first rank has in its arena: they are padded alike, in a graph or not
-    drafts  its part of a drafter that ranks divide
+    drafter  its part of a drafter that ranks divide
     kept_states  checkpoints by their numbers, in host memory
     """
 
@@ -52,7 +52,7 @@ class Follower:
         memory: Memory,
         table: SlotTable,
         arena: Arena | None = None,
-        drafts: DraftShare | None = None,
+        drafter: Drafter | None = None,
         width: int = 1,
     ) -> None:
         """width: rows of a slot's largest verify."""
@@ -60,7 +60,7 @@ class Follower:
         self.memory = memory
         self.table = table
         self.arena = arena
-        self.drafts = drafts
+        self.drafter = drafter
         self._graphs: dict[
             tuple[tuple[int, ...], bool], Graphed[Out]
         ] = {}  # by their taps, and whether drafts absorb them
@@ -81,8 +81,8 @@ class Follower:
             self._kept = self.ahead_rows.accept(self._last[0], self._last[1].best, command.behind)
             self._has_drafts = bool(command.behind.n_draft)
         elif isinstance(command, DraftCommand):
-            assert self.drafts is not None
-            self.drafts.obey(command, self._kept)
+            assert self.drafter is not None
+            self.drafter.obey(command, self._kept)
         elif isinstance(command, HeadBest):
             self._head_best(command)
         elif isinstance(command, SealGraphs):
@@ -107,7 +107,7 @@ class Follower:
             batch = described(batch)
         elif command.moves:
             assert self._kept is not None
-            own = self.drafts.drafts if self._has_drafts and self.drafts is not None else None
+            own = self.drafter.found if self._has_drafts and self.drafter is not None else None
             batch = self.ahead_rows.move(batch, self._kept, own)
         graphs = self._graphs_of(command.taps, command.absorbs)
         self._last = batch, graphs(batch).whole(command.reads)
@@ -115,7 +115,7 @@ class Follower:
     def _graphs_of(self, taps: tuple[int, ...], absorbs: bool) -> Graphed[Out]:
         key = taps, absorbs
         if key not in self._graphs:
-            by_single = absorbs and self.drafts is not None and self.drafts.needs.late
+            by_single = absorbs and self.drafter is not None and self.drafter.plan.n_held > 0
             self._graphs[key] = graphs = Graphed(
                 lambda batch: self._run(batch, taps, absorbs), by_single=by_single
             )
@@ -126,8 +126,8 @@ class Follower:
     def _run(self, batch: Batch, taps: tuple[int, ...], absorbs: bool) -> Out:
         out = self.target.run(batch, taps)
         if absorbs:
-            assert self.drafts is not None
-            self.drafts.absorb(batch, out)
+            assert self.drafter is not None
+            self.drafter.absorb(batch, out)
         return out
 
     def _head_best(self, command: HeadBest) -> None:

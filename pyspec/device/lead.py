@@ -2,7 +2,7 @@
 
 A rank runs its share of the model, keeps its share of the slots' memory, and decides nothing. Rows, pages and checkpoints come from the
 first rank, in its order. The exchange of tensors is part of the model (cuda/collective.py). Drafters run on the first rank alone, except
-for those that ranks divide (`DividedDrafter`), and for the head of a block's drafts: each rank reads its part of it.
+for those that ranks divide (`Drafter.is_divided`), and for the head of a block's drafts: each rank reads its part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pyspec.device.commands import (
     HeadBest,
     KeepState,
     MakeState,
-    OfDisk,
     ReadPages,
     ReadState,
     ResetSlot,
@@ -38,17 +37,17 @@ from pyspec.device.commands import (
     WritePages,
 )
 from pyspec.device.worker import Launched, Worker
-from pyspec.draft.drafter import DividedDrafter, Drafter
+from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch, Seq
-from pyspec.slots.memory import Checkpoint, Like, Memory
+from pyspec.slots.memory import Checkpoint, Keep, Like, Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.round import ALL, Continuation, LogitsNeed, Round
 from pyspec.slots.table import Slot
 
-Send = Callable[[Command | OfDisk], None]
+Send = Callable[[Command], None]
 
 
 class KeptElsewhere:
@@ -79,14 +78,10 @@ class Leader:
         self._n_kept = 0
         self._is_running = False  # a forward that the others run, too
 
-    def send(self, command: Command | OfDisk) -> None:
+    def send(self, command: Command) -> None:
         """Send a command to all other ranks, in order."""
         if self._dropped:
             self._send(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
-        self._send(command)
-
-    def tell(self, command: Command | OfDisk) -> None:
-        """Send a command from any thread, in no order to those that `send` sends."""
         self._send(command)
 
     def keep(self) -> KeptElsewhere:
@@ -194,26 +189,23 @@ class TpMemory(Memory):
         """Of every rank."""
         return self._of_all(super().state_like(n_past))
 
-    def read_pages(self, page_size: int, pages: Sequence[int]) -> list[Tensor]:
+    def read_pages(self, page_size: int, pages: Sequence[int], keep: Keep = Tensor.cpu) -> list[Tensor]:
         """From every rank."""
         with self.leader.together(ReadPages(tuple(pages))):
             planes = shares.gather_pages(self, self.leader.ranks, page_size, pages)
-            return [part.cpu() for parts in planes for part in parts]
+            return [keep(part) for parts in planes for part in parts]
 
     def write_pages(self, page_size: int, pages: Sequence[int], content: Iterator[Tensor]) -> None:
         """On every rank."""
         with self.leader.together(WritePages(tuple(pages))):
             shares.deal_pages(self, self.leader.ranks, page_size, pages, content)
 
-    def read_state(self, saved: Checkpoint) -> list[Tensor]:
+    def read_state(self, saved: Checkpoint, keep: Keep = Tensor.cpu) -> list[Tensor]:
         """From every rank."""
         assert isinstance(saved.elsewhere, KeptElsewhere)
         with self.leader.together(ReadState(saved.elsewhere.number)):
-            return [
-                part.cpu()
-                for parts in shares.gather_state(self.leader.ranks, saved.tensors)
-                for part in parts
-            ]
+            states = shares.gather_state(self.leader.ranks, saved.tensors)
+            return [keep(part) for parts in states for part in parts]
 
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
         """On every rank."""
@@ -229,9 +221,9 @@ class TpGraphs(Graphed[Out]):
     """The first rank's forwards, with or without graphs. The others learn of each before it starts, and have graphs of their own."""
 
     def __init__(self, worker: Worker, leader: Leader) -> None:
-        super().__init__(worker.run, by_single=worker.needs.late)
-        self.leader, self.taps = leader, worker.needs.taps
-        self.absorbs = isinstance(worker.drafter, DividedDrafter)
+        super().__init__(worker.run, by_single=worker.plan.n_held > 0)
+        self.leader, self.taps = leader, worker.plan.taps
+        self.absorbs = worker.drafter is not None and worker.drafter.is_divided
 
     def __call__(self, batch: Batch, reads: LogitsNeed = ALL) -> Out:
         own = super().__call__
@@ -257,7 +249,8 @@ class TpWorker(Worker):
         the others receive it."""
         leader, behind = self.leader, round_.behind
         assert behind is not None
-        has_drafts = not behind.n_draft or isinstance(self.drafter, DividedDrafter)
+        is_divided = self.drafter is not None and self.drafter.is_divided
+        has_drafts = not behind.n_draft or is_divided
         if before.batch is leader.last and has_drafts:
             leader.moving = round_.seqs
         elif self._is_in_arena(round_):
@@ -299,7 +292,7 @@ class TpWorker(Worker):
         """Let go of the other ranks; nothing runs after that. Graphs go first, because they contain sums."""
         assert self.target.ranks is not None and isinstance(self.forward, TpGraphs)
         self.forward.forget()
-        if isinstance(self.drafter, DividedDrafter):
+        if self.drafter is not None:
             self.drafter.forget()
         self.target.ranks.leave()
 

@@ -6,7 +6,7 @@ host reads them, so that the next round may be launched meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from pyspec.cuda.faults import Reader
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device.ahead_rows import AheadRows
-from pyspec.draft.drafter import Drafter, FollowingDrafter, LookaheadDrafter, Needs, PagedDrafter
+from pyspec.draft.drafter import NO_DRAFTER, Drafter, DraftPlan
 from pyspec.errors import DeviceError, DoesNotFit, EngineBug, PyspecError
 from pyspec.models.target import Out, Target
 from pyspec.sample.choose import top
@@ -30,8 +30,6 @@ from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.round import Continuation, LogitsNeed, Round
 from pyspec.slots.table import Slot, SlotTable
-
-NO_NEEDS = Needs(0)
 
 
 @dataclass(slots=True)
@@ -80,13 +78,13 @@ class Launched:
         with suppress(RuntimeError):
             self.wait()
 
-    def copy_results(self, needs: Needs, *, is_next_launched: bool) -> None:
+    def copy_results(self, plan: DraftPlan, *, is_next_launched: bool) -> None:
         """Copy results that the next forward overwrites: hidden states for the drafter, and, if that forward is launched before this one is read,
         taps for the drafter and logits that the host may read."""
         n, out = self.batch.n_row, self.out
-        if needs.hidden:
+        if plan.observes == "hidden":
             out = replace(out, hidden=copied(out.hidden[:n]))
-        reads_taps = needs.observes_taps or (needs.late and self.batch.single)
+        reads_taps = plan.observes == "taps" or (plan.n_held > 0 and self.batch.single)
         if is_next_launched and out.taps is not None and reads_taps:
             out = replace(out, taps=copied(out.taps[:n]))
         if is_next_launched and self.keeps_logits:
@@ -125,18 +123,19 @@ class Worker:
     def use(self, drafter: Drafter | None) -> None:
         """Set the drafter; graphs of forwards with another one are dropped."""
         self.drafter = drafter
-        self.forward = Graphed(self.run, by_single=self.needs.late)
+        self.forward = Graphed(self.run, by_single=self.plan.n_held > 0)
         if self.arena is not None:
             self.arena.prompts.clear()
 
     @property
-    def needs(self) -> Needs:
-        return self.drafter.needs if self.drafter is not None else NO_NEEDS
+    def plan(self) -> DraftPlan:
+        """The drafter's."""
+        return self.drafter.plan if self.drafter is not None else NO_DRAFTER
 
     @property
     def n_draft(self) -> int:
         """Tokens of the longest draft, by the drafter or by suffixes."""
-        return max(self.needs.n_draft, self.n_suffix)
+        return max(self.plan.n_draft, self.n_suffix)
 
     def has_recorded(self) -> bool:
         """Forwards of new shapes were recorded since the last call, on this thread: other rounds of their size take less time."""
@@ -171,7 +170,7 @@ class Worker:
         if own is not None:
             self.watch_drafter()
         if behind.known is None:  # else they are copied, and the drafter has seen them
-            before.copy_results(self.needs, is_next_launched=True)
+            before.copy_results(self.plan, is_next_launched=True)
         launched = self._send(batch, round_.reads)
         launched.tokens, launched.q = tokens, q
         launched.drafting = None if began is None or drafted is None else (began, drafted)
@@ -180,13 +179,12 @@ class Worker:
     def _draft(self, before: Launched, round_: Round, kept: Kept) -> DraftsAhead | None:
         """Drafts of a round that continues `before`."""
         assert round_.behind is not None
+        assert self.drafter is not None
         most = max(round_.behind.n_draft)
         if round_.behind.known is not None:
-            assert isinstance(self.drafter, FollowingDrafter)
             return self.drafter.draft_behind(
                 [self.table.slots[seq.slot] for seq in round_.seqs], kept, most
             )
-        assert isinstance(self.drafter, LookaheadDrafter)
         return self.drafter.draft_ahead(before.batch, before.out, kept, most)
 
     def accept(self, before: Launched, behind: Continuation) -> Kept:
@@ -223,7 +221,7 @@ class Worker:
     def run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on the acceptance. A graph may hold it."""
         self.faults.clear()
-        out = self.target.forward(batch, self.needs.taps)
+        out = self.target.forward(batch, self.plan.taps)
         if self.drafter is not None:
             self.drafter.absorb(batch, out)
         has_best = out.best is not None or batch.tokens.device.type == "cpu"
@@ -255,9 +253,9 @@ class Worker:
         """All paged memory: the target's layers and the drafter's."""
         return [*self.memory.paged, *self.draft_pools()]
 
-    def draft_pools(self) -> Sequence[PartMemory]:
+    def draft_pools(self) -> Iterable[PartMemory]:
         """The drafter's paged memory."""
-        return self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
+        return self.drafter.pools() if self.drafter is not None else ()
 
 
 class Pinned:

@@ -1,4 +1,7 @@
-"""Drafters: which there are, and which one a file is for. To add one: a module like `drafter.DrafterModule`, a line in `pyspec.registry`."""
+"""Drafters: which there are, and which one a file is for.
+
+To add one: a module as `drafter.DrafterModule` says, or `host` for a drafter without a model, and a line in `pyspec.registry`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PARTS = ("recognises", "plan", "load")
+HOST_PART = "host_drafter"  # of a drafter without a model, in place of those
 
 
 def find(kind: str) -> DrafterModule:
@@ -28,6 +32,10 @@ def find(kind: str) -> DrafterModule:
         raise ConfigError(
             f"drafter '{kind}' can not be had: importing {name} gave {type(e).__name__}: {e}"
         ) from e
+    if callable(getattr(module, HOST_PART, None)):
+        from pyspec.draft.drafter import HostModule  # with torch, which names of drafters do not need
+
+        return HostModule(kind, module)
     missing = [part for part in PARTS if not callable(getattr(module, part, None))]
     if missing:
         raise ConfigError(f"drafter '{kind}' can not be had: {name} has no {', '.join(missing)}")

@@ -20,7 +20,7 @@ from pyspec.cuda.graph import copied
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain, graph_bytes
-from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
@@ -30,14 +30,16 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.bound import Block
-from pyspec.models.decoder import Decoder, ModelSpec
+from pyspec.models.checks import check_read, check_tensors
+from pyspec.models.decoder import Decoder
 from pyspec.models.kernels import kernels, program_of
+from pyspec.models.model import ModelSpec
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import LoadTypes, Place, Request
 from pyspec.models.read import block_count, vocab_size
 from pyspec.models.ropes import Ropes
-from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.wants import EMBEDDING, Want, check_read, check_tensors
+from pyspec.models.target import Out, Target
+from pyspec.models.wants import EMBEDDING, Want
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -84,7 +86,7 @@ def recognises(file: GGUFFile) -> bool:
     return file.architecture == ARCH
 
 
-def read_assistant(file: GGUFFile, target: ModelConfig) -> AssistantConfig:
+def read_assistant(file: GGUFFile, target: ModelSpec) -> AssistantConfig:
     """The drafter's configuration beside this target. PairError where a layer's heads do not fit the keys that it would read."""
     h, n_block = file.hparams, block_count(file)
     window = h.integer("attention.sliding_window")
@@ -111,9 +113,8 @@ def read_assistant(file: GGUFFile, target: ModelConfig) -> AssistantConfig:
     )
 
 
-def _last(target: ModelConfig, near: bool) -> tuple[int, Attention]:
+def _last(target: ModelSpec, near: bool) -> tuple[int, Attention]:
     """The layer whose keys the target's last one with a window, or without, has; and its attention."""
-    assert isinstance(target, ModelSpec), "checked before"
     for i, block in reversed([*enumerate(target.blocks)]):
         found = next(part for part in block.specs if isinstance(part, Attention))
         if bool(found.window) == near:
@@ -127,7 +128,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if not recognises(file):
         raise PairError(f"an assistant is of architecture {ARCH}; this file is {file.architecture}")
     t = target.config
-    if t.arch != TARGET or not isinstance(t, ModelSpec):
+    if t.arch != TARGET:
         raise PairError(f"an assistant drafts for {TARGET}; the target is {t.arch}")
     if settings.tp > 1:
         raise PairError(
@@ -147,7 +148,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n_draft = settings.n_draft_max or N_DRAFT
     return DraftPlan(
         kind="assistant",
-        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True),
+        n_draft=n_draft,
+        observes="hidden",
         file=file,
         attention=tuple(dict.fromkeys(shape for block in c.blocks for shape in block.attention)),
         wants=wants,

@@ -20,14 +20,15 @@ from pyspec.cpu.tensors import picked
 from pyspec.cuda.graph import Graphed, GraphPool, copied
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
-from pyspec.draft.drafter import DraftPlan, DraftRequest
+from pyspec.draft.drafter import Drafter, DraftPlan
 from pyspec.draft.draws import Drawing, Draws
 from pyspec.draft.pending_rows import Pending
-from pyspec.models.target import ModelConfig, MtpNet, Out
+from pyspec.models.model import ModelSpec
+from pyspec.models.target import MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.drafts import Drafts, DraftsAhead
+from pyspec.slots.drafts import DraftRequest, Drafts, DraftsAhead
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import KV, Checkpoint
 from pyspec.slots.parts import PartMemory
@@ -44,7 +45,7 @@ def most_waiting(n_slot: int) -> int:
     return max(LEAST_WAITING, min(MOST_WAITING, BUCKETS[-1] // n_slot))
 
 
-def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float, n_column: int = 0) -> int:
+def graph_bytes(n_slot: int, width: int, config: ModelSpec, p_min: float, n_column: int = 0) -> int:
     """Of the graphs of all passes together. width: rows of a slot in a first pass. n_column: tokens of the head, if it is the drafter's own"""
     logits = 4 * n_slot * (n_column or config.n_vocab) * (2 if p_min > 0 else 1)
     return logits + most_rows(n_slot, width) * row_bytes(config.n_ff, config.n_embd)
@@ -54,8 +55,8 @@ def _is_plain(name: str, part: PartMemory) -> bool:
     return name == KV and isinstance(part, KVPool) and part.paged
 
 
-class Chain:
-    """Implements `Drafter`.
+class Chain(Drafter):
+    """Drafts by one call of its block for every token.
 
     is_recurrent  its block has recurrent layers
     modes         of exact rows, of chained ones
@@ -63,6 +64,7 @@ class Chain:
     hidden_rows   by slot, rows at the begin of its text that were never computed: no other row sees them
     """
 
+    runs_ahead = has_share = True
     is_recurrent, first_key = False, 0
     hidden_rows: Mapping[int, int] = {}
     modes = (SeqMode.VERIFY, SeqMode.VERIFY)
@@ -77,8 +79,7 @@ class Chain:
         n_vocab: int = 0,
     ) -> None:
         """n_vocab: of the target; without it each draft is the most likely token."""
-        self.name = plan.kind
-        self.needs = plan.needs
+        self.plan = plan
         self.most_waiting = plan.n_waiting
         self.block = block
         self.table = table
@@ -104,19 +105,19 @@ class Chain:
         to_target = block.best.to_target
         self.drawing = (
             None
-            if plan.needs.draws == "argmax" or not n_vocab
+            if plan.draws == "argmax" or not n_vocab
             else Drawing.of(n_vocab, to_target, self.device)
         )
         n_own = n_vocab if to_target is None else len(to_target)
         n_kept = len(table.slots) * n_own if self.drawing is not None else 0
         self.logits, self.n_logit = torch.zeros(n_kept, device=self.device), n_own
         # Tokens by pass
-        self.steps = torch.zeros(plan.n_draft, len(table.slots), dtype=torch.int64, device=self.device)
+        self.steps = torch.zeros(plan.longest, len(table.slots), dtype=torch.int64, device=self.device)
 
     @property
     def _width(self) -> int:
         """Rows of a slot in a first pass, most of the time at most."""
-        return max(self.needs.n_draft + 1, self.most_waiting)
+        return max(self.plan.n_draft + 1, self.most_waiting)
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._show(slot)
@@ -146,9 +147,6 @@ class Chain:
             f"pending rows of slot {slot.index} are stale"
         )
         return state
-
-    def absorb(self, batch: Batch, out: Out) -> None:
-        pass  # which token a hidden state is paired with is known only after acceptance
 
     @torch.inference_mode()
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
@@ -216,7 +214,7 @@ class Chain:
 
     def _within(self, seq: Seq) -> Seq:
         """Its rows in the part of a context behind which drafts are made: no draft sees those beyond."""
-        most = self.needs.n_ctx
+        most = self.plan.n_ctx
         return replace(seq, tokens=seq.tokens[: max(0, most - seq.n_past)]) if most else seq
 
     @torch.inference_mode()
@@ -400,7 +398,7 @@ class Chain:
             m, self.n_logit = min(n, len(self.table.slots)), logits.shape[1]
             copied(logits[:m], self.logits[: m * self.n_logit].view(m, -1))
 
-    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
+    def use_graphs(self, make_arena: Callable[[], Arena | None]) -> None:
         self.arenas = [make_arena() for _ in self.arenas]
 
     @torch.inference_mode()

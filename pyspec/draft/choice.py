@@ -30,7 +30,7 @@ def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettin
     """What drafts: the drafter's plan, with suffix drafts beside it if they are on."""
     plan = _plan_drafter(file, target, settings)
     how = settings.draft_sampling
-    if how != "argmax" and plan.kind != "none" and plan.needs.draws != how:
+    if how != "argmax" and plan.kind != "none" and plan.draws != how:
         raise ConfigError(
             f"--spec-draft-sampling {how} needs a drafter with probabilities, and {plan.kind} has none"
         )

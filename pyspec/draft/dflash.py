@@ -32,11 +32,9 @@ from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_te
 from pyspec.draft.dflash_net import DFlashNet, attention_in
 from pyspec.draft.drafter import (
     OWN_HEAD,
+    Drafter,
     DraftOptions,
     DraftPlan,
-    DraftRequest,
-    DraftShare,
-    Needs,
     TargetFile,
     own_memory,
 )
@@ -45,16 +43,18 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.convolved import Convolved
+from pyspec.models.checks import check_read, check_tensors
 from pyspec.models.cuts import flaws
 from pyspec.models.kernels import kernels, program_of
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
+from pyspec.models.ropes import flags_of
 from pyspec.models.target import Out, Target
-from pyspec.models.wants import Want, check_read, check_tensors
+from pyspec.models.wants import Want
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.drafts import NO_DRAFTS, Drafts, DraftsAhead
+from pyspec.slots.drafts import NO_DRAFTS, DraftRequest, Drafts, DraftsAhead
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
@@ -102,16 +102,12 @@ def block_plan(
     best_only = not has_head and not c.adds_scores and settings.draft_p_min <= 0 and not is_drawn
     return DraftPlan(
         kind="dflash",
-        needs=Needs(
-            min(n or most, most),
-            c.taps,
-            overhang=c.block,
-            block=block,
-            late=n_held > 0,
-            n_trained=c.n_trained,
-            tells=_tells(c, settings, n_rank, best_only=best_only),
-            draws=settings.draft_sampling,
-        ),
+        n_draft=min(n or most, most),
+        taps=c.taps,
+        block=block,
+        n_trained=c.n_trained,
+        tells=_tells(c, settings, n_rank, best_only=best_only),
+        draws=settings.draft_sampling,
         file=file,
         layers=tuple(block.memory() for block in c.blocks),
         attention=(c.attention,),
@@ -181,14 +177,16 @@ def _graph_bytes(c: DFlashConfig, block: BlockLength, n_slot: int, n_draft: int,
     return kept + max((bucket for bucket, _ in shapes), default=0) * row + taken_in
 
 
-class DFlash:
-    """Implements `Drafter`."""
+class DFlash(Drafter):
+    """Drafts a whole block by one forward."""
+
+    runs_ahead = has_windows = checks = True
 
     def __init__(
         self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
     ) -> None:
         self.net = net
-        self.name, self.needs = plan.kind, plan.needs
+        self.plan = plan
         self.table = table
         self.device = device
         self.p_min = p_min
@@ -209,10 +207,10 @@ class DFlash:
 
     @property
     def length(self) -> BlockLength:
-        assert self.needs.block is not None
-        return self.needs.block
+        assert self.plan.block is not None
+        return self.plan.block
 
-    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
+    def use_graphs(self, make_arena: Callable[[], Arena | None]) -> None:
         self.arena = make_arena()
 
     @torch.inference_mode()
@@ -224,12 +222,12 @@ class DFlash:
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
         self.block.seal()
         # for libraries, which prepare themselves once
-        for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):
+        for n_draft in sorted({1, self.plan.n_draft // 2 or 1, self.plan.n_draft}):
             n_row, n_embd = n_slot * self.net.c.block, self.net.c.n_embd
             given = torch.zeros(n_row, dtype=torch.int64, device=self.device)
             self._tokens(torch.zeros(n_row, n_embd, device=self.device), n_slot, n_draft, given)
         for n_row, n_seq in (
-            sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ()
+            sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.plan.n_held else ()
         ):
             shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
             if self.table.n_page < n_seq * self.table.pages_for(shares[0]):
@@ -243,9 +241,9 @@ class DFlash:
         """(slots, rows of each) of drafts: one for every graph, and all slots' longest, which may be too many rows for one."""
         n_slot = len(self.table.slots)
         most = BUCKETS[-1] if self.arena is None else self.arena.n_row
-        found = block_shapes(n_slot, self.length, self.needs.n_draft, most)
+        found = block_shapes(n_slot, self.length, self.plan.n_draft, most)
         shapes = [found[key] for key in sorted(found, reverse=True)]
-        return [*shapes, (n_slot, self.length.rows(n_slot, self.needs.n_draft))]
+        return [*shapes, (n_slot, self.length.rows(n_slot, self.plan.n_draft))]
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._forget(slot)
@@ -259,11 +257,11 @@ class DFlash:
         In a round without drafts `observe` keeps the taps instead.
         """
         assert out.taps is not None
-        if not (self.needs.late and batch.single):
+        if not (self.plan.n_held and batch.single):
             self.net.inject(out.taps, batch.kv_rows, batch.positions)
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        late = self.needs.late and batch.single
+        late = self.plan.n_held > 0 and batch.single
         if (
             not late
         ):  # these rows have their context already; held taps are always of a slot's last tokens
@@ -327,7 +325,7 @@ class DFlash:
         self.catch_up()
         most = max(r.n_draft for r in live)
         batch = self._lay_out([r.slot for r in live], [r.anchor for r in live], most)
-        tells = self.needs.tells and any(r.tells for r in live)
+        tells = self.plan.tells and any(r.tells for r in live)
         draws = Draws.of(live, most, self.net.drawing)
         block = self.block(batch)
         tokens, probs = self._tokens(block, len(live), most, batch.tokens, tells=tells, draws=draws)
@@ -339,7 +337,7 @@ class DFlash:
             own = None if sure is None else sure[first : first + r.n_draft]
             n = next((at for at, p in enumerate(own or ()) if p < self.p_min), r.n_draft)
             of_slot = q.get(r.slot.index)
-            given = own if self.needs.tells else None
+            given = own if self.plan.tells else None
             drafts[r.slot.index] = Drafts(flat[first : first + n], of_slot, sure=given).first(n)
         return [drafts.get(r.slot.index, NO_DRAFTS) for r in requests]
 
@@ -376,7 +374,7 @@ class DFlash:
         slots = [self.table.slots[seq.slot] for seq in batch.seqs]
         # a batch of one row a sequence has left its taps for later
         has_context = all(self.n_context[slot.index] == slot.n_past for slot in slots)
-        if self.p_min > 0 or self.n_held or (self.needs.late and batch.single) or not has_context:
+        if self.p_min > 0 or self.n_held or (self.plan.n_held and batch.single) or not has_context:
             return None
         return self._moved(slots, kept, n_draft, [seq.width for seq in batch.seqs])
 
@@ -395,9 +393,6 @@ class DFlash:
         moved = self.ahead.move(blocks, kept)
         tokens, _ = self._tokens(self.block(moved), len(slots), n_draft, moved.tokens)
         return DraftsAhead(tokens.view(len(slots), n_draft))
-
-    def confirm_ahead(self, slots: Sequence[Slot]) -> None:
-        pass  # `observe` makes the context
 
     def _tokens(
         self,
@@ -423,7 +418,7 @@ class DFlash:
         return None  # the pages have all there is
 
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
-        return tap_shift.warning(self.net, self.needs.n_draft, target, self.table, slot, tokens)
+        return tap_shift.warning(self.net, self.plan.n_draft, target, self.table, slot, tokens)
 
     def pools(self) -> Iterable[PartMemory]:
         return self.net.memory.paged
@@ -463,7 +458,9 @@ def bound(
     assert plan.file is not None
     device, ranks = target.device, target.ranks if plan.n_rank > 1 else None
     cuts = cuts_of(plan.wants)
-    weights = Weights(plan.file, device, options.dense, c.alias, options.wide, ranks, cuts, options.rope)
+    weights = Weights(
+        plan.file, device, options.dense, c.alias, options.wide, ranks, cuts, flags_of(options.settings)
+    )
     memory = own_memory(plan, table, options, device)
     net = kind(c.share(plan.n_rank), weights, memory, target, options.head)
     if plan.best_only:
@@ -489,7 +486,7 @@ Bind = Callable[[DraftPlan, Target, SlotTable, DraftOptions], DFlashNet]
 
 def load_share(
     bind: Bind, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions
-) -> DraftShare:
+) -> DFlash:
     """Another rank's part."""
     from pyspec.draft.dflash_ranks import DFlashShare  # which needs this module
 

@@ -35,10 +35,9 @@ from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.convolved import Convolved
-from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.target import Target
+from pyspec.models.target import Matrix, Target
 from pyspec.models.wants import HEAD, Want
 from pyspec.models.weights import Weights
 from pyspec.ranges import Real
@@ -239,5 +238,5 @@ def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     """The layers of this rank on the target's device."""
     assert plan.file is not None
     net = bound(DFlash2Net, read_config(plan.file), plan, target, table, options)
-    check_candidates(net, plan.needs.draws)
+    check_candidates(net, plan.draws)
     return net

@@ -155,7 +155,9 @@ class LedNet:
 
 
 class DividedDFlash(DFlash):
-    """The first rank's part: it decides, and sends each pass to the others. Implements `DividedDrafter`."""
+    """The first rank's part: it decides, and sends each pass to the others."""
+
+    is_divided = True
 
     def __init__(
         self,
@@ -207,7 +209,7 @@ class DividedDFlash(DFlash):
             return super()._tokens(block, n_seq, n_draft, given, tells=tells)
 
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
-        return tap_shift.warning(LedNet(self), self.needs.n_draft, target, self.table, slot, tokens)
+        return tap_shift.warning(LedNet(self), self.plan.n_draft, target, self.table, slot, tokens)
 
     def forget(self) -> None:
         self.block.forget()
@@ -221,7 +223,7 @@ class DividedDFlash(DFlash):
 
 
 class DFlashShare(DFlash):
-    """Another rank's part. Implements `DraftShare`. It keeps no account of slots."""
+    """Another rank's part. It decides nothing, and keeps no account of slots."""
 
     def __init__(
         self,
@@ -234,7 +236,6 @@ class DFlashShare(DFlash):
         super().__init__(net, plan, table, target.device, p_min=0.0)
         self.ranks = _join(net, target)
         self.arena = arena
-        self.drafts: Tensor | None = None
         self._block = self._given = torch.empty(0)
 
     def obey(self, command: DraftCommand, kept: Kept | None) -> None:
@@ -244,7 +245,7 @@ class DFlashShare(DFlash):
         elif isinstance(command, FindDrafts):
             n = command.n_seq, command.n_draft
             tokens, _ = self._tokens(self._block, *n, self._given)
-            self.drafts = tokens.view(command.n_seq, command.n_draft)
+            self.found = tokens.view(command.n_seq, command.n_draft)
         elif isinstance(command, MakeContext):
             if command.n_held:
                 self.ranks.spread(self.held[: command.n_held])

@@ -1,7 +1,8 @@
 """The contract of a drafter: its plan before it is loaded, and its calls in the loop.
 
 A drafter is a module with `recognises`, `plan` and `load` (`DrafterModule`), found by its name in `pyspec.registry`. The rest of pyspec
-knows no drafter: a load and the memory plan read its `DraftPlan`, and the loop calls a `Drafter`.
+knows no drafter: a load and the memory plan read its `DraftPlan`, and the loop calls a `Drafter`. One that reads nothing but tokens is a
+`HostDrafter` (host.py), which `OnHost` brings to the loop.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,17 +19,17 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.draft.blocks import BlockLength
+from pyspec.draft.host import HostDrafter
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.matrices import Matrix
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, LoadTypes, Request
-from pyspec.models.rope import RopeFlags
-from pyspec.models.target import ModelConfig, Out, Target
+from pyspec.models.target import Matrix, Out, Target
 from pyspec.models.wants import Want
 from pyspec.registry import SUFFIX
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import DraftDraw, Drafts, DraftsAhead
+from pyspec.slots.drafts import DraftRequest, Drafts, DraftsAhead
 from pyspec.slots.kv_types import TYPES, KvFormat
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
@@ -40,45 +41,11 @@ OWN_HEAD = "the drafter has a head of its own"
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """A drafter's wants from the engine, as data that the planner reads before the first round.
-
-    n_draft   most tokens it proposes per slot and round
-    taps      target layers whose outputs it reads after each forward
-    overhang  KV rows beyond the committed tokens it writes while drafting
-    chained   the cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash block)
-    block     how long its blocks are; None: its drafts are not blocks
-    late      `absorb` leaves batches of one row a sequence for later
-    hidden    `observe` reads the target's hidden states, and may keep them
-    observes_taps  `observe` reads the taps of every forward; with `late` it does of those it left for later
-    n_ctx     tokens of a context, of which it drafts the last ones and none beyond; 0: of any context
-    n_trained  tokens of a context that it was trained for; 0: unknown
-    tells     `draft` can give the probability of each token (`Drafts.sure`)
-    on_host   `draft` works on the host alone, and may find nothing
-    draws     how it can draw its tokens: the value of --spec-draft-sampling that it was planned for, or argmax
-    """
-
-    n_draft: int
-    taps: tuple[int, ...] = ()
-    overhang: int = 0
-    chained: bool = False
-    block: BlockLength | None = None
-    late: bool = False
-    hidden: bool = False
-    observes_taps: bool = False
-    n_ctx: int = 0
-    n_trained: int = 0
-    tells: bool = False
-    on_host: bool = False
-    draws: str = "argmax"
-
-
-@dataclass(frozen=True, slots=True)
 class TargetFile:
     """The target as a drafter sees it before anything is loaded. device: the one that both will run on."""
 
     file: GGUFFile
-    config: ModelConfig
+    config: ModelSpec
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -92,17 +59,24 @@ def _fits() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftPlan:
-    """A drafter as data, for the memory plan and the layout of the loop.
+    """A drafter as data, for the memory plan and for the loop.
 
     kind       its name in the registry, or "none"
-    needs      the `needs` that it will have
+    n_draft    most tokens that it proposes per slot and round
+    taps       target layers whose outputs it reads after each forward
+    observes   what `observe` reads of every forward, and may keep: "hidden", "taps", or "" for neither
+    block      how long its blocks are; None: its drafts are not blocks
+    n_held     rows of taps that it keeps for later, all slots together: `absorb` leaves batches of one row a sequence, `observe` reads their taps
+    n_waiting  rows of one slot that it leaves for later at most, and then computes at once; 0: it is no chain
+    n_ctx      tokens of a context, of which it drafts the last ones and none beyond; 0: of any context
+    n_trained  tokens of a context that it was trained for; 0: unknown
+    tells      `draft` can give the probability of each token (`Drafts.sure`)
+    draws      how it can draw its tokens: the value of --spec-draft-sampling that it was planned for, or argmax
     file       where its weights are: the target's own file if they stand in there, None if it has none
     layers     memory of each of its layers in the target's pages
     attention  shapes of its attention: partial sums of it need room
     wants      the tensors that it reads of its file
     requests   ops that its load asks for, products apart, so that they are compiled and checked in time
-    n_held     rows of taps that it keeps for later, all slots together
-    n_waiting  rows of one slot that it leaves for later at most, and then computes at once
     n_late     rows of a slot that may wait in records of its recurrent layers, if it has any
     graph_bytes  of its graphs, if it has any: results and temporary memory
     no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
@@ -117,14 +91,21 @@ class DraftPlan:
     """
 
     kind: str
-    needs: Needs
+    n_draft: int = 0
+    taps: tuple[int, ...] = ()
+    observes: Literal["hidden", "taps", ""] = ""
+    block: BlockLength | None = None
+    n_held: int = 0
+    n_waiting: int = 0
+    n_ctx: int = 0
+    n_trained: int = 0
+    tells: bool = False
+    draws: str = "argmax"
     file: GGUFFile | None = None
     layers: tuple[LayerParts, ...] = ()
     attention: tuple[AttentionShape, ...] = ()
     wants: Mapping[str, Want] = field(default_factory=dict)
     requests: Callable[[LoadTypes], Iterable[Request]] = _no_requests
-    n_held: int = 0
-    n_waiting: int = 0
     n_late: int = 0
     graph_bytes: int = 0
     no_copy: str = ""
@@ -135,12 +116,24 @@ class DraftPlan:
     remark: str = ""
     n_suffix: int = 0
     n_rank: int = 1
-    load_share: Callable[[DraftPlan, Target, SlotTable, DraftOptions], DraftShare] | None = None
+    load_share: Callable[[DraftPlan, Target, SlotTable, DraftOptions], Drafter] | None = None
 
     @property
-    def n_draft(self) -> int:
+    def longest(self) -> int:
         """Tokens of the longest draft, by the drafter or by suffixes."""
-        return max(self.needs.n_draft, self.n_suffix)
+        return max(self.n_draft, self.n_suffix)
+
+    @property
+    def is_chain(self) -> bool:
+        """The cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash's block)."""
+        return self.n_waiting > 0
+
+    @property
+    def overhang(self) -> int:
+        """Rows of keys and values beyond the committed tokens that it writes while drafting."""
+        if self.block is not None:
+            return self.block.trained
+        return self.n_draft + 1 if self.is_chain else 0
 
     @property
     def note(self) -> str:
@@ -150,19 +143,16 @@ class DraftPlan:
         suffixes = f"up to {self.n_suffix} tokens a round"
         if self.kind == SUFFIX:
             return f"speculation: {SUFFIX}, {suffixes}"
-        own = f"speculation: {self.kind}, up to {self.needs.n_draft} tokens a round{self.remark}"
-        if self.needs.draws != "argmax":
-            own += f"; {self.needs.draws} drafts where requests are sampled"
+        own = f"speculation: {self.kind}, up to {self.n_draft} tokens a round{self.remark}"
+        if self.draws != "argmax":
+            own += f"; {self.draws} drafts where requests are sampled"
         return f"{own}; {SUFFIX}, {suffixes}" if self.n_suffix else own
 
 
 NO_DRAFTER = DraftPlan(
-    kind="none",
-    needs=Needs(0),
-    no_copy="nothing drafts",
-    remark=f"(no drafter); --spec-type {SUFFIX} needs no file",
+    kind="none", no_copy="nothing drafts", remark=f"(no drafter); --spec-type {SUFFIX} needs no file"
 )
-ONLY_SUFFIXES = DraftPlan(kind=SUFFIX, needs=Needs(0), no_copy="suffix drafts need no head")
+ONLY_SUFFIXES = DraftPlan(kind=SUFFIX, no_copy="suffix drafts need no head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +178,6 @@ class DraftOptions:
     @property
     def kv(self) -> KvFormat:
         return draft_format(self.settings)
-
-    @property
-    def rope(self) -> RopeFlags:
-        """Flags of rope: as llama.cpp does, drafters follow them like the target."""
-        return RopeFlags.of(self.settings)
 
 
 def draft_format(s: EngineSettings) -> KvFormat:
@@ -230,7 +215,7 @@ def refuse_file(kind: str, file: GGUFFile | None) -> None:
 
 def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device: torch.device) -> Memory:
     """Memory of the drafter's layers; pages have the target's numbers."""
-    n_slot, width = len(table.slots), plan.n_draft + 1
+    n_slot, width = len(table.slots), plan.longest + 1
     sizes = CacheSizes(
         n_slot, table.n_alloc_row, table.page_size, width, kv=options.kv, n_late=plan.n_late
     )
@@ -240,26 +225,35 @@ def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device:
 # -- calls of the loop -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """Draft at most `n_draft` tokens after `anchor`, the slot's last sampled token (position slot.n_past).
+class Drafter:
+    """Base class of drafters: what a drafter can not do has a default here, so the loop asks none for its kind.
 
-    tells  with the probability of each, where the drafter can
-    draw   None: the most likely tokens
+    It has state per slot only; a slot's state is tagged with the slot's generation.
+
+    plan         as it was planned
+    on_host      `draft` works on the host alone, and may find nothing
+    runs_ahead   `draft_ahead`, `draft_behind` and `confirm_ahead` are its own
+    has_windows  `set_window` is its own: its drafts can see less than the whole text
+    has_share    its share of a checkpoint can be kept in a file; else it is left out there, and the drafter begins anew
+    checks       `check` is its own
+    is_divided   it is the first rank's part of one that ranks divide, and the target's memory has its pages (`Memory.beside`)
+    found        on another rank: the tokens [seq, n] int64 that all ranks found last
     """
 
-    slot: Slot
-    anchor: int
-    n_draft: int
-    tells: bool = False
-    draw: DraftDraw | None = None
+    plan: DraftPlan
+    on_host = False
+    runs_ahead = False
+    has_windows = False
+    has_share = False
+    checks = False
+    is_divided = False
+    found: Tensor | None = None
 
+    @property
+    def name(self) -> str:
+        return self.plan.kind
 
-class Drafter(Protocol):
-    """State per slot only; a slot's state is tagged with the slot's generation."""
-
-    name: str
-    needs: Needs
+    # -- a request -----------------------------------------------------------------------------------------------
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         """A request starts on `slot`, whose first slot.n_past tokens are reused: their rows stand in the slot's pages.
@@ -267,128 +261,152 @@ class Drafter(Protocol):
         `saved` is a result of `checkpoint` for exactly these tokens in some slot, or None if there is none.
         It may be handed out again, so it is never changed.
         """
-        ...
-
-    def absorb(self, batch: Batch, out: Out) -> None:
-        """Device work on every row of the forward, before it is known which rows are kept. May be captured in a graph. Of several ranks the logits are
-        this one's columns; in `observe` they are whole, or none (Out.whole)."""
-        ...
-
-    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        """The target ran `batch`; of sequence s the first kept[s] rows are committed. Keeps the draft state fresh.
-
-        Called after every forward, drafted or not, before the slots' tokens are extended. The hidden states of `out` are its to
-        keep if it needs them; the rest is overwritten next.
-        """
-        ...
-
-    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
-        """Proposals per request, each at most its n_draft long; shorter and empty ones are allowed. Their tokens are the target's."""
-        ...
 
     def checkpoint(self, slot: Slot) -> object | None:
         """What `begin` needs to continue from the slot's present length, beyond its KV pages.
 
         The pages are filed next: the drafter's rows of all committed tokens must stand there when this returns.
         """
-        ...
+        return None
 
     def end(self, slot: Slot) -> None:
         """The request is over. Exactly once per `begin`."""
-        ...
-
-
-@runtime_checkable
-class PagedDrafter(Protocol):
-    """A drafter with caches of its own, whose pages have the target's numbers."""
-
-    def pools(self) -> Iterable[PartMemory]:
-        """Every cache that has pages, so that a page is copied whole."""
-        ...
-
-
-@runtime_checkable
-class PortableDrafter(Protocol):
-    """A drafter whose share of a checkpoint can be kept in a file; of any other the share is left out, and it begins anew."""
 
     @property
-    def share_shape(self) -> tuple[int, ...]:
-        """Dimensions of a share, in f32."""
-        ...
+    def can_join(self) -> bool:
+        """It can begin in the middle of a text: it reads every token of a request, which takes its time, and needs none of them."""
+        return False
 
-    def share_tensor(self, saved: object) -> Tensor:
-        """The result of `checkpoint`, as a tensor."""
-        ...
+    def hide(self, slot: Slot, n: int) -> None:
+        """Of one that can join: it has no rows of the text's first `n` tokens, and the request's drafts see none of them."""
 
-    def share_of(self, n_past: int, packed: Tensor) -> object:
-        """The share, at so many tokens, that `share_tensor` made this of; `begin` takes it."""
-        ...
+    def set_window(self, slot: Slot, n: int) -> None:
+        """From now on the request's drafts see the last `n` tokens, or all if it is 0. A draft that is made ahead may see some more."""
 
+    # -- a round -------------------------------------------------------------------------------------------------
 
-@runtime_checkable
-class LookaheadDrafter(Protocol):
-    """A drafter that can go on from the rows that the device keeps of a verify, before the host has read them."""
+    def absorb(self, batch: Batch, out: Out) -> None:
+        """Device work on every row of the forward, before it is known which rows are kept. May be captured in a graph. Of several ranks the logits are
+        this one's columns; in `observe` they are whole, or none (Out.whole)."""
+
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        """The target ran `batch`; of sequence s the first kept[s] rows are committed. Keeps the draft state fresh.
+
+        Called after every forward, drafted or not, before the slots' tokens are extended. What of `out` the plan `observes` is its to
+        keep; the rest is overwritten next.
+        """
+
+    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
+        """Proposals per request, each at most its n_draft long; shorter and empty ones are allowed. Their tokens are the target's."""
+        raise NotImplementedError
 
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
-        """Drafts on the device for every sequence of the verify that ran `batch`, behind the rows that are `kept` of it. None if it can not: the host asks for drafts when it has read the verify.
+        """Drafts on the device for every sequence of the verify that ran `batch`, behind the rows that are `kept` of it, before the host has read
+        them. None if it can not: the host asks for drafts when it has read the verify.
 
         Each slot stands where the verify began. Nothing it knows of a slot changes before `confirm_ahead`: these drafts may turn out to
         be for tokens that the slot never has.
         """
-        ...
+        return None
+
+    def draft_behind(self, slots: Sequence[Slot], kept: Kept, n_draft: int) -> DraftsAhead | None:
+        """Drafts on the device for every slot, behind one token of each that only the device knows: the one that follows the row of the slot in
+        `kept`, the first one behind a prompt. All tokens before it are observed and committed. None if it can not: the host asks for
+        drafts when it knows all tokens.
+
+        Nothing it knows of a slot changes before `confirm_ahead`, but for rows of committed tokens.
+        """
+        return None
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         """The verify is observed and committed: the drafts of `draft_ahead` were for the tokens that these slots have now."""
-        ...
 
+    # -- its memory ----------------------------------------------------------------------------------------------
 
-@runtime_checkable
-class FollowingDrafter(Protocol):
-    """A drafter that can draft behind tokens of which only the device knows some: the first one behind a prompt."""
-
-    def draft_behind(self, slots: Sequence[Slot], kept: Kept, n_draft: int) -> DraftsAhead | None:
-        """Drafts on the device for every slot, behind one token of each: the one that follows the row of the slot in `kept`. All tokens before
-        it are observed and committed. None if it can not: the host asks for drafts when it knows all tokens.
-
-        Nothing it knows of a slot changes before `LookaheadDrafter.confirm_ahead`, but for rows of committed tokens.
-        """
-        ...
-
-
-@runtime_checkable
-class WindowedDrafter(Protocol):
-    """A drafter whose drafts can see less than the whole text."""
-
-    def set_window(self, slot: Slot, n: int) -> None:
-        """From now on the request's drafts see the last `n` tokens, or all if it is 0. A draft that is made ahead may see some more."""
-        ...
-
-
-@runtime_checkable
-class JoiningDrafter(Protocol):
-    """A drafter that can begin in the middle of a text."""
+    def pools(self) -> Iterable[PartMemory]:
+        """Every cache of its own that has pages, so that a page is copied whole. Pages have the target's numbers."""
+        return ()
 
     @property
-    def can_join(self) -> bool:
-        """It reads every token of a request, which takes its time, and needs none of them."""
-        ...
+    def share_shape(self) -> tuple[int, ...]:
+        """Dimensions of its share of a checkpoint in a file, in f32."""
+        return ()
 
-    def hide(self, slot: Slot, n: int) -> None:
-        """It has no rows of the text's first `n` tokens: the request's drafts see none of them."""
-        ...
+    def share_tensor(self, saved: object) -> Tensor:
+        """The result of `checkpoint`, as a tensor."""
+        raise NotImplementedError
 
+    def share_of(self, n_past: int, packed: Tensor) -> object:
+        """The share, at so many tokens, that `share_tensor` made this of; `begin` takes it."""
+        raise NotImplementedError
 
-@runtime_checkable
-class GraphedDrafter(Protocol):
-    """A drafter whose passes can run as CUDA graphs."""
+    # -- before the first round, and behind the last one ------------------------------------------------------------
 
-    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
-        """Lay batches out in arenas of its own from now on."""
-        ...
+    def use_graphs(self, make_arena: Callable[[], Arena | None]) -> None:
+        """Lay batches out in arenas of its own from now on, so that its passes can run as CUDA graphs."""
 
     def capture(self) -> None:
         """Capture the graphs of every number of slots now. All slots are idle, and forget the rows of these calls."""
-        ...
+
+    def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
+        """Check, on the target's text, whether it reads the layers it was trained on. Returns a warning, or None.
+
+        tokens: greedy text of the target. `slot` is seated, empty, and emptied again afterwards.
+        """
+        return None
+
+    def obey(self, command: DraftCommand, kept: Kept | None) -> None:
+        """On another rank than the first: run one command. kept: the rows of the last verify, as this rank has counted them."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Of a divided one: free its graphs, which hold sums of ranks. Nothing is captured after this."""
+
+
+# -- a drafter on the host ---------------------------------------------------------------------------------------------
+
+
+class OnHost(Drafter):
+    """Calls a `HostDrafter`, which sees nothing of the device."""
+
+    on_host = True
+
+    def __init__(self, kind: str, drafter: HostDrafter) -> None:
+        self.plan, self.drafter = host_plan(kind, drafter.n_draft), drafter
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        self.drafter.begin(slot)
+
+    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
+        return self.drafter.draft(requests)
+
+    def end(self, slot: Slot) -> None:
+        self.drafter.end(slot)
+
+
+def host_plan(kind: str, n_draft: int) -> DraftPlan:
+    """The plan of a drafter on the host."""
+    return DraftPlan(kind=kind, n_draft=n_draft, no_copy=f"{kind} drafts need no head")
+
+
+@dataclass(frozen=True)
+class HostModule:
+    """The module of a `HostDrafter` as a `DrafterModule`: it is for no file, and needs no memory of a device."""
+
+    kind: str
+    module: Any
+
+    def recognises(self, file: GGUFFile) -> bool:
+        """Never: it drafts for any target, but only if it is asked for by name."""
+        return False
+
+    def plan(self, file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+        """ConfigError for a file: it has no weights."""
+        refuse_file(self.kind, file)
+        return host_plan(self.kind, settings.n_draft_max or self.module.N_DRAFT)
+
+    def load(self, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Drafter:
+        return OnHost(self.kind, self.module.host_drafter(plan.n_draft, options.settings))
 
 
 # -- a drafter that ranks divide ---------------------------------------------------------------------------------------
@@ -411,42 +429,4 @@ class DraftLead(Protocol):
 
     def together(self, command: DraftCommand) -> AbstractContextManager[None]:
         """Have them run a command beside the body. An exception in the body ends all ranks."""
-        ...
-
-
-@runtime_checkable
-class DividedDrafter(Protocol):
-    """The first rank's part of a drafter that ranks divide. The target's memory has its pages (`Memory.beside`)."""
-
-    lead: DraftLead
-
-    def forget(self) -> None:
-        """Free its graphs, which hold sums of ranks. Nothing is captured after this."""
-        ...
-
-
-class DraftShare(Protocol):
-    """Another rank's part. It decides nothing.
-
-    drafts  [seq, n] int64: the tokens that all ranks found last
-    """
-
-    needs: Needs
-    drafts: Tensor | None
-
-    def absorb(self, batch: Batch, out: Out) -> None:
-        """As of `Drafter`."""
-        ...
-
-    def obey(self, command: DraftCommand, kept: Kept | None) -> None:
-        """Run one command. kept: the rows of the last verify, as this rank has counted them."""
-        ...
-
-
-@runtime_checkable
-class CheckedDrafter(Protocol):
-    """A drafter that can check, on the target's text, whether it reads the layers it was trained on."""
-
-    def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
-        """A warning, or None. tokens: greedy text of the target. `slot` is seated, empty, and emptied again afterwards."""
         ...

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
-from pyspec.draft.drafter import DraftRequest
-from pyspec.slots.drafts import DraftDraw
+from pyspec.slots.drafts import DraftDraw, DraftRequest
 from pyspec.slots.race import winners
 
 N_RANKED = 1024  # best candidates among which top-k and top-p cut

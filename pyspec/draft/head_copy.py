@@ -11,7 +11,7 @@ from pyspec.draft.drafter import DraftPlan
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models import coarse
-from pyspec.models.matrices import Matrix
+from pyspec.models.target import Matrix
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def plan_head(target: GGUFFile, draft: DraftPlan, wanted: str, *, is_streamed: b
 
     is_streamed  kernels read the packed head: on a CPU a copy has as many bytes to read
     """
-    if wanted == "full" or (wanted == "auto" and not draft.needs.chained):
+    if wanted == "full" or (wanted == "auto" and not draft.is_chain):
         return None
     info = target.tensors["output.weight" if "output.weight" in target.tensors else "token_embd.weight"]
     to = AUTO_HEAD if wanted == "auto" else GGMLType[wanted.upper()]

@@ -9,48 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyspec.config import EngineSettings
-from pyspec.draft.drafter import DraftOptions, DraftPlan, DraftRequest, Needs, TargetFile, refuse_file
+from pyspec.draft.host import HostDrafter
 from pyspec.draft.suffix_drafts import SuffixDrafts
-from pyspec.gguf import GGUFFile
-from pyspec.models.target import Out, Target
-from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts
-from pyspec.slots.table import Slot, SlotTable
+from pyspec.slots.drafts import DraftRequest, Drafts
+from pyspec.slots.table import Slot
 
-N_DRAFT = 8  # tokens a round, unless a number is asked for
+N_DRAFT = 8
 
 
-def recognises(file: GGUFFile) -> bool:
-    return False  # it drafts for any target, but only if it is asked for by name
+def host_drafter(n_draft: int, settings: EngineSettings) -> NGram:
+    return NGram(n_draft, settings.ngram_match)
 
 
-def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
-    refuse_file("ngram", file)
-    needs = Needs(settings.n_draft_max or N_DRAFT, on_host=True)
-    return DraftPlan(kind="ngram", needs=needs, no_copy="n-grams need no head")
-
-
-def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> NGram:
-    return NGram(plan.needs.n_draft, options.settings.ngram_match)
-
-
-class NGram:
-    """Implements `Drafter`. A text is read when a draft is asked for first."""
-
-    name = "ngram"
+class NGram(HostDrafter):
+    """A text is read when a draft is asked for first."""
 
     def __init__(self, n_draft: int = N_DRAFT, n_match: int = 3) -> None:
-        self.needs = Needs(n_draft, on_host=True)
+        self.n_draft = n_draft
         self.texts = SuffixDrafts(n_draft, n_match=n_match, least=0.0)
 
-    def begin(self, slot: Slot, saved: object | None) -> None:
+    def begin(self, slot: Slot) -> None:
         self.end(slot)
-
-    def absorb(self, batch: Batch, out: Out) -> None:
-        pass
-
-    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        pass
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Drafts]:
         for slot in (request.slot for request in requests):
@@ -61,9 +40,6 @@ class NGram:
                     pass
         found = self.texts.draft_all([(r.slot, r.anchor, r.n_draft) for r in requests])
         return [Drafts(draft.tokens) for draft in found]
-
-    def checkpoint(self, slot: Slot) -> object | None:
-        return None
 
     def end(self, slot: Slot) -> None:
         self.texts.end(slot)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from pyspec.cpu.build import CannotBuild, built_alone
-from pyspec.draft.suffix_chances import Promise
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
-from pyspec.draft.suffix_text import GrowingText, Learned, PlainTexts, SlotText, SuffixAsk, SuffixKind
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
+from pyspec.draft.suffix_text import GrowingText, Learned, PlainTexts, SlotText, SuffixAsk
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ def compiled() -> ctypes.CDLL | str:
         return str(e)
 
 
-def fastest() -> SuffixKind:
+def fastest() -> PlainTexts:
     """In C++, or by plain lookups where there is neither a library nor a compiler."""
     lib = compiled()
     return PlainTexts() if isinstance(lib, str) else NativeTexts(lib)
@@ -102,18 +101,16 @@ class NativeAutomaton:
         _had(self._lib.pyspec_suffix_extend(self.handle, _address(numbers), len(numbers)), -1)
 
 
-class NativeText:
-    """Implements `SlotText`. Its automaton and its tokens lie in the library's memory, and it reads and writes the learned numbers."""
+class NativeText(SlotText):
+    """Its automaton and its tokens lie in the library's memory, and it reads and writes the learned numbers."""
 
     def __init__(self, lib: ctypes.CDLL, client: str) -> None:
+        super().__init__(client)
         self._lib, self.handle = lib, 0
-        self.client, self.slot, self.keeps, self.n_begin = client, None, False, 0
         self.n_sent = 0  # tokens that the library has
         self.promise = Promise()
         self._learned: Learned | None = None
         self.handle = _had(lib.pyspec_suffix_text())
-
-    slot: Slot | None
 
     def __del__(self) -> None:
         if self.handle:
@@ -152,9 +149,6 @@ class NativeText:
             -1,
         )
 
-    def end(self) -> None:
-        self.slot = None
-
     def enter(self, n: int) -> None:
         _had(self._lib.pyspec_suffix_enter(self.handle, n), -1)
 
@@ -162,8 +156,8 @@ class NativeText:
         self._lib.pyspec_suffix_judge(self.handle, n_draft, n_accepted)
 
 
-class NativeTexts:
-    """Implements `SuffixKind`."""
+class NativeTexts(PlainTexts):
+    """The same with the library."""
 
     name = "C++"
 

@@ -8,8 +8,7 @@ from itertools import takewhile
 from operator import eq
 from typing import NamedTuple, Protocol
 
-from pyspec.draft.suffix_chances import Promise, SuffixChances, guess
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixChances, SuffixDraft, guess
 from pyspec.slots.table import Slot
 
 LEAST_MATCH = 2  # tokens
@@ -42,8 +41,8 @@ class Learned(NamedTuple):
     promise: Promise
 
 
-class SlotText(Protocol):
-    """One slot's text.
+class SlotText:
+    """One slot's text. Base class.
 
     slot       None: no request has it
     keeps      its answer may be kept for later ones
@@ -51,53 +50,41 @@ class SlotText(Protocol):
     n_entered  tokens in its index, from the first on
     """
 
-    client: str
-    slot: Slot | None
-    keeps: bool
-    n_begin: int
+    def __init__(self, client: str) -> None:
+        self.client, self.keeps, self.n_begin = client, False, 0
+        self.slot: Slot | None = None
 
     @property
-    def n_entered(self) -> int: ...
+    def n_entered(self) -> int:
+        raise NotImplementedError
 
     @property
-    def n_bytes(self) -> int: ...
+    def n_bytes(self) -> int:
+        raise NotImplementedError
 
     def continues(self, prompt: Sequence[int]) -> bool:
         """What is entered is the begin of the prompt."""
+        raise NotImplementedError
 
     def start(self, slot: Slot, prompt: Sequence[int], learned: Learned) -> None:
         """A request starts in `slot`. prompt: every token before its answer."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """The request is over."""
+        self.slot = None
 
     def enter(self, n: int) -> None:
         """Enter up to n further tokens of the prompt."""
+        raise NotImplementedError
 
     def judge(self, n_draft: int, n_accepted: int) -> None:
         """Report the verdict on the last draft."""
+        raise NotImplementedError
 
 
 # A wish for a draft: text, the slot's last chosen token, most tokens, and indices of answers, the young one first
 SuffixAsk = tuple[SlotText, int, int, Sequence[GrowingText]]
-
-
-class SuffixKind(Protocol):
-    """Makes texts and indices of answers, and drafts for them. n_draft: most tokens of a draft"""
-
-    name: str
-
-    def automaton(self) -> GrowingText:
-        """An empty one."""
-
-    def text(self, client: str) -> SlotText:
-        """A text of this client without tokens."""
-
-    def draft_all(
-        self, asks: Sequence[SuffixAsk], least: float, n_draft: int, n_match: int
-    ) -> list[SuffixDraft]:
-        """The draft of each, behind `n_match` tokens or more that stood before; it ends where the product of its chances would be below
-        `least`. MemoryError without memory."""
 
 
 # -- plain lookups -----------------------------------------------------------------------------------------------------
@@ -135,14 +122,12 @@ class PlainIndex:
         return found
 
 
-class PlainText:
-    """Implements `SlotText`. Chances are first guesses by a match's length, which the promises of its drafts correct."""
+class PlainText(SlotText):
+    """Chances are first guesses by a match's length, which the promises of its drafts correct."""
 
     def __init__(self, client: str) -> None:
-        self.client, self.slot, self.keeps, self.n_begin = client, None, False, 0
+        super().__init__(client)
         self.index, self.prompt, self.offer = PlainIndex(), [0][:0], NO_DRAFT
-
-    slot: Slot | None
 
     @property
     def n_entered(self) -> int:
@@ -159,9 +144,6 @@ class PlainText:
         self.slot, self.prompt, self.n_begin = slot, list(prompt), len(prompt)
         self.promise, self.offer, self.n_offered = Promise(learned.promise), NO_DRAFT, 0
 
-    def end(self) -> None:
-        self.slot = None
-
     def enter(self, n: int) -> None:
         self.index.extend(self.prompt[self.n_entered : min(self.n_entered + n, MOST_TEXT)])
 
@@ -172,7 +154,7 @@ class PlainText:
     def draft(
         self, anchor: int, most: int, indices: Sequence[GrowingText], least: float, n_match: int
     ) -> SuffixDraft:
-        """As `SuffixKind.draft_all`, for this text."""
+        """As `PlainTexts.draft_all`, for this text."""
         assert self.slot is not None
         came = [*self.slot.tokens[self.n_offered :], anchor][: len(self.offer.tokens)]
         self.judge(len(came), sum(takewhile(bool, map(eq, came, self.offer.tokens))))
@@ -194,19 +176,23 @@ class PlainText:
 
 
 class PlainTexts:
-    """Implements `SuffixKind`."""
+    """Makes texts and indices of answers, and drafts for them. n_draft: most tokens of a draft"""
 
     name = "Python"
 
     def automaton(self) -> GrowingText:
+        """An empty one."""
         return PlainIndex()
 
     def text(self, client: str) -> SlotText:
+        """A text of this client without tokens."""
         return PlainText(client)
 
     def draft_all(
         self, asks: Sequence[SuffixAsk], least: float, n_draft: int, n_match: int
     ) -> list[SuffixDraft]:
+        """The draft of each, behind `n_match` tokens or more that stood before; it ends where the product of its chances would be below
+        `least`. MemoryError without memory."""
         return [
             text.draft(anchor, min(most, n_draft), indices, least, n_match)
             for text, anchor, most, indices in asks

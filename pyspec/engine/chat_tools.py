@@ -255,7 +255,7 @@ class Chats:
         if has_tools(messages, tools) and (is_generic or (tools and recognised(self.source))):
             chat, tools = with_described(
                 self.template,
-                self,
+                lambda: self.tokenizer,
                 normalise(messages),
                 tools,
                 may_call=may_call,

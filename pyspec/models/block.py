@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
-from pyspec.models.part import AttentionShape, PartSpec, Place, ReadsBlocks
+from pyspec.models.part import AttentionShape, PartSpec, Place
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts
 
@@ -66,10 +66,6 @@ class BlockSpec:
         return tuple(part.spec for part in self.parts)
 
     @property
-    def captures_prompts(self) -> bool:
-        return all(spec.captures_prompts for spec in self.specs)
-
-    @property
     def attention(self) -> tuple[AttentionShape, ...]:
         """Shapes of its attentions."""
         return tuple(spec.attends for spec in self.specs if spec.attends is not None)
@@ -94,10 +90,7 @@ class BlockSpec:
 
     def of_file(self, at: Place) -> BlockSpec:
         """The block with the sizes of blocks of this file's types, where shares depend on them."""
-        parts = tuple(
-            replace(part, spec=part.spec.of_file(at)) if isinstance(part.spec, ReadsBlocks) else part
-            for part in self.parts
-        )
+        parts = tuple(replace(part, spec=part.spec.of_file(at)) for part in self.parts)
         return self if parts == self.parts else replace(self, parts=parts)
 
     def forward(self, f: Forward, x: Value) -> Value:

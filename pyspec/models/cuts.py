@@ -12,49 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
 
 import numpy as np
 
-from pyspec.config import MAX_RANKS
 from pyspec.cuda.rank import Rank
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile, TensorInfo
 
 CHUNK = 4 << 20  # bytes of whole rows that are read at once where a rank keeps some columns of them
-SAID = 8  # numbers of ranks that a refusal lists
 ALONE = 1 << 16  # bytes of one row's columns that are worth a read of their own
 
 
 Run = tuple[int, int]
 """(first, end) of things in a row; (-n, 0) stands for n places of zeros."""
-
-
-class Divided(Protocol):
-    """Things in a row, a part of which each rank gets.
-
-    n       of them in the tensor
-    size    rows or columns of each, beside those of the cut's other kinds
-    name    for messages
-    copied  several ranks may have the same one
-    """
-
-    @property
-    def n(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def copied(self) -> bool: ...
-
-    def runs(self, rank: Rank) -> list[Run]:
-        """A rank's, in the order in which it has them."""
-        ...
-
-    def flaw(self, n: int) -> str:
-        """Why `n` ranks can not have shares of these; "" if they can."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +56,7 @@ class Units:
         return first, first + 1
 
     def runs(self, rank: Rank) -> list[Run]:
-        """As of Divided."""
+        """A rank's, in the order in which it has them."""
         first, end = self.of(rank)
         missing = each_of(self.n, rank.n, self.block) - (end - first) if self.block else 0
         return [(first, end), (-missing, 0)]
@@ -156,11 +126,11 @@ class Keys:
         return self.groups.n_key
 
     def runs(self, rank: Rank) -> list[Run]:
-        """As of Divided."""
+        """See `Units.runs`."""
         return [(-1, 0) if x is None else (x[0], x[0] + 1) for x in self.groups.taken(rank)]
 
     def flaw(self, n: int) -> str:
-        """As of Divided."""
+        """See `Units.flaw`."""
         if self.whole and self.groups.places(n)[1] != self.groups.n_reader:
             return f"{self.n} {self.name} are fewer than {n} ranks"
         return ""
@@ -181,7 +151,7 @@ class Readers:
         return self.groups.n_key * self.groups.n_reader
 
     def runs(self, rank: Rank) -> list[Run]:
-        """As of Divided."""
+        """See `Units.runs`."""
         g, (_, each) = self.groups, self.groups.places(rank.n)
         taken = self.groups.taken(rank)
         if self.tiled:
@@ -199,8 +169,12 @@ class Readers:
         return found
 
     def flaw(self, n: int) -> str:
-        """As of Divided: zeros take the places that are left."""
+        """Zeros take the places that are left: any number of ranks can have shares."""
         return ""
+
+
+Divided = Units | Keys | Readers
+"""Things in a row, a part of which each rank gets: `n` of them in the tensor, each of `size` rows or columns beside those of the cut's other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,14 +303,3 @@ def surplus(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> float:
     whole = sum(info.n_bytes for info, _ in found)
     held = sum(share_of(info, cut, Rank(i, n)).info.n_bytes for info, cut in found for i in range(n))
     return held / whole - 1 if whole else 0.0
-
-
-def check_ranks(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> None:
-    """Raise ModelError with the tensor that does not divide by `n`, and the numbers of ranks that would do."""
-    if (flaw := next(flaws(file, cuts, n), None)) is None:
-        return
-    good = [m for m in range(1, MAX_RANKS + 1) if next(flaws(file, cuts, m), None) is None]
-    listed = " or ".join(map(str, good[:SAID])) + (
-        f" (and more, to {good[-1]})" if len(good) > SAID else ""
-    )
-    raise ModelError(f"--tp {n} does not divide {file.path.name}: {flaw}; --tp {listed} would do")

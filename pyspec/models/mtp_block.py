@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 from torch import Tensor
 
 from pyspec.errors import PairError
 from pyspec.models.binding import Binding, Pass
-from pyspec.models.matrices import Embedding, Matrix
+from pyspec.models.decoder import Decoder
+from pyspec.models.matrices import Embedding
 from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.ropes import Ropes
 from pyspec.models.streams import bound_block, bound_residual
-from pyspec.models.target import Out, Target
+from pyspec.models.target import Matrix, Out, Target
 from pyspec.models.wants import EMBEDDING, HEAD
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
-
-
-@runtime_checkable
-class DecoderParts(Protocol):
-    """The parts of a target that its MTP block shares."""
-
-    ropes: Ropes
-    embedding: Embedding
-    norm: Tensor
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Normed rows [row, n_embd] to logits [row, n_vocab]."""
-        ...
 
 
 class MtpBlock:
@@ -46,7 +32,7 @@ class MtpBlock:
         spec: MtpOfBlock,
         weights: Weights,
         memory: Memory,
-        target: DecoderParts,
+        target: Decoder,
         head: Matrix | None,
         skips: tuple[str, ...] = (),
     ) -> None:
@@ -62,11 +48,11 @@ class MtpBlock:
         )
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.residual = bound_residual(
-            spec.residual, weights, n, eps, target.norm if norm is None else norm
+            spec.residual, weights, n, eps, target.norm if norm is None else norm, [self.block]
         )
-        own = spec.own(weights, "embed_tokens", EMBEDDING, skips)
+        own = _own(spec, weights, "embed_tokens", EMBEDDING, skips)
         self.embedding: Embedding = target.embedding if own is None else weights.embedding(own)
-        own = spec.own(weights, "shared_head_head", HEAD, skips)
+        own = _own(spec, weights, "shared_head_head", HEAD, skips)
         self.output = (head or target.head) if own is None else weights.matrix(own)
         self.best = BestDrafts(weights.device)
 
@@ -93,6 +79,14 @@ class MtpBlock:
         return out.hidden
 
 
+def _own(
+    spec: MtpOfBlock, weights: Weights, nextn: str, whole: str, skips: tuple[str, ...]
+) -> str | None:
+    """The name of the block's own tensor in place of the target's `whole`, if the file has one."""
+    names = [f"{spec.prefix}.nextn.{nextn}.weight", *([whole] if spec.stands_alone else [])]
+    return next((name for name in names if weights.has(name) and name not in skips), None)
+
+
 def bound(
     spec: MtpOfBlock,
     weights: Weights,
@@ -102,6 +96,6 @@ def bound(
     skips: tuple[str, ...],
 ) -> MtpBlock:
     """head: stands for the target's if it is given. skips: the result of `MtpOfBlock.shared`."""
-    if not isinstance(target, DecoderParts):
+    if not isinstance(target, Decoder):
         raise PairError("this target does not give what its MTP block shares with it")
     return MtpBlock(spec, weights, memory, target, head, skips)

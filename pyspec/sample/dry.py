@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from pyspec.request import SamplingParams
 from pyspec.sample.noise import Ints
+from pyspec.text.tokenizer import Tokenizer
 
 _MAX_MATCH = 1024  # longest measured repetition; bounds the work on degenerate texts
 _MAX_BREAKER_BYTES = 40  # llama.cpp's limits
@@ -23,21 +23,10 @@ _FLOAT_MAX_LOG = 88.7228391  # ln of the largest f32
 Tails = tuple[tuple[int, ...], ...]
 
 
-class Vocabulary(Protocol):
-    """The parts of a tokenizer that sequence breakers need."""
-
-    @property
-    def n_vocab(self) -> int: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
-
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
-
-
 class DryBreakers:
     """Finds the tokens that begin a sequence breaker. One per tokenizer; each breaker string is looked up once."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Tokenizer) -> None:
         self._vocabulary = vocabulary
         self._words: list[bytes] = []
         self._tails: dict[str, dict[int, Tails]] = {}

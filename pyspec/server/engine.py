@@ -1,74 +1,20 @@
-"""The interfaces that the server uses: an engine, a tokenizer and a chat template, as three narrow protocols.
+"""The interface of an engine that the server uses.
 
 The real engine satisfies `EngineLike`; so does the fake one of the tests. The server does not know torch, drafters or architectures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from pyspec.request import EngineInfo, Event, Grammar, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.slot_action import SlotAction, SlotAnswer
-from pyspec.text.abilities import Abilities
-from pyspec.text.vocab import FimMarks
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
 
 Sink = Callable[[Event], None]
 """Takes the events of one request, in order. Called on the engine's thread; returns at once."""
-
-
-class TokenizerLike(Protocol):
-    """Text to ids and back. Thread-safe: the server calls it from its text threads."""
-
-    @property
-    def n_vocab(self) -> int: ...
-
-    @property
-    def add_bos(self) -> bool: ...
-
-    @property
-    def bos_id(self) -> int | None: ...
-
-    @property
-    def fim(self) -> FimMarks: ...
-
-    def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True
-    ) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes: ...
-
-
-class TemplateLike(Protocol):
-    """The model's chat template. Raises RequestError when it refuses the messages."""
-
-    def able(self, *, tools: bool) -> Abilities:
-        """The features that the template can write, in chats with or without tools."""
-        ...
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> str: ...
-
-    def encode(
-        self,
-        tokenizer: Any,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-        begun: str = "",
-    ) -> list[int]:
-        """Ids of the rendered chat, followed by the answer's beginning `begun`. Users' text cannot become control tokens."""
-        ...
 
 
 class EngineLike(Protocol):
@@ -78,10 +24,10 @@ class EngineLike(Protocol):
     def info(self) -> EngineInfo: ...
 
     @property
-    def tokenizer(self) -> TokenizerLike: ...
+    def tokenizer(self) -> Tokenizer: ...
 
     @property
-    def template(self) -> TemplateLike | None: ...
+    def template(self) -> ChatTemplate | None: ...
 
     def submit(self, request: Request, sink: Sink) -> str:
         """Queue a request and return its id. Raises RequestError, QueueFull or Unavailable at once.

@@ -20,7 +20,7 @@ from pyspec.server.api.answers import Answer, Choice, unfinished
 from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.bridge import Batch, Submission
 from pyspec.server.http.body import ClientGone
-from pyspec.server.http.parts import PARTS, PartWriter
+from pyspec.server.http.connections import PARTS, GuardedProtocol
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class EventStream:
         self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts: PartWriter | None = scope.get("state", {}).get(PARTS)
+        parts: GuardedProtocol | None = scope.get("state", {}).get(PARTS)
         if parts is not None and self._encode is not None:
             self._submission.take_at_once(partial(self._write, parts, self._encode))
         sending = asyncio.ensure_future(self._send_all(send))
@@ -179,7 +179,7 @@ class EventStream:
                 await stop_task(task)
 
     @staticmethod
-    def _write(parts: PartWriter, encode: Callable[[Batch], bytes], batch: Batch) -> bool:
+    def _write(parts: GuardedProtocol, encode: Callable[[Batch], bytes], batch: Batch) -> bool:
         """Write tokens to a connection with room for them."""
         if not parts.has_room:
             return False

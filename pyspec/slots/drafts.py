@@ -1,4 +1,4 @@
-"""Drafts as a drafter gives them to a round, and as they go on to the target's verdict.
+"""Drafts as a round asks for them, as a drafter gives them, and as they go on to the target's verdict.
 
 Tokens are ids of the target's vocabulary. A drafter with a vocabulary of its own maps them, and `q`, before they leave it.
 """
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pyspec.slots.table import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,21 @@ class DraftDraw:
     min_p: float
     noise: Sequence[float]
     keeps_q: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """Draft at most `n_draft` tokens after `anchor`, the slot's last sampled token (position slot.n_past).
+
+    tells  with the probability of each, where the drafter can
+    draw   None: the most likely tokens
+    """
+
+    slot: Slot
+    anchor: int
+    n_draft: int
+    tells: bool = False
+    draw: DraftDraw | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from pyspec.errors import RequestError
 from pyspec.request import Grammar
 from pyspec.text.call_plan import CallPlan
 from pyspec.text.markup.answer_grammar import (
-    Tokens,
     control_tokens,
     grammar_of_calls,
     lead_of,
     shown_tokens,
 )
 from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.tokenizer import Tokenizer
 
 CheckGrammar = Callable[[Grammar], Grammar]
 """Compiles a grammar. Raises RequestError if the grammar is not supported."""
@@ -69,7 +69,12 @@ class AnswerPlan:
 
 
 def plan_answer(
-    tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar, *, has_grammar: bool
+    tokenizer: Tokenizer,
+    calls: CallPlan,
+    markup: AnswerMarkup,
+    check: CheckGrammar,
+    *,
+    has_grammar: bool,
 ) -> AnswerPlan:
     """Plan an answer. Raises RequestError if schemas must be enforced and are not supported.
 
@@ -99,7 +104,7 @@ def plan_answer(
     )
 
 
-def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
+def _in_place(tokenizer: Tokenizer, calls: CallPlan) -> list[tuple[str, str]]:
     """Calls with their first characters, held to the tools' schemas. If strictness is optional, the second entry allows any arguments."""
     assert calls.dialect is not None
     control = control_tokens(tokenizer, calls.dialect)
@@ -109,7 +114,7 @@ def _in_place(tokenizer: Tokens, calls: CallPlan) -> list[tuple[str, str]]:
 
 
 def _call_grammar(
-    tokenizer: Tokens, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar
+    tokenizer: Tokenizer, calls: CallPlan, markup: AnswerMarkup, check: CheckGrammar
 ) -> Grammar | None:
     """The grammar of the calls, or None if they are free. For a model that reads in its prompt how to call, all calls have a grammar:
     that of the schemas or, if those are not supported, that of the form alone."""

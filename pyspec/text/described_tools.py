@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from pyspec.errors import RequestError
-from pyspec.text.abilities import HEAD, Abilities, Chat
-from pyspec.text.markup.answer_grammar import Tokens
+from pyspec.text.abilities import HEAD, Chat
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
 
 ToolList = list[Mapping[str, Any]]
 
@@ -29,27 +30,14 @@ _TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SIGNS = re.compile(r'[^\w\s"\\]')
 
 
-class AbleTemplate(Protocol):
-    """A template whose abilities are known."""
-
-    def able(self, *, tools: bool) -> Abilities: ...
-
-
-class HasTokenizer(Protocol):
-    """Loads the tokenizer only when a client's text needs it."""
-
-    @property
-    def tokenizer(self) -> Tokens: ...
-
-
 def has_tools(messages: Sequence[Mapping[str, Any]], tools: ToolList) -> bool:
     """True if a chat has tools, calls or results."""
     return bool(tools) or any(_calls_of(m) or m["role"] == "tool" for m in messages)
 
 
 def with_described(
-    template: AbleTemplate,
-    owner: HasTokenizer,
+    template: ChatTemplate,
+    get_tokenizer: Callable[[], Tokenizer],
     messages: Sequence[Mapping[str, Any]],
     tools: ToolList,
     *,
@@ -65,12 +53,12 @@ def with_described(
     if knows_how:
         if not (tools and may_call and template.able(tools=True).hides_tools):
             return chat, tools
-        return _instructed(chat, _listed(tools, owner)), []
+        return _instructed(chat, _listed(tools, get_tokenizer)), []
     shows_tools = bool(tools) and template.able(tools=True).shows_tools
     if not template.able(tools=shows_tools).shows_calls:
-        chat = _in_turns(chat, owner)
+        chat = _in_turns(chat, get_tokenizer)
     if tools and may_call:
-        described = "" if shows_tools else f"{_listed(tools, owner)}\n\n"
+        described = "" if shows_tools else f"{_listed(tools, get_tokenizer)}\n\n"
         chat = _instructed(chat, described + INSTRUCTIONS)
     return chat, tools if shows_tools else []
 
@@ -80,14 +68,14 @@ def _calls_of(message: Mapping[str, Any]) -> Sequence[Any]:
     return calls if isinstance(calls, list | tuple) else ()
 
 
-def _in_turns(messages: Chat, owner: HasTokenizer) -> Chat:
+def _in_turns(messages: Chat, get_tokenizer: Callable[[], Tokenizer]) -> Chat:
     """Write calls into the assistant's text, and results as user messages. Consecutive results, and a user message behind them, become
     one message, because many templates need turns."""
     chat: Chat = []
     is_answered = False  # the last message begins with results
     for message in messages:
         is_result = message["role"] == "tool"
-        message = _result(message) if is_result else _called(message, owner)
+        message = _result(message) if is_result else _called(message, get_tokenizer)
         if is_answered and message["role"] == "user":
             last = chat[-1]
             chat[-1] = last | {"content": f"{last['content']}\n{message.get('content') or ''}"}
@@ -105,11 +93,11 @@ def _result(message: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _called(message: dict[str, Any], owner: HasTokenizer) -> dict[str, Any]:
+def _called(message: dict[str, Any], get_tokenizer: Callable[[], Tokenizer]) -> dict[str, Any]:
     calls = _calls_of(message)
     if message["role"] != "assistant" or not calls:
         return message
-    blocks = "\n".join(f"{OPEN}\n{_json(_call(call), owner)}\n{CLOSE}" for call in calls)
+    blocks = "\n".join(f"{OPEN}\n{_json(_call(call), get_tokenizer)}\n{CLOSE}" for call in calls)
     content = message.get("content")
     own = {key: value for key, value in message.items() if key != "tool_calls"}
     return own | {"content": f"{content}\n{blocks}" if content else blocks}
@@ -126,8 +114,8 @@ def _call(call: Any) -> dict[str, Any]:
     return {"name": function.get("name"), "arguments": {} if arguments is None else arguments}
 
 
-def _listed(tools: ToolList, owner: HasTokenizer) -> str:
-    return "You can call these tools:\n" + "\n".join(_json(tool, owner) for tool in tools)
+def _listed(tools: ToolList, get_tokenizer: Callable[[], Tokenizer]) -> str:
+    return "You can call these tools:\n" + "\n".join(_json(tool, get_tokenizer) for tool in tools)
 
 
 def _instructed(messages: Chat, text: str) -> Chat:
@@ -143,10 +131,10 @@ def _escaped(sign: re.Match[str]) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else sign.group()
 
 
-def _json(value: Any, owner: HasTokenizer) -> str:
+def _json(value: Any, get_tokenizer: Callable[[], Tokenizer]) -> str:
     """JSON in which no text is a control token's: text in a description must not become a control token."""
 
-    tokenizer = owner.tokenizer
+    tokenizer = get_tokenizer()
 
     def escaped(found: re.Match[str]) -> str:
         text = found.group()

@@ -147,13 +147,13 @@ def start(d: Description) -> None:
     assert plan.total > 0 and d.kv.name
     table = d.table()
     assert table.n_row >= d.n_overhang + 2
-    rehearsed(d.settings.np, d.draft.n_draft)
-    synth_of(d.settings, d.draft.n_draft)
+    rehearsed(d.settings.np, d.draft.longest)
+    synth_of(d.settings, d.draft.longest)
     info_of(d, plan)
     worker = SimpleNamespace(
         table=table,
-        needs=d.draft.needs,
-        n_draft=d.draft.n_draft,
+        plan=d.draft,
+        n_draft=d.draft.longest,
         device=torch.device("cpu"),
         arena=Arena(d.settings.np, describe.arena_pages(d), torch.device("cpu"), d.width),
         forward=Lays(),

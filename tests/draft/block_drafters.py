@@ -15,12 +15,11 @@ from rewrite import rewrite
 from pyspec.draft import dflash2, dspark
 from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash_net import DFlashNet
-from pyspec.draft.drafter import DraftRequest
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models.weights import Weights
 from pyspec.ranges import Real
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes

@@ -18,14 +18,14 @@ from rewrite import rewrite
 from pyspec.config import EngineSettings
 from pyspec.draft import assistant
 from pyspec.draft.assistant import Assistant, AssistantBlock, read_assistant
-from pyspec.draft.drafter import DraftRequest, TargetFile
+from pyspec.draft.drafter import TargetFile
 from pyspec.errors import BadTensors, ConfigError, PairError, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.decoder import Decoder
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 
 TARGET, ASSISTANT = FIXTURES / "gemma4-e.gguf", FIXTURES / "gemma4-assistant.gguf"
 READS = (1, 2)  # layers whose keys its first and its second layer read: the last with keys of their own

@@ -14,9 +14,9 @@ from pyspec import synth
 from pyspec.draft import dflash
 from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, LEAST, BlockLength
 from pyspec.draft.dflash import DFlash
-from pyspec.draft.drafter import DraftRequest
 from pyspec.slots.arena import bucket_of, places_of
 from pyspec.slots.batch import lay_out
+from pyspec.slots.drafts import DraftRequest
 
 FEW = "FEW_ROWS_CPU" if DEVICE.type == "cpu" else "FEW_ROWS"
 
@@ -61,7 +61,7 @@ def drafts_of(draft: Path, n_draft: int, ran: list[int]) -> list[list[int]]:
         drafter.begin(slot, None)
         seq = bench.seq(slot.index, [(7 * i + slot.index) % 251 for i in range(length)])
         batch = lay_out(bench.table, [seq], DEVICE)
-        out = bench.target.forward(batch, drafter.needs.taps)
+        out = bench.target.forward(batch, drafter.plan.taps)
         drafter.absorb(batch, out)
         drafter.observe(batch, [length], out)
         bench.commit(seq, length)

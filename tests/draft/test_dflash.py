@@ -19,7 +19,6 @@ from sampling import few
 from pyspec import synth
 from pyspec.device.capture import capture
 from pyspec.draft.dflash import N_HELD, DFlash
-from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.load import warmup
 from pyspec.engine.loop.loop import Loop
 from pyspec.errors import SlotError
@@ -28,6 +27,7 @@ from pyspec.models.target import Out
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.drafts import DraftRequest
 
 CPU = torch.device("cpu")
 N_CTX, WINDOW = 90, 24
@@ -58,7 +58,7 @@ def feed(
     kept = len(tokens) if kept < 0 else kept
     seq = bench.seq(slot, tokens, keep=keep)
     batch = lay_out(bench.table, [seq], CPU)
-    out = bench.target.forward(batch, drafter.needs.taps)
+    out = bench.target.forward(batch, drafter.plan.taps)
     drafter.absorb(batch, out)
     drafter.observe(batch, [kept], out)
     bench.commit(seq, kept)
@@ -235,7 +235,7 @@ class Rounds:
 
     def __init__(self, bench: Bench, drafter: DFlash, *, late: bool, seed: int) -> None:
         self.bench, self.drafter, self.rng = bench, drafter, random.Random(seed)
-        drafter.needs = replace(drafter.needs, late=late)
+        drafter.plan = replace(drafter.plan, n_held=len(drafter.held) * late)
         self.busy = {slot.index for slot in bench.table.slots}
         self.drafts: list[list[int]] = []
         self.left: list[torch.Tensor] = []
@@ -277,7 +277,7 @@ class Rounds:
         if not seqs:
             return
         batch = lay_out(self.bench.table, seqs, CPU)
-        out = self.bench.target.forward(batch, self.drafter.needs.taps)
+        out = self.bench.target.forward(batch, self.drafter.plan.taps)
         self.drafter.absorb(batch, out)
         if rng.random() < 0.05:
             return  # the forward failed after all: its rows are laid out again
@@ -330,7 +330,7 @@ def test_silent_rounds_cost_the_drafter_no_pass(files: tuple[Path, Path]) -> Non
     drafter.net.inject = watch  # type: ignore[method-assign]
     for t in range(200):
         batch = lay_out(bench.table, [bench.seq(i, [t]) for i in (0, 1)], CPU)
-        out = bench.target.forward(batch, drafter.needs.taps)
+        out = bench.target.forward(batch, drafter.plan.taps)
         drafter.absorb(batch, out)
         drafter.observe(batch, [1, 1], out)
         for seq in batch.seqs:
@@ -393,14 +393,16 @@ def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
         r = rig(files[0], np=3, draft_path=files[1], page_size=16, ubatch=24)
         drafter, controller, rng = r.loop.drafter, r.loop.controller, random.Random(11)
         assert isinstance(drafter, DFlash)
-        drafter.needs = replace(drafter.needs, late=bool(late))
+        drafter.plan = replace(drafter.plan, n_held=len(drafter.held) * bool(late))
         if late == "replayed":
             replay(r.loop, drafter)
         controller.choose = lambda caps, _offers, _beside=0, rng=rng, c=controller: [  # type: ignore[method-assign, misc]
             min(cap, rng.choice((1, 7)) if c.n_round // 20 % 3 == 0 and rng.random() < 0.5 else 0)
             for _, cap in caps
         ]
-        controller.cut_took = lambda _ms: None  # type: ignore[method-assign]  # cuts do not depend on this machine's times
+        r.loop.speculator.clock = lambda: (
+            0.0
+        )  # cuts take no time on it, so their account does not depend on this machine
         asked, observe, n_round = [], drafter.observe, 0
 
         def lose(*what, observe=observe) -> None:

@@ -27,10 +27,10 @@ from pyspec import draft
 from pyspec.draft.blocks import BlockLength
 from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash2 import DFlash2Net, largest
-from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.dspark import DSparkNet
 from pyspec.errors import BadTensors, ConfigError, ModelError, PairError
 from pyspec.gguf import open_gguf
+from pyspec.slots.drafts import DraftRequest
 
 
 def test_dflash2_scores_and_drafts_are_those_of_llama_cpp() -> None:
@@ -213,7 +213,7 @@ def test_uncertain_drafts_are_cut(kind: str) -> None:
     r.submit(prompt, 4)
     while not (slot := r.loop.table.slots[0]).n_past:
         r.loop.step()
-    n, n_row = drafter.needs.n_draft, drafter.length.trained
+    n, n_row = drafter.plan.n_draft, drafter.length.trained
     features = reference.features(slot.tokens)
     want, sure = reference.draft(7, features, n, n_row)
     assert list(drafter.draft([DraftRequest(slot, 7, n)])[0].tokens) == want
@@ -235,7 +235,7 @@ def test_slots_draft_the_same_together_as_alone(kind: str) -> None:
     asked = [DraftRequest(slot, 10 + i, 3) for i, slot in enumerate(table.slots)]
     together = [d.tokens for d in drafter.draft(asked)]
     few = drafter.length.rows(3, 3)
-    drafter.needs = replace(drafter.needs, block=BlockLength(few))
+    drafter.plan = replace(drafter.plan, block=BlockLength(few))
     for order in ([2, 0, 1], [1], [0, 2]):
         assert [d.tokens for d in drafter.draft([asked[i] for i in order])] == [
             together[i] for i in order

@@ -24,7 +24,8 @@ from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models import coarse
-from pyspec.models.matrices import Dense, Matrix, Unpacked
+from pyspec.models.matrices import Dense, Unpacked
+from pyspec.models.target import Matrix
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Q4_0 = GGMLType.Q4_0
@@ -142,7 +143,7 @@ def test_without_memory_auto_keeps_the_head_and_says_so(
 
 
 @pytest.mark.parametrize(
-    ("spec_type", "text"), [("none", "nothing drafts"), ("ngram", "n-grams need no head")]
+    ("spec_type", "text"), [("none", "nothing drafts"), ("ngram", "ngram drafts need no head")]
 )
 def test_without_a_drafter_that_has_use_for_it_it_is_refused(spec_type: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

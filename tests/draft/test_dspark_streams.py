@@ -18,12 +18,12 @@ from spark_streams import HEAD_MIX, StreamsReference, streams_drafter
 from pyspec import draft
 from pyspec.config import EngineSettings
 from pyspec.draft.dflash import DFlash
-from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.dspark_streams import StreamsNet
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.errors import BadTensors, ModelError, PairError
 from pyspec.gguf import open_gguf
+from pyspec.slots.drafts import DraftRequest
 
 KINDS = {"anchor": {}, "behind": {"from_anchor": False}, "unsure": {"sure": False}}
 

@@ -20,7 +20,6 @@ from rewrite import rewrite
 from pyspec import synth
 from pyspec.config import EngineSettings
 from pyspec.draft.chain import Chain
-from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.eagle3 import EagleBlock, read_eagle
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
@@ -30,7 +29,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models.target import Out
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes

@@ -6,15 +6,14 @@ import random
 
 import pytest
 
-from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.ngram import NGram
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 from pyspec.slots.table import Slot
 
 
 def propose(tokens: list[int], n: int = 8, n_match: int = 3) -> list[int]:
     drafter, slot = NGram(8, n_match), Slot(0, tokens=tokens[:-1])
-    drafter.begin(slot, None)
+    drafter.begin(slot)
     return list(drafter.draft([DraftRequest(slot, tokens[-1], n)])[0].tokens)
 
 
@@ -40,7 +39,7 @@ def test_growing_text_gives_the_drafts_of_a_fresh_index(n_match: int) -> None:
     rng = random.Random(n_match)
     tokens = rng.choices([1, 2], k=4)
     drafter, slot = NGram(8, n_match), Slot(1, generation=5)
-    drafter.begin(slot, None)
+    drafter.begin(slot)
     for _ in range(60):
         slot.tokens = tokens[:-1]
         assert drafter.draft([DraftRequest(slot, tokens[-1], 8)]) == [
@@ -51,9 +50,9 @@ def test_growing_text_gives_the_drafts_of_a_fresh_index(n_match: int) -> None:
 
 def test_a_new_request_does_not_see_the_old_text() -> None:
     drafter, slot = NGram(8, 2), Slot(0, tokens=[1, 2, 3, 1, 2])
-    drafter.begin(slot, None)
+    drafter.begin(slot)
     assert drafter.draft([DraftRequest(slot, 3, 4)]) == [Drafts([1, 2, 3, 1])]
     drafter.end(slot)
     slot.tokens, slot.generation = [4, 1, 2], 1
-    drafter.begin(slot, None)
+    drafter.begin(slot)
     assert drafter.draft([DraftRequest(slot, 3, 4)]) == [Drafts([])]

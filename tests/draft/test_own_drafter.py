@@ -141,9 +141,17 @@ def test_a_broken_drafter_is_told_to_whoever_names_it_and_stops_nobody_else(
     assert why in caplog.text
 
 
+def test_what_a_module_loads_has_to_be_a_drafter(own: Path) -> None:
+    module(own, "table", READS_ITS_FILE.replace('kind="table"', 'kind="thing"'))
+    module(own, "thing", "from table import plan, recognises\nload = lambda *given: object()\n")
+    path = own_file(own / "table.gguf", 3, [1, 2])
+    with pytest.raises(ConfigError, match=r"it loads no pyspec\.draft\.drafter\.Drafter"):
+        rig(DEMO, spec_type="thing", draft_path=path)
+
+
 READS_ITS_FILE = """
-from own_drafter import load
-from pyspec.draft.drafter import DraftPlan, Needs
+from own_drafter import Bigrams
+from pyspec.draft.drafter import Drafter, DraftPlan
 from pyspec.ranges import Real, Whole
 
 def recognises(file):
@@ -153,7 +161,20 @@ def plan(file, target, settings):
     own = file.hparams
     own.integers("orders", 2, legal=Whole(1, 8))
     own.number("decay", 0.5, legal=Real(0, 1))
-    return DraftPlan(kind="table", needs=Needs(own.integer("depth", legal=Whole(1, 4))), no_copy="it needs no head")
+    return DraftPlan(kind="table", n_draft=own.integer("depth", legal=Whole(1, 4)), no_copy="it needs no head")
+
+def load(plan, target, table, options):
+    return Table(plan, Bigrams(plan.n_draft))
+
+class Table(Drafter):
+    def __init__(self, plan, known):
+        self.plan, self.known = plan, known
+
+    def begin(self, slot, saved):
+        self.known.begin(slot)
+
+    def draft(self, requests):
+        return self.known.draft(requests)
 """
 
 
@@ -197,20 +218,19 @@ def test_a_key_of_its_own_outside_its_range_is_refused_by_name(
 
 
 MAPS = """
-from table import plan as base, recognises
+from table import Table, plan as base, recognises
 from own_drafter import Bigrams
 from dataclasses import replace
-from pyspec.slots.drafts import Drafts
 
 def plan(file, target, settings):
     return replace(base(file, target, settings), kind="mapping", maps_tokens=True)
 
 def load(plan, target, table, options):
-    return Mapping(plan, target.n_vocab)
+    return Table(plan, Mapping(plan.n_draft, target.n_vocab))
 
 class Mapping(Bigrams):
-    def __init__(self, plan, n_vocab):
-        super().__init__(plan)
+    def __init__(self, n_draft, n_vocab):
+        super().__init__(n_draft)
         self.n_own = n_vocab // 2  # it knows the even tokens, the last one first
 
     def own(self, token):

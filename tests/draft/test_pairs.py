@@ -171,7 +171,7 @@ def test_a_sidecar_of_another_model_is_refused(tmp_path: Path) -> None:
 )
 def test_the_block_caps_the_draft_length(asked: int, got: int, note: str) -> None:
     r = pair(tiny("qwen35", drafter=True), n_draft_max=asked, n_draft_fixed=True)
-    assert r.info.n_draft_max == got == r.loop.worker.needs.n_draft and note in r.info.draft_note
+    assert r.info.n_draft_max == got == r.loop.worker.plan.n_draft and note in r.info.draft_note
     h = r.generate([5, 6, 7], 60, GREEDY)
     assert len(h.timings.drafted_per_pos) == got
 

@@ -7,17 +7,16 @@ import random
 import pytest
 
 from pyspec.draft import suffix_drafts
-from pyspec.draft.suffix_answers import MOST_SHELVES, Answers
-from pyspec.draft.suffix_drafts import PER_ROUND, SuffixDrafts
+from pyspec.draft.suffix_drafts import MOST_SHELVES, PER_ROUND, Answers, SuffixDrafts
 from pyspec.draft.suffix_native import NativeTexts, compiled
-from pyspec.draft.suffix_text import LATE, PlainTexts, SuffixKind
+from pyspec.draft.suffix_text import LATE, PlainTexts
 from pyspec.slots.table import Slot
 
 TEXT = random.Random(7).choices(range(1000), k=80)
 
 
 @pytest.fixture(autouse=True, params=["Python", "C++"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SuffixKind:
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PlainTexts:
     """Each test with both."""
     lib = compiled()
     if request.param == "C++" and isinstance(lib, str):
@@ -68,7 +67,7 @@ def test_a_longer_match_promises_more() -> None:
     assert 0 < promised(1) < 3
 
 
-def test_a_text_by_chance_teaches_that_its_repeats_mean_nothing(kind: SuffixKind) -> None:
+def test_a_text_by_chance_teaches_that_its_repeats_mean_nothing(kind: PlainTexts) -> None:
     """Of twelve tokens by chance every pair stands before: the promise of drafts falls to the share that comes, though none is verified."""
     rng, drafts = random.Random(3), SuffixDrafts(8)
     slot, promised = begin(drafts, [1, 2]), []
@@ -156,7 +155,7 @@ def test_an_answer_that_may_not_be_kept_is_not(keeps: bool, n_bytes: int) -> Non
     assert not drafts.answers.shelves and not drafts.answers.queue
 
 
-def test_old_answers_and_silent_clients_go(kind: SuffixKind) -> None:
+def test_old_answers_and_silent_clients_go(kind: PlainTexts) -> None:
     most, rng = 100_000, random.Random(5)
     answers = Answers(most, kind=kind)
     for i in range(300 if kind.name == "Python" else 1500):

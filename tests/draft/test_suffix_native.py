@@ -12,7 +12,7 @@ from pyspec.cpu import build
 from pyspec.draft import suffix_native
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_native import NativeTexts, compiled, fastest
-from pyspec.draft.suffix_text import LATE, MOST_TEXT, PlainTexts, SuffixKind
+from pyspec.draft.suffix_text import LATE, MOST_TEXT, PlainTexts
 from pyspec.slots.table import Slot
 
 N_VOCAB = 262_144
@@ -194,7 +194,7 @@ def test_a_round_of_many_texts_gives_each_what_it_gets_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", [native, PlainTexts])
-def test_a_text_that_is_too_long_is_entered_no_further(kind: Callable[[], SuffixKind]) -> None:
+def test_a_text_that_is_too_long_is_entered_no_further(kind: Callable[[], PlainTexts]) -> None:
     drafts, slot = SuffixDrafts(11, kind=kind()), Slot(0, tokens=[5] * (MOST_TEXT + 9))
     drafts.begin(slot, slot.tokens)
     while drafts.advance(1 << 16):

@@ -6,16 +6,17 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.draft.drafter import DraftRequest, Needs
+from pyspec.draft.drafter import Drafter, DraftPlan
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts, DraftsAhead
+from pyspec.slots.drafts import DraftRequest, Drafts, DraftsAhead
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
@@ -99,22 +100,18 @@ class FakeTarget:
 
 
 @dataclass
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """Base of the fakes: counts begin and end, and checks that it observes every committed token."""
 
     n_draft: int = 5
-    name: str = "fake"
     open: dict[int, int] = field(default_factory=dict)  # slot: tokens it has observed
 
     def __post_init__(self) -> None:
-        self.needs = Needs(self.n_draft)
+        self.plan = DraftPlan(kind="fake", n_draft=self.n_draft)
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         assert slot.index not in self.open, "begun twice"
         self.open[slot.index] = slot.n_past
-
-    def absorb(self, batch: Batch, out: Out) -> None:
-        pass
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         for seq, n in zip(batch.seqs, kept, strict=True):
@@ -131,9 +128,6 @@ class FakeDrafter:
 
     def guess(self, ask: DraftRequest) -> list[int]:
         return []  # no drafts
-
-    def checkpoint(self, slot: Slot) -> object | None:
-        return None
 
     def end(self, slot: Slot) -> None:
         del self.open[slot.index]
@@ -192,6 +186,7 @@ class Ahead(Fickle):
     n_ahead: drafts made ahead, and those that `confirm_ahead` confirmed for the right text
     """
 
+    runs_ahead: ClassVar[bool] = True
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by slot, for which the last drafts were
     slots: dict[int, Slot] = field(default_factory=dict)
     n_ahead: int = 0

@@ -278,7 +278,7 @@ def plain_rig(path: Path, **settings: object) -> Rig:
 
 def rig_for(path: Path, drafter: Drafter, **settings: object) -> Rig:
     """A rig whose drafter is `drafter`; planned as for n-grams, which need no file, with room for its drafts."""
-    n = drafter.needs.n_draft
+    n = drafter.plan.n_draft
     return rig(path, **({"spec_type": "ngram", "n_draft_max": n, "n_draft_fixed": True} | settings)).use(
         drafter
     )
@@ -297,7 +297,7 @@ def fake_rig(
     extra = 9
     table = SlotTable(np, n_page or -(-(ctx + extra) // page_size) * np, page_size)
     target = FakeTarget(table)
-    n_draft = drafter.needs.n_draft if drafter is not None else 0
+    n_draft = drafter.plan.n_draft if drafter is not None else 0
     cache = PrefixCache(table, target.memory, StateStore(1 << 62, 0, 1 << 62))
     worker = Worker(target, target.memory, table, drafter, None)
     loop = Loop(worker, Controller(np, n_draft, fixed=True), cache, RowLimits(ubatch, ubatch), 64)

@@ -16,7 +16,6 @@ from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.device.capture import _capture_prompts, capture
-from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine.plan import describe as describing
 from pyspec.engine.plan import memory_plan as plan
 from pyspec.engine.plan import planned_bytes
@@ -40,7 +39,7 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     loop = captured.loop
     pages = -(-300 // loop.table.page_size)
     loop.worker.arena = Arena(3, pages, torch.device("cpu"))
-    assert isinstance(loop.drafter, GraphedDrafter)
+    assert loop.drafter is not None
     loop.drafter.use_graphs(lambda: Arena(3, pages, torch.device("cpu")))
     capture(loop.worker, loop.limits.prompts)
     loop.table.check()
@@ -113,7 +112,7 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     loop.worker.forward = watch
     capture(loop.worker, loop.limits.prompts)
     assert sizes.graph_rows == sum(bucket for bucket, _, _ in keys) > 0
-    rows = np * max(4, loop.drafter.needs.overhang)
+    rows = np * max(4, loop.drafter.plan.overhang)
     assert sizes.large_rows == (rows if rows > BUCKETS[-1] or kind == "dflash" else 0), (
         "logits that no graph holds are planned, too"
     )

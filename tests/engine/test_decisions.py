@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from sampling import slow
 
 from pyspec.constrain.offer import Offer
 from pyspec.draft.blocks import BlockLength
-from pyspec.draft.drafter import DraftRequest, Needs
-from pyspec.draft.suffix_chances import Promise
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
+from pyspec.draft.drafter import Drafter, DraftPlan
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.speculator import Speculator
@@ -35,7 +34,7 @@ from pyspec.errors import SlotError
 from pyspec.request import SamplingParams
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.arena import bucket_of
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 from pyspec.slots.table import Slot, SlotTable
 
 CHUNK, LONG, FREE = (
@@ -81,29 +80,29 @@ class Suffixes(SuffixDrafts):
 
 
 @dataclass
-class Drafter:
+class Erratic(Drafter):
     """Drafts what it is asked for, sometimes less, and sometimes fails. It can join requests."""
 
     rng: random.Random
-    needs: Needs
+    plan: DraftPlan
+    on_host: bool  # type: ignore[misc]
     asked: list[DraftRequest] = field(default_factory=list)
-    can_join: bool = True
+    has_windows: ClassVar[bool] = True
+
+    @property
+    def can_join(self) -> bool:
+        return True
 
     def draft(self, asks: Sequence[DraftRequest]) -> list[Drafts]:
         self.asked = list(asks)
         if self.rng.random() < 0.002:
             raise SlotError("a wild id")
         lengths = [self.rng.choice([a.n_draft, a.n_draft, a.n_draft // 2]) for a in asks]
-        tells = self.needs.tells and asks[0].tells
+        tells = self.plan.tells and asks[0].tells
         return [
             Drafts([5] * n, sure=[self.rng.random() for _ in range(n)] if tells else None)
             for n in lengths
         ]
-
-    def begin(self, slot: Slot, saved: object | None) -> None: ...
-    def hide(self, slot: Slot, n: int) -> None: ...
-    def end(self, slot: Slot) -> None: ...
-    def set_window(self, slot: Slot, n: int) -> None: ...
 
 
 @dataclass
@@ -140,12 +139,13 @@ class Play:
         n_own = rng.choice([0, 1, 2, 3, 7]) if n_suffix else rng.choice([1, 3, 7])
         chained, tells = rng.random() < 0.6, rng.random() < 0.3
         block = None if chained or rng.random() < 0.5 else BlockLength(n_own + 1)
-        self.needs = Needs(
-            n_own, chained=chained, block=block, tells=tells and not chained, on_host=rng.random() < 0.2,
+        on_host = rng.random() < 0.2
+        self.plan = DraftPlan(
+            kind="erratic", n_draft=n_own, n_waiting=int(chained), block=block, tells=tells and not chained,
             n_ctx=rng.choice([0, 0, 120]), draws=rng.choice(["argmax", "coupled"]),
         )  # fmt: skip
         self.table = SlotTable(n_slot, 64 * n_slot, 32)
-        self.drafter = Drafter(rng, self.needs) if n_own else None
+        self.drafter = Erratic(rng, self.plan, on_host) if n_own else None
         costs, graphs = ForwardCosts(), rng.random() < 0.5
         timer = Timer((lambda n: bucket_of(n, 256) or bucket(n)) if graphs else bucket)
         self.controller = Controller(
@@ -153,7 +153,7 @@ class Play:
             fixed=rng.random() < 0.1, verify_ms=timer, forward_costs=costs,
         )  # fmt: skip
         worker = SimpleNamespace(
-            device=torch.device("cpu"), needs=self.needs, table=self.table, drafter=self.drafter
+            device=torch.device("cpu"), plan=self.plan, table=self.table, drafter=self.drafter
         )
         self.now = 0.0
         suffixes = Suffixes(rng, n_suffix) if n_suffix else None
@@ -203,8 +203,8 @@ class Play:
         speculator, index, most = self.speculator, job.slot.index, job.request.n_draft_max
         if not speculator.follows(index) or not speculator.read.may_draft(job.slot):
             return 0
-        n = min(self.needs.n_draft, job.n_left - 1, self.needs.n_draft if most is None else most)
-        return max(0, min(n, self.needs.n_ctx - job.slot.n_past) if self.needs.n_ctx else n)
+        n = min(self.plan.n_draft, job.n_left - 1, self.plan.n_draft if most is None else most)
+        return max(0, min(n, self.plan.n_ctx - job.slot.n_past) if self.plan.n_ctx else n)
 
     def round(self) -> None:
         rng, speculator = self.rng, self.speculator

@@ -13,12 +13,11 @@ from test_isolation import NAN, speculating
 
 from pyspec.cuda import faults
 from pyspec.cuda.op import FaultPlace, guarded_ops
-from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.loop.round import RowLimits
 from pyspec.errors import OutOfBounds, SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 
 CPU = torch.device("cpu")
 GUARDS = {op.name: op.guard for op in guarded_ops().values()}

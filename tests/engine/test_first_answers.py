@@ -10,11 +10,10 @@ from draft_fakes import Oracle, text_after
 from engine_rig import GREEDY, Rig, fake_rig
 from sampling import few
 
-from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.load.warmup import warm_up
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts
+from pyspec.slots.drafts import DraftRequest, Drafts
 
 N_DRAFT, N_SLOT, N_TOKENS = 5, 2, 30
 DRAFT_MS, VERIFY_MS, ROW_MS = 12.0, 10.0, 1.0

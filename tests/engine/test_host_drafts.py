@@ -11,9 +11,9 @@ from draft_fakes import N_VOCAB, text_after
 from engine_rig import Heard, Rig, fake_rig
 from sampling import slow
 
+from pyspec.draft.drafter import OnHost
 from pyspec.draft.ngram import NGram
-from pyspec.draft.suffix_chances import Promise
-from pyspec.draft.suffix_draft import NO_DRAFT, SuffixDraft
+from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.suffix_source import SuffixSource
@@ -227,8 +227,8 @@ def test_fixed_lengths_and_rounds_without_times_are_never_refused() -> None:
 class Slow(NGram):
     """N-grams with a set cost, which the controller pays for finding nothing, too."""
 
-    def __init__(self, np: int, work: Work) -> None:
-        super().__init__(np, LONGEST)
+    def __init__(self, work: Work) -> None:
+        super().__init__(3, LONGEST)
         self.work = work
 
     def draft(self, requests: Sequence[object]) -> list[Drafts]:
@@ -247,7 +247,7 @@ def test_n_grams_that_find_nothing_are_asked_rarely(share: float, goes_on: bool)
     rng, n = random.Random(3), 600
     clock = Clock()
     work = Work(clock, 0.5 * ROUND_MS, lambda slot: 0 if rng.random() < share else -1)
-    made = fake_rig(3, Slow(3, work), ctx=1600)
+    made = fake_rig(3, OnHost("ngram", Slow(work)), ctx=1600)
     loop = made.loop
     loop.clock = loop.speculator.clock = clock
     loop.controller.__init__(3, LONGEST, n_own=LONGEST)  # type: ignore[misc]

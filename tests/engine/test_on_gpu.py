@@ -124,7 +124,7 @@ def test_context_that_is_made_later_is_as_good(
         if not late:
             monkeypatch.setattr(dflash, "held_rows", lambda n_slot: 0)
         with load("auto", np, prefix_cache=False) as engine:
-            assert engine.loop.worker.needs.late == late
+            assert (engine.loop.worker.plan.n_held > 0) == late
             rounds = itertools.count()
             engine.loop.controller.choose = lambda caps, _offers, _beside=0, rounds=rounds: [
                 cap * (n // 8 % 2) for n in (next(rounds),) for _, cap in caps

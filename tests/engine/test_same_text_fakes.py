@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.draft.drafter import DraftRequest
+from pyspec.draft.drafter import OnHost
 from pyspec.draft.ngram import NGram
 from pyspec.engine.loop import pending_round
 from pyspec.models.target import Out
 from pyspec.request import SamplingParams
 from pyspec.sample.choose import Chosen, Span, choose
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import Drafts, DraftsAhead
+from pyspec.slots.drafts import DraftRequest, Drafts, DraftsAhead
 
 KINDS = [*FAKES, "ngram", "none"]
 
@@ -31,7 +31,7 @@ KINDS = [*FAKES, "ngram", "none"]
 def make(kind: str, np: int, **options: int) -> Rig:
     if kind == "none":
         return fake_rig(np, None, **options)
-    return fake_rig(np, NGram(5) if kind == "ngram" else FAKES[kind](5), **options)
+    return fake_rig(np, OnHost("ngram", NGram(5)) if kind == "ngram" else FAKES[kind](5), **options)
 
 
 def prompt(seed: int, n: int) -> list[int]:

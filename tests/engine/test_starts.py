@@ -16,7 +16,7 @@ from pyspec.device.capture import capture
 from pyspec.draft.blocks import BlockLength
 from pyspec.draft.chain import Chain, most_waiting
 from pyspec.draft.dflash import DFlash, held_rows
-from pyspec.draft.drafter import Needs
+from pyspec.draft.drafter import DraftPlan
 from pyspec.engine.load import warmup
 from pyspec.engine.load.warmup import (
     EVEN,
@@ -82,36 +82,36 @@ class Recorder:
         pass
 
 
-def needs_of(kind: str, np: int, n_draft: int) -> Needs:
+def plan_of(kind: str, np: int, n_draft: int) -> DraftPlan:
     if kind == "mtp":
-        return Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
+        return DraftPlan(kind=kind, n_draft=n_draft, observes="hidden", n_waiting=most_waiting(np))
     if kind == "dflash":
-        return Needs(
-            min(n_draft, BLOCK - 1),
-            (0,),
-            overhang=BLOCK,
+        return DraftPlan(
+            kind=kind,
+            n_draft=min(n_draft, BLOCK - 1),
+            taps=(0,),
             block=BlockLength(BLOCK),
-            late=held_rows(np) > 0,
+            n_held=held_rows(np),
         )
-    return Needs(n_draft if kind == "ngram" else 0)
+    return DraftPlan(kind=kind, n_draft=n_draft if kind == "ngram" else 0)
 
 
-def drafter_of(kind: str, needs: Needs, table: SlotTable) -> object:
+def drafter_of(kind: str, plan: DraftPlan, table: SlotTable) -> object:
     """A drafter that captures graphs, without its network."""
     np = len(table.slots)
     if kind == "mtp":
         chain = object.__new__(Chain)
-        chain.table, chain.device, chain.needs, chain.most_waiting = table, CPU, needs, most_waiting(np)
+        chain.table, chain.device, chain.plan, chain.most_waiting = table, CPU, plan, most_waiting(np)
         pages = table.n_page // np
         chain.memory = SimpleNamespace(parts=(None,))  # type: ignore[assignment]
         chain.arenas = [
-            Arena(np, pages, CPU, max(needs.n_draft + 1, chain.most_waiting)) for _ in range(3)
+            Arena(np, pages, CPU, max(plan.n_draft + 1, chain.most_waiting)) for _ in range(3)
         ]
         chain._first, chain._next, chain._late = Recorder(), Recorder(), Recorder()  # type: ignore[assignment]
         return chain
     if kind == "dflash":
         block = object.__new__(DFlash)
-        block.table, block.device, block.needs = table, CPU, needs
+        block.table, block.device, block.plan = table, CPU, plan
         block.net = SimpleNamespace(c=SimpleNamespace(mask_id=1, block=BLOCK, n_embd=8))  # type: ignore[assignment]
         block.arena, block.block, block.inject = (
             Arena(np, table.n_page // np, CPU, BLOCK),
@@ -133,18 +133,18 @@ def captured(
     ubatch: int = 512,
 ) -> Recorder:
     """Capture as a load does: the table and the widths are those of a description."""
-    needs = needs_of(kind, np, n_draft)
-    overhang = max(needs.overhang, needs.n_draft + 1)
+    plan = plan_of(kind, np, n_draft)
+    overhang = max(plan.overhang, plan.n_draft + 1)
     table = SlotTable(np, np * -(-(n_ctx + overhang) // page_size), page_size)
     forward = Recorder()
     worker = SimpleNamespace(
         table=table,
-        needs=needs,
-        n_draft=needs.n_draft,
+        plan=plan,
+        n_draft=plan.n_draft,
         device=CPU,
-        arena=Arena(np, table.pages_for(n_ctx + overhang), CPU, needs.n_draft + 1),
+        arena=Arena(np, table.pages_for(n_ctx + overhang), CPU, plan.n_draft + 1),
         forward=forward,
-        drafter=drafter_of(kind, needs, table),
+        drafter=drafter_of(kind, plan, table),
         target=SimpleNamespace(most_captured_prompt=0),
         memory=SimpleNamespace(reset=lambda slot: None),
     )
@@ -160,7 +160,7 @@ def test_graphs_are_captured_for_every_number_of_slots(kind: str) -> None:
     for np in (*SLOTS, 67, 129):
         n_draft = (3, 1, 7, 16)[np % 4]
         forward = captured(kind, np, n_draft, n_ctx=(97, 301, 1021, 333)[np % 4])
-        width = needs_of(kind, np, n_draft).n_draft + 1
+        width = plan_of(kind, np, n_draft).n_draft + 1
         rows = {bucket for bucket, _ in forward.batches if bucket is not None}
         assert {n for n in BUCKETS if n <= min(np * width, most_rows(np, width))} <= rows | {
             bucket_of(min(np, BUCKETS[-1]))

@@ -14,17 +14,8 @@ from pyspec.cuda.rank import Rank
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, open_gguf
 from pyspec.models import cuts, read_config
-from pyspec.models.cuts import (
-    Cut,
-    KeyGroups,
-    Keys,
-    Readers,
-    Units,
-    check_ranks,
-    each_of,
-    share_of,
-    surplus,
-)
+from pyspec.models.checks import check_ranks
+from pyspec.models.cuts import Cut, KeyGroups, Keys, Readers, Units, each_of, share_of, surplus
 from pyspec.models.weights import cuts_of
 
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"
@@ -49,6 +40,18 @@ DIVIDED = {  # a file and its numbers of ranks
     "glm4moe": 2,
     "minimax-m2": 2,
     "lfm2moe": 2,
+    "granitemoe": 2,
+    "smollm3": 2,
+    "seed_oss": 2,
+    "qwen2moe": 2,
+    "dots1": 2,
+    "bailingmoe2": 2,
+    "ernie4_5-moe": 2,
+    "glm4": 2,
+    "phi3": 2,
+    "olmo2": 2,
+    "exaone4": 2,
+    "exaone-moe": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

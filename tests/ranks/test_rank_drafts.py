@@ -178,7 +178,7 @@ def test_ranks_share_the_context_that_one_has(
     with RankRig(path, tp, **settings) as r:
         texts = run(r)
         assert any(isinstance(c, MakeContext) and c.n_held for c in drafts.told)
-        shares = [r.loop.drafter, *(r.ranks.followers[i].drafts for i in range(1, tp))]
+        shares = [r.loop.drafter, *(r.ranks.followers[i].drafter for i in range(1, tp))]
         pools = [share.net.memory.kv for share in shares]  # type: ignore[union-attr]
         d = describe(path, EngineSettings(tp=tp, device="cpu", kv_type="f32", ctx=256, **settings))  # type: ignore[arg-type]
         assert plan_memory(d).draft_kv == sum(
@@ -233,7 +233,7 @@ def test_an_image_holds_the_context_of_all_ranks(drafts: Proposals) -> None:
         found, drafts.found = drafts.found, []
         for slot in loop.table.slots:
             loop.table.erase(slot)
-        for pool in (loop.drafter.net.memory, r.ranks.followers[1].drafts.net.memory):  # type: ignore[union-attr]
+        for pool in (loop.drafter.net.memory, r.ranks.followers[1].drafter.net.memory):  # type: ignore[union-attr]
             for t in (t for part in pool.paged for t in part.tensors()):
                 t.fill_(3.0)
         imager.put(1, image)

@@ -41,7 +41,7 @@ class LearnedDrafting:
     def of(cls, d: Description, controller: Controller) -> LearnedDrafting | None:
         """None where nothing may be kept: without a warm-up an engine starts bare, and made-up acceptance teaches nothing."""
         s = d.settings
-        if not s.warm_up or s.synth_len or s.synth_rates or not d.draft.needs.n_draft:
+        if not s.warm_up or s.synth_len or s.synth_rates or not d.draft.n_draft:
             return None
         files = [*d.file.paths, *(d.draft.file.paths if d.draft.file is not None else ())]
         about = [(path.resolve(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]

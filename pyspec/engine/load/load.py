@@ -25,7 +25,7 @@ from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
+from pyspec.draft.drafter import Drafter, DraftOptions
 from pyspec.draft.head_copy import make_head
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load.disk import open_disk
@@ -62,9 +62,10 @@ from pyspec.engine.policy.forward_costs import ForwardCosts
 from pyspec.engine.policy.prompt_pace import PaceTargets, PromptPace
 from pyspec.engine.policy.timer import Timer, bucket
 from pyspec.engine.recommended import recommended
-from pyspec.errors import RankLost
+from pyspec.errors import ConfigError, RankLost
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.types import file_type_words
+from pyspec.models.decoder import Decoder
 from pyspec.models.gathered import Gathered
 from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
@@ -188,7 +189,7 @@ def build(
         weights = Weights(
             d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts, rope=d.rope
         )
-        target = d.config.build(weights, memory)
+        target = Decoder(d.config, weights, memory)
         if ranks is not None:
             memory = lead_ranks(target, memory, ranks.send)
     with _timed("drafter", d.device, release=True), _few_threads(d):
@@ -212,7 +213,7 @@ def build(
     if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
         learned.recall()
     info = info_of(d, plan)
-    disk = open_disk(loop, d.settings, info, ranks) if d.settings.cache_disk else None
+    disk = open_disk(loop, d.settings, info) if d.settings.cache_disk else None
     loop.use_disk(disk)
     if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
@@ -254,22 +255,27 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
     options = DraftOptions(
         settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head, best=best, lead=lead
     )
-    return draft.find(d.draft.kind).load(d.draft, target, table, options)
+    drafter = draft.find(d.draft.kind).load(d.draft, target, table, options)
+    if not isinstance(drafter, Drafter):  # of another package
+        raise ConfigError(
+            f"drafter '{d.draft.kind}' can not be had: it loads no pyspec.draft.drafter.Drafter"
+        )
+    return drafter
 
 
 def _loop(
     d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
 ) -> Loop:
-    s, needs, costs = d.settings, d.draft.needs, ForwardCosts()
+    s, costs = d.settings, ForwardCosts()
     make_arena = partial(_arena, target, table, arena_pages(d))
     arena = None if s.plain_loop else make_arena(d.width)
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
     controller = Controller(
-        *(s.np, d.draft.n_draft),
-        n_own=needs.n_draft,
-        chained=needs.chained,
-        block=needs.block,
+        *(s.np, d.draft.longest),
+        n_own=d.draft.n_draft,
+        chained=d.draft.is_chain,
+        block=d.draft.block,
         fixed=s.n_draft_fixed,
         verify_ms=Timer(lambda n: bucket_of(n, most) or bucket(n))
         if arena is not None and arena.pads
@@ -280,7 +286,7 @@ def _loop(
     pace = PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, targets)
     if arena is not None:
         pace.alone.graph_of = arena.prompt_bucket
-    if arena is not None and isinstance(drafter, GraphedDrafter):
+    if arena is not None and drafter is not None:
         drafter.use_graphs(partial(make_arena, d.draft_width))
     kind = Worker if memory.is_whole else TpWorker
     worker = kind(target, memory, table, drafter, arena, d.draft.n_suffix)
@@ -292,7 +298,7 @@ def _loop(
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch or d.batch, prompts=d.batch),
         s.queue_limit,
-        synth=synth_of(s, d.draft.n_draft),
+        synth=synth_of(s, d.draft.longest),
         plain=s.plain_loop,
         prompt_weight=s.prompt_weight,
         suffixes=_suffixes(s),
@@ -368,7 +374,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         drafter=d.draft.kind,
         has_suffixes=d.draft.n_suffix > 0,
         draft_path=str(d.settings.draft_path or ""),
-        n_draft_max=d.draft.n_draft,
+        n_draft_max=d.draft.longest,
         draft_note=d.draft.note,
         synthetic_len=d.settings.synth_len or _mean_made_up(d.settings.synth_rates),
         chat_template="" if d.template is None else d.template.source,

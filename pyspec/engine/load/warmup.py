@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import CheckedDrafter
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.rehearsal import Rehearsal
 from pyspec.errors import RequestError
@@ -143,7 +142,7 @@ def check_drafter(
     """Have a drafter check its own file, if it can. Skipped if forwards are too slow for the budget: round_ms, of one row."""
     drafter, table, n_rows = worker.drafter, worker.table, PROBE_TOKENS + 64 + n_overhang
     is_slow = PROBE_TOKENS * round_ms / 1e3 > BUDGET_S
-    if not isinstance(drafter, CheckedDrafter) or is_slow or table.n_row < n_rows:
+    if drafter is None or not drafter.checks or is_slow or table.n_row < n_rows:
         return
     if 0 < table.n_chunk < n_rows:  # rings have no room for the text in one forward
         return

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from pyspec.device.worker import Launched
-from pyspec.draft.drafter import FollowingDrafter
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
@@ -110,7 +109,8 @@ class BehindPrompt:
 
     @property
     def _can_draft(self) -> bool:
-        return isinstance(self.speculator.drafter, FollowingDrafter)
+        drafter = self.speculator.drafter
+        return drafter is not None and drafter.runs_ahead
 
     def _may_draft(self, job: Job) -> bool:
         """Its drafts may be made before the host sees them."""

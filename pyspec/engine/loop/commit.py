@@ -101,7 +101,7 @@ class Committer:
     def settle(self, pending: PendingRound) -> None:
         """Keep the rows of a whole prompt that the device reads: they are kept whatever its first token is, which `commit` adds."""
         launched, (w,) = pending.launched, pending.work
-        launched.copy_results(self.worker.needs, is_next_launched=True)
+        launched.copy_results(self.worker.plan, is_next_launched=True)
         self.speculator.observe(launched.batch, [w.seq.width], launched.out)
         w.slot.tokens.extend(w.seq.tokens)
         w.slot.n_fold, pending.is_settled = 0, True

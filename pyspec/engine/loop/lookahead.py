@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN
-from pyspec.draft.drafter import Drafter, LookaheadDrafter
+from pyspec.draft.drafter import Drafter
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import Work, waits
@@ -64,9 +64,9 @@ class Lookahead:
 
         refused  rows of `work` whose drafts a grammar refuses
         """
-        if (any(n_drafts) and not isinstance(drafter, LookaheadDrafter)) or sum(n_drafts) + len(
-            work
-        ) > self.max_rows:
+        if any(n_drafts) and not (drafter is not None and drafter.runs_ahead):
+            return None
+        if sum(n_drafts) + len(work) > self.max_rows:
             return None
         if refused and self.synth is not None:
             return None  # coins decide acceptance there

@@ -340,7 +340,7 @@ class Loop:
         if ahead is not None:
             chosen, ahead.off = pending.reconcile(chosen)
         elif not pending.is_settled:
-            pending.launched.copy_results(self.worker.needs, is_next_launched=False)
+            pending.launched.copy_results(self.worker.plan, is_next_launched=False)
         if fault is not None:
             self.stats.guard_trips += 1
             chosen = pending.fail_slot(fault, chosen)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from pyspec.device.worker import Worker
-from pyspec.draft.drafter import Drafter, JoiningDrafter
+from pyspec.draft.drafter import Drafter
 from pyspec.engine.policy.controller import Controller
 from pyspec.repeats import limited
 from pyspec.slots.batch import Seq
@@ -34,16 +34,12 @@ class ReadSlots:
         self._logged_rest = False  # the log says that it rests
         self._hidden: dict[int, int] = {}  # by slot: tokens at the begin that it has no rows of
         self._joined: set[int] = set()  # slots of which it has seen no token yet since it joined
-        self._joining: tuple[Drafter | None, JoiningDrafter | None] = None, None
 
     @property
-    def joining(self) -> JoiningDrafter | None:
+    def joining(self) -> Drafter | None:
         """The drafter, if it can begin in the middle of a text."""
-        drafter, was = self.worker.drafter, self._joining
-        if drafter is not was[0]:
-            joining = drafter if isinstance(drafter, JoiningDrafter) and drafter.can_join else None
-            was = self._joining = drafter, joining
-        return was[1]
+        drafter = self.worker.drafter
+        return drafter if drafter is not None and drafter.can_join else None
 
     def begin(self, slot: Slot, saved: object | None, n_unread: int) -> None:
         """Begin a request, or leave it unread. saved: the drafter's share of the cached prefix, of which it has not read the first `n_unread`

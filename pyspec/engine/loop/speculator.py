@@ -18,13 +18,7 @@ from pyspec.constrain.constraint import Constraint
 from pyspec.constrain.offer import Offer
 from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Launched, Worker, is_device_error
-from pyspec.draft.drafter import (
-    Drafter,
-    DraftRequest,
-    LookaheadDrafter,
-    Needs,
-    WindowedDrafter,
-)
+from pyspec.draft.drafter import Drafter, DraftPlan
 from pyspec.draft.suffix_draft import NO_DRAFT as NO_SUFFIX_DRAFT
 from pyspec.draft.suffix_draft import SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
@@ -40,7 +34,7 @@ from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw
 from pyspec.slots.batch import Batch
-from pyspec.slots.drafts import NO_DRAFTS, DraftDraw, Drafts
+from pyspec.slots.drafts import NO_DRAFTS, DraftDraw, DraftRequest, Drafts
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -76,7 +70,7 @@ class Speculator:
         self.asked: list[
             int
         ] = []  # tokens of this round's drafts, before they were cut; none if they were not
-        self.decay = Decay(len(worker.table.slots), worker.needs.n_trained)
+        self.decay = Decay(len(worker.table.slots), worker.plan.n_trained)
         self.offers: dict[int, Offer | SuffixDraft] = {}  # by slot, drafts that need no drafter
         self.refused: dict[
             int, int
@@ -87,23 +81,20 @@ class Speculator:
             set()
         )  # decisions that failed, each with the kind of its error
         self.raises_bugs = False  # raise unexpected exceptions of a drafter
-        self._windowed: tuple[Drafter | None, WindowedDrafter | None] = None, None
 
     @property
     def drafter(self) -> Drafter | None:
         return self.worker.drafter
 
     @property
-    def windowed(self) -> WindowedDrafter | None:
+    def windowed(self) -> Drafter | None:
         """The drafter, if it has windows."""
-        drafter, was = self.drafter, self._windowed
-        if drafter is not was[0]:  # a check of a protocol takes microseconds, and each verdict asks
-            was = self._windowed = drafter, drafter if isinstance(drafter, WindowedDrafter) else None
-        return was[1]
+        drafter = self.drafter
+        return drafter if drafter is not None and drafter.has_windows else None
 
     @property
-    def needs(self) -> Needs:
-        return self.worker.needs
+    def plan(self) -> DraftPlan:
+        return self.worker.plan
 
     def follows(self, index: int) -> bool:
         """The drafter knows the tokens of the request in this slot."""
@@ -177,9 +168,9 @@ class Speculator:
         """Most tokens that the drafter may draft."""
         if job.slot is not None and not (self.follows(job.slot.index) and self.read.may_draft(job.slot)):
             return 0
-        n_most = self.needs.n_draft if self.controller.force is None else self.controller.n_max
-        if job.slot is not None and self.needs.n_ctx:
-            n_most = max(0, min(n_most, self.needs.n_ctx - job.slot.n_past - taken))
+        n_most = self.plan.n_draft if self.controller.force is None else self.controller.n_max
+        if job.slot is not None and self.plan.n_ctx:
+            n_most = max(0, min(n_most, self.plan.n_ctx - job.slot.n_past - taken))
         return min(n_most, self._most_offered(job, taken))
 
     def _most_offered(self, job: Job, taken: int = 0) -> int:
@@ -207,7 +198,7 @@ class Speculator:
             or self.offers
             or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]
         ):
-            chosen = self.lengths(jobs, whole=self.needs.tells, beside=beside)
+            chosen = self.lengths(jobs, whole=self.plan.tells, beside=beside)
         offered = self.controller.offered
         taken = [slot for slot, n in chosen if n and slot in offered]
         for slot in taken:
@@ -234,7 +225,7 @@ class Speculator:
     ) -> dict[int, Drafts]:
         """Cut drafts where their drafter is unsure, or a grammar refuses them. asked: lengths that the drafter was asked for."""
         chosen = self._cut(chosen, found)
-        if self.needs.on_host:
+        if self.drafter is not None and self.drafter.on_host:
             self.asked = [n for _, n in asked if n]
             self.found_none = {slot for slot, n in asked if n and not found.get(slot, NO_DRAFTS).tokens}
         for job in (job for job in jobs if job.constraint is not None):
@@ -269,7 +260,7 @@ class Speculator:
             DraftRequest(
                 job.slot,
                 job.anchor,
-                min(n, self.needs.n_draft),
+                min(n, self.plan.n_draft),
                 self.controller.cuts,
                 self._draw(job) if n else None,
             )
@@ -293,7 +284,7 @@ class Speculator:
 
     def _draw(self, job: Job) -> DraftDraw | None:
         held = job.constraint is not None
-        return draft_draw(job.sampler, self.needs.draws, self.needs.n_draft, is_held=held)
+        return draft_draw(job.sampler, self.plan.draws, self.plan.n_draft, is_held=held)
 
     def _collect_offers(self, jobs: Sequence[Job]) -> float | None:
         """Returns the milliseconds of looking up earlier text; None: nothing was looked up."""
@@ -457,7 +448,7 @@ class Speculator:
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
         drafter, known = self.drafter, [slot for slot in slots if self.follows(slot.index)]
-        if isinstance(drafter, LookaheadDrafter) and known:
+        if drafter is not None and drafter.runs_ahead and known:
             self._or_lose_track(lambda: drafter.confirm_ahead(known), known)
 
     def take_faults(self) -> None:

@@ -19,16 +19,17 @@ from pyspec.engine.plan.memory_plan import AssumedGpu, pick_dense
 from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
-from pyspec.models.cuts import check_ranks, surplus
+from pyspec.models.checks import check_ranks, check_read, check_tensors
+from pyspec.models.cuts import surplus
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import LoadTypes
 from pyspec.models.rope import RopeFlags, trained_length
-from pyspec.models.target import ModelConfig
-from pyspec.models.wants import check_read, check_tensors
+from pyspec.models.ropes import flags_of
 from pyspec.models.weights import cuts_of
 from pyspec.registry import architecture_module
 from pyspec.sample.synth import synth_of
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.parts import CacheSizes, RingPages
+from pyspec.slots.parts import CacheSizes, Paged, RingPages
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable, alloc_rows
 from pyspec.text.template import ChatTemplate
@@ -59,7 +60,7 @@ class Description:
     settings: EngineSettings
     device: torch.device
     file: GGUFFile
-    config: ModelConfig
+    config: ModelSpec
     n_ctx_train: int
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -77,7 +78,7 @@ class Description:
     @property
     def rope(self) -> RopeFlags:
         """Flags of rope."""
-        return RopeFlags.of(replace(self.settings, ctx=self.n_ctx))
+        return flags_of(replace(self.settings, ctx=self.n_ctx))
 
     @property
     def kv(self) -> KvFormat:
@@ -95,12 +96,12 @@ class Description:
     @property
     def width(self) -> int:
         """Rows of a slot's largest verify."""
-        return self.draft.n_draft + 1
+        return self.draft.longest + 1
 
     @property
     def draft_width(self) -> int:
         """Rows of a slot in a draft's largest forward, where that is not catching up."""
-        return max(self.width, self.draft.needs.overhang, self.draft.n_waiting)
+        return max(self.width, self.draft.overhang, self.draft.n_waiting)
 
     @property
     def n_overhang(self) -> int:
@@ -108,7 +109,7 @@ class Description:
         return overhang_of(self.draft)
 
     @property
-    def own(self) -> ModelConfig:
+    def own(self) -> ModelSpec:
         """The model of each rank; with one rank the model itself."""
         return self.config.share(self.settings.tp)
 
@@ -158,6 +159,7 @@ def describe(
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     check_is_target(file, path)
     config = read_config(file)
+    settings = of_one_type(config, settings)
     check_tensors(file, wants := config.tensors(file))
     check_read(file, wants, config.n_layer)
     config.share(settings.tp)
@@ -169,14 +171,14 @@ def describe(
             100 * more,
             settings.tp,
         )
-    n_ctx_train = trained_length(file, config.n_ctx_train, RopeFlags.of(settings))
+    n_ctx_train = trained_length(file, config.n_ctx_train, flags_of(settings))
     n_ctx = max_context(settings, n_ctx_train)
     dense = pick_dense(file, device, settings.weights)
     is_streamed = device.type == "cuda" and dense is None
     plan = checked_draft(draft_file, TargetFile(file, config, device), settings)
     head = plan_head(file, plan, settings.draft_head, is_streamed=is_streamed)
     # rates that do not go with the drafter are refused before weights are read
-    synth_of(settings, plan.n_draft)
+    synth_of(settings, plan.longest)
     tokenizer = Tokenizer.from_metadata(file.metadata, later=is_isolated)
     template = ChatTemplate.from_metadata(file.metadata)
     words = tokenizer.model, tokenizer.pre, tokenizer.n_vocab
@@ -199,6 +201,16 @@ def describe(
         head=head,
         assumed=assumed,
     )
+
+
+def of_one_type(config: ModelSpec, settings: EngineSettings) -> EngineSettings:
+    """The settings with one type of keys and values where a model's keys are its values: that of keys."""
+    k, v = settings.kv_type, settings.kv_type_v
+    kept = (part for layer in config.parts() for part in layer.values())
+    if v in (None, k) or not any(isinstance(part, Paged) and part.keys_only for part in kept):
+        return settings
+    log.warning("keys of this model are its values: both are %s (-ctk), and -ctv %s is not used", k, v)
+    return replace(settings, kv_type_v=None)
 
 
 def check_is_target(file: GGUFFile, path: Path) -> None:
@@ -324,7 +336,7 @@ def max_context(s: EngineSettings, n_ctx_train: int) -> int:
 
 def overhang_of(plan: DraftPlan) -> int:
     """Rows beyond a request's committed tokens that a round may write."""
-    return max(plan.needs.overhang, plan.n_draft + 1)
+    return max(plan.overhang, plan.longest + 1)
 
 
 def pages_of(s: EngineSettings, n_ctx: int, n_overhang: int) -> int:

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from pyspec.engine.policy.prompt_pace import PAUSE_MS
-from pyspec.slots.table import Slot
+from pyspec.engine.policy.prompt_pace import PAUSE_MS, Seated
 
 LONG = 8192  # uncached tokens of a long prompt
 N_CHUNK = 5  # chunks whose lower quartile says how long one takes: pauses of the machine come in a row
@@ -20,30 +19,14 @@ PAUSE = 2.0  # factor of that beyond which a chunk's time is a pause of the mach
 NEWER = 0.25  # weight of the last round in the mean time of a round
 
 
-class PromptReader(Protocol):
-    """A request in a slot, such as the loop's `Job`. n_prefill: tokens to read; n_cached: of these, from the cache."""
-
-    @property
-    def n_prefill(self) -> int: ...
-
-    @property
-    def n_cached(self) -> int: ...
-
-    @property
-    def slot(self) -> Slot | None: ...
-
-    @property
-    def is_decoding(self) -> bool: ...
-
-
-R = TypeVar("R", bound=PromptReader)
+R = TypeVar("R", bound=Seated)
 
 
 class RoundPart(Protocol):
     """A request's part in a round, such as the loop's `Work`."""
 
     @property
-    def job(self) -> PromptReader: ...
+    def job(self) -> Seated: ...
 
     @property
     def is_prompt(self) -> bool: ...
@@ -80,7 +63,7 @@ class PromptThrottle:
         """A paused prompt may run again."""
         return self.n_resting > 0 and self.owed <= 0
 
-    def _is_long(self, job: PromptReader) -> bool:
+    def _is_long(self, job: Seated) -> bool:
         if not self.weight or job.slot is None or job.n_prefill - job.n_cached <= LONG:
             return False
         return job.slot.n_past - job.n_cached >= self.n_free

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
 from pyspec.forward.call import Folding, RunInput, Value
 from pyspec.forward.trace import Forward
-from pyspec.models.part import AttentionShape, PartSpec, Place, Plain, ReadsBlocks
+from pyspec.models.part import AttentionShape, PartSpec, Place, Plain
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts
 
@@ -28,10 +28,6 @@ class Convolved(Plain):
     group: int
 
     @property
-    def captures_prompts(self) -> bool:
-        return self.part.captures_prompts
-
-    @property
     def attends(self) -> AttentionShape | None:
         return self.part.attends
 
@@ -50,8 +46,8 @@ class Convolved(Plain):
         return replace(self, part=self.part.share(n))
 
     def of_file(self, at: Place) -> Convolved:
-        """As of ReadsBlocks."""
-        return replace(self, part=self.part.of_file(at)) if isinstance(self.part, ReadsBlocks) else self
+        """See `PartSpec.of_file`."""
+        return replace(self, part=self.part.of_file(at))
 
     @property
     def folds(self) -> Folding | None:

@@ -28,7 +28,6 @@ class Mlp(Plain):
     n_ff: int
     act: Act = "silu"
     block: int = 1
-    captures_prompts = True
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values", block=self.block),)
@@ -53,7 +52,7 @@ class Mlp(Plain):
         return replace(self, n_ff=each_of(self.n_ff, n, self.block))
 
     def of_file(self, at: Place) -> Mlp:
-        """As of ReadsBlocks."""
+        """See `PartSpec.of_file`."""
         return replace(self, block=column_block(at, "ffn_down.weight"))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:

@@ -38,7 +38,7 @@ class ShortConv(Plain):
         return replace(self, shape=self.shape.of_channels(each_of(self.shape.n_channel, n, self.block)))
 
     def of_file(self, at: Place) -> ShortConv:
-        """As of ReadsBlocks."""
+        """See `PartSpec.of_file`."""
         return replace(self, block=column_block(at, "shortconv.out_proj.weight"))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:

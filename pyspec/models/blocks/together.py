@@ -19,10 +19,6 @@ class Together(Plain):
 
     of: BlockSpec
 
-    @property
-    def captures_prompts(self) -> bool:
-        return self.of.captures_prompts
-
     def tensors(self, at: Place) -> dict[str, Want]:
         return self.of.tensors(at)
 
@@ -33,7 +29,7 @@ class Together(Plain):
         return Together(self.of.share(n))
 
     def of_file(self, at: Place) -> Together:
-        """As of ReadsBlocks."""
+        """See `PartSpec.of_file`."""
         return Together(self.of.of_file(at))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:

@@ -22,8 +22,8 @@ from pyspec.request import (
     TokenLogprob,
 )
 from pyspec.server.api.params import settings_dict
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
+from pyspec.text.tokenizer import Tokenizer
 
 STOP_TYPE = {"eos": "eos", "stop": "word", "length": "limit"}
 FINGERPRINT = "b1-pyspec"
@@ -186,7 +186,7 @@ def usage_dict(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     }
 
 
-def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> list[dict[str, Any]]:
+def logprob_list(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Token entries in the form of OpenAI's chat logprobs and of llama-server's `completion_probabilities`."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
     return [token | {"top_logprobs": top} for token, top in zip(tokens, alternatives, strict=True)]
 
 
-def sampled_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> list[dict[str, Any]]:
+def sampled_list(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Probabilities after the samplers (`post_sampling_probs`), in llama-server's form: `prob` and `top_probs`."""
 
     def entry(value: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def sampled_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
 
 def text_logprobs(
     entries: Sequence[TokenLogprob],
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     offset: int = 0,
 ) -> dict[str, Any]:
     """`logprobs` of /v1/completions: llama-server's `content` and OpenAI's four parallel lists."""
@@ -245,7 +245,7 @@ def progress_dict(event: Progress) -> dict[str, Any]:
     }
 
 
-def pieces(event: Delta, tokenizer: TokenizerLike) -> list[tuple[str, bool]]:
+def pieces(event: Delta, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """The text of each token of a round, and True if it was drafted: accepted tokens come first, the bonus token last."""
     return [
         (tokenizer.token_bytes(token).decode("utf-8", "replace"), i < event.n_accepted)

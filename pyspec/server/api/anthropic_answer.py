@@ -12,9 +12,9 @@ from pyspec.request import Done, Progress
 from pyspec.server.api.answers import Choice, ending
 from pyspec.server.api.parted import PartedAnswer, Sent, named_event
 from pyspec.server.api.prepared import PreparedBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import anthropic_error
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pyspec.text.tokenizer import Tokenizer
 
 STOP_REASON = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
 SIGNATURE = ""  # of thoughts: pyspec does not sign them and accepts them back unsigned
@@ -37,7 +37,7 @@ class MessagesAnswer(PartedAnswer):
 
     ping = named_event({"type": "ping"})
 
-    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(prepared, model, tokenizer)
         self._blocks: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {

@@ -11,9 +11,9 @@ from pyspec.server.api.answers import Choice, logprob_list
 from pyspec.server.api.choices import prompt_logprobs
 from pyspec.server.api.openai import OpenAIAnswer
 from pyspec.server.api.prepared import PreparedBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
 from pyspec.text.markup.parts import AnswerParser, CallArguments, CallBegin, Content, Part, Reasoning
+from pyspec.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -58,7 +58,7 @@ class ChatAnswer(OpenAIAnswer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(prepared, model, tokenizer)
         self._begun: set[int] = set()
         self._parts = [MessageParts(prepared.markup.parser()) for _ in prepared.requests]

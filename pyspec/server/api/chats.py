@@ -11,13 +11,14 @@ from pyspec.request import ThinkBudget
 from pyspec.server.api.constrained import compiled_grammar, wanted
 from pyspec.server.api.prompts import answer_start, chat_ids, continued_part
 from pyspec.server.api.schema import Chat, ChatBody
-from pyspec.server.engine import EngineLike, TokenizerLike
+from pyspec.server.engine import EngineLike
 from pyspec.server.settings import ServerSettings
 from pyspec.text.answer_plan import AnswerPlan, plan_answer
 from pyspec.text.call_plan import CallPlan, call_plan, tool_choice
 from pyspec.text.markup.answer_grammar import ends_open
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect_for, think_marks
 from pyspec.text.markup.reasoning import ThinkMarks
+from pyspec.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _behind(begun: str, think: ThinkMarks | None) -> str:
 
 
 def _budget(
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     body: ChatBody,
     settings: ServerSettings,
     think: ThinkMarks | None,

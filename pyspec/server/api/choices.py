@@ -9,8 +9,8 @@ from pyspec.errors import RequestError
 from pyspec.request import EngineInfo
 from pyspec.server.api.answers import LOGPROB_MIN, Choice, logprob_list
 from pyspec.server.api.schema import Generate, TextBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.settings import Limits
+from pyspec.text.tokenizer import Tokenizer
 
 
 def n_choices(body: Generate, info: EngineInfo) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def mean_logprob(choice: Choice) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def prompt_logprobs(choice: Choice, tokenizer: TokenizerLike, n: int) -> list[Any]:
+def prompt_logprobs(choice: Choice, tokenizer: Tokenizer, n: int) -> list[Any]:
     """vLLM's list: null for the first token, then {id: {logprob, rank, decoded_token}} of each token and of its `n` best alternatives."""
     found: list[Any] = [None] * bool(choice.n_prompt)
     for entry, rank in zip(choice.prompt_logprobs, choice.prompt_ranks, strict=True):
@@ -85,7 +85,7 @@ def prompt_logprobs(choice: Choice, tokenizer: TokenizerLike, n: int) -> list[An
 
 
 def with_prompt(
-    value: dict[str, Any], choice: Choice, tokenizer: TokenizerLike, first: int, n_top: int
+    value: dict[str, Any], choice: Choice, tokenizer: Tokenizer, first: int, n_top: int
 ) -> dict[str, Any]:
     """`logprobs` of an answer that starts with its prompt, whose first token has no logprob. first: that token."""
     head = {

@@ -19,14 +19,14 @@ from pyspec.server.api.openai import TextAnswer
 from pyspec.server.api.prepared import Kind, PreparedBody, prepare
 from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.server.bridge import Submission
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import JSON
 from pyspec.server.resume import ReplayStream, SessionKey, session_key
 from pyspec.server.service import Service
 from pyspec.server.stream import EventStream, chunks, encoder, gather, while_connected
+from pyspec.text.tokenizer import Tokenizer
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
-ANSWERS: dict[Kind, Callable[[PreparedBody, str, TokenizerLike], Answer]] = {
+ANSWERS: dict[Kind, Callable[[PreparedBody, str, Tokenizer], Answer]] = {
     "chat": ChatAnswer,
     "text": TextAnswer,
     "native": NativeAnswer,

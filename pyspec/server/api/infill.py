@@ -11,14 +11,14 @@ from __future__ import annotations
 from pyspec.errors import NotSupported
 from pyspec.server.api.prompts import mixed_ids
 from pyspec.server.api.schema import InfillBody
-from pyspec.server.engine import TokenizerLike
+from pyspec.text.tokenizer import Tokenizer
 
 WINDOW = 2048  # tokens around the gap, three quarters of them before it: llama-server's -b
 PROJECT, FILE, SNIPPET = "myproject\n", "filename\n", "\n\n--- snippet ---\n\n"
 
 
 def infill_ids(
-    tokenizer: TokenizerLike, body: InfillBody, n_ctx: int, n_answer: int, *, suffix_first: bool
+    tokenizer: Tokenizer, body: InfillBody, n_ctx: int, n_answer: int, *, suffix_first: bool
 ) -> list[int]:
     """The prompt's tokens, leaving room in `n_ctx` for `n_answer` tokens (-1: unknown)."""
     fim = tokenizer.fim
@@ -45,7 +45,7 @@ def infill_ids(
     return extra[len(extra) - max(0, min(len(extra), left)) :] + gap
 
 
-def _extra(tokenizer: TokenizerLike, body: InfillBody) -> list[int]:
+def _extra(tokenizer: Tokenizer, body: InfillBody) -> list[int]:
     """Extra texts, each after its file's name."""
     fim = tokenizer.fim
     ids = [] if fim.rep is None else [fim.rep, *_plain(tokenizer, PROJECT)]
@@ -56,5 +56,5 @@ def _extra(tokenizer: TokenizerLike, body: InfillBody) -> list[int]:
     return ids if fim.sep is None else [*ids, fim.sep, *_plain(tokenizer, FILE)]
 
 
-def _plain(tokenizer: TokenizerLike, text: str) -> list[int]:
+def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special=False, parse_special=False)) if text else []

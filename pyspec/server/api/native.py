@@ -20,8 +20,8 @@ from pyspec.server.api.answers import (
 )
 from pyspec.server.api.choices import best
 from pyspec.server.api.prepared import PreparedBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import error_body
+from pyspec.text.tokenizer import Tokenizer
 
 _NOTHING = object()
 
@@ -31,7 +31,7 @@ class NativeAnswer:
 
     ping = PING
 
-    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         self._prepared = prepared
         self._model = model
         self._tokenizer = tokenizer

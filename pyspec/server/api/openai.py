@@ -29,8 +29,8 @@ from pyspec.server.api.answers import (
 )
 from pyspec.server.api.choices import best, prompt_logprobs, with_prompt
 from pyspec.server.api.prepared import PreparedBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps, error_body
+from pyspec.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -43,7 +43,7 @@ class OpenAIAnswer(ABC):
     whole_object = ""
     chunk_object = ""
 
-    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._head = {
@@ -208,7 +208,7 @@ class TextAnswer(OpenAIAnswer):
     prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(prepared, model, tokenizer)
         self._offset = dict.fromkeys(range(len(prepared.requests)), 0)
 

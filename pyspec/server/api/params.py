@@ -12,8 +12,8 @@ from pyspec.ranges import Real, rules_of
 from pyspec.registry import SUFFIX, spelt_here, split_spec_type
 from pyspec.request import DEFAULT_SAMPLERS, LAST, SAMPLERS, EngineInfo, SamplingParams, sampler_of
 from pyspec.server.api.schema import SAMPLING, SEED_MAX, ChatBody, Generate, TextBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.tokenizer import Tokenizer
 
 # JSON has 1 for 1.0
 FLOATS = frozenset(rule.name for rule in rules_of(SamplingParams) if isinstance(rule.kind, Real))
@@ -21,7 +21,7 @@ FLOATS = frozenset(rule.name for rule in rules_of(SamplingParams) if isinstance(
 
 def sampling_params(
     body: Generate,
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     settings: ServerSettings,
 ) -> SamplingParams:
     """The body's parameters over the server's defaults."""
@@ -115,7 +115,7 @@ def token_limit(body: Generate) -> int | None:
 
 def bias_pairs(
     bias: Any,
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     limits: Limits,
 ) -> tuple[tuple[int, float], ...]:
     """(id, bias) pairs. A text's bias goes to each of its tokens, false bans a token, and repeated entries add up."""
@@ -134,7 +134,7 @@ def bias_pairs(
     return tuple(sorted(total.items()))
 
 
-def _bias_tokens(token: int | str, tokenizer: TokenizerLike) -> list[int]:
+def _bias_tokens(token: int | str, tokenizer: Tokenizer) -> list[int]:
     if isinstance(token, int):
         return [token]
     if token.isascii() and token.isdecimal():  # OpenAI's object form has ids as strings

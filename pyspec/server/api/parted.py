@@ -13,9 +13,9 @@ from typing import Any
 from pyspec.request import Delta
 from pyspec.server.api.answers import Choice
 from pyspec.server.api.prepared import PreparedBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pyspec.text.tokenizer import Tokenizer
 
 Sent = dict[str, Any]
 """One event of a stream, with its name as its type."""
@@ -29,7 +29,7 @@ def named_event(event: Sent) -> bytes:
 class PartedAnswer(ABC):
     """One answer of one choice. `open` is the kind of the growing block, None between blocks."""
 
-    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         self._prepared, self._model, self._tokenizer = prepared, model, tokenizer
         self._parser = prepared.markup.parser()
         self._open: type[Part] | None = None

@@ -32,12 +32,13 @@ from pyspec.server.api.schema import (
 )
 from pyspec.server.api.steady import steady, with_lines
 from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
-from pyspec.server.engine import EngineLike, TokenizerLike
+from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.answer_plan import ALONE
 from pyspec.text.left_out import own_tools
 from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -308,7 +309,7 @@ def _before_suffix(
 
 def _texts(
     body: Generate,
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     prompts: list[list[int]],
     n: int,
     settings: ServerSettings,

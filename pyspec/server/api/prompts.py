@@ -9,13 +9,14 @@ from typing import Any
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.schema import Chat, Message
-from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
+from pyspec.server.engine import EngineLike
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.left_out import NO_IMAGE
 from pyspec.text.markup.dialect import GENERIC, dialect_for, recognised, think_marks
 from pyspec.text.markup.reasoning import THINK, ThinkMarks
-from pyspec.text.template import template_defaults
+from pyspec.text.template import ChatTemplate, template_defaults
+from pyspec.text.tokenizer import Tokenizer
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -36,7 +37,7 @@ def split_prompts(prompt: Any, limits: Limits) -> list[Any]:
     return prompts
 
 
-def prompt_ids(tokenizer: TokenizerLike, prompt: Any) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: Any) -> list[int]:
     """Ids of one prompt. BOS and the like are added only if it starts with text. May be empty: the engine decides."""
     if isinstance(prompt, dict):
         prompt = prompt["prompt_string"]
@@ -44,7 +45,7 @@ def prompt_ids(tokenizer: TokenizerLike, prompt: Any) -> list[int]:
 
 
 def mixed_ids(
-    tokenizer: TokenizerLike,
+    tokenizer: Tokenizer,
     content: Any,
     *,
     add_special: bool,
@@ -78,7 +79,7 @@ class Rendering:
     continued  the assistant's message at the end if the answer continues it; it is not passed to the template
     """
 
-    template: TemplateLike
+    template: ChatTemplate
     messages: list[dict[str, Any]]
     tools: list[Mapping[str, Any]] | None
     add_generation_prompt: bool
@@ -101,7 +102,7 @@ class Rendering:
             else text + opening(text, self.continued, self.what, self.think)
         )
 
-    def ids(self, tokenizer: TokenizerLike) -> list[int]:
+    def ids(self, tokenizer: Tokenizer) -> list[int]:
         """The prompt's tokens."""
         begun = ""
         if self.continued is not None:
@@ -160,7 +161,7 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         may_call = body.tool_choice != "none" and body.parse_tool_calls is not False
         knows_how = not is_generic
         messages, tools = with_described(
-            template, engine, messages, tools, may_call=may_call, knows_how=knows_how
+            template, lambda: engine.tokenizer, messages, tools, may_call=may_call, knows_how=knows_how
         )
     return Rendering(
         template,

@@ -12,8 +12,8 @@ from pyspec.request import Delta, Progress
 from pyspec.server.api.answers import Choice, measured, progress_dict, timings_dict
 from pyspec.server.api.parted import PartedAnswer, Sent, named_event
 from pyspec.server.api.prepared import PreparedBody
-from pyspec.server.engine import TokenizerLike
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pyspec.text.tokenizer import Tokenizer
 
 
 class ResponsesAnswer(PartedAnswer):
@@ -21,7 +21,7 @@ class ResponsesAnswer(PartedAnswer):
 
     ping = b": ping\n\n"
 
-    def __init__(self, prepared: PreparedBody, model: str, tokenizer: TokenizerLike) -> None:
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(prepared, model, tokenizer)
         self._items: list[dict[str, Any]] = []
         self._n_sent = 0

@@ -7,28 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from pyspec.request import Grammar
 from pyspec.text.markup import harmony
 from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect
 from pyspec.text.markup.reasoning import ThinkMarks
+from pyspec.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 24  # last tokens of a prompt, enough to see an open reasoning
 
 
-class Tokens(Protocol):
-    """The part of a tokenizer that is used here."""
-
-    def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True
-    ) -> Sequence[int]: ...
-
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
-
-
-def grammar_of_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool) -> Grammar:
+def grammar_of_calls(tokenizer: Tokenizer, markup: AnswerMarkup, *, is_single: bool) -> Grammar:
     """The grammar that holds an answer to the tools' schemas. Reasoning is free, and so is text before optional calls.
 
     is_single  one call at most
@@ -52,14 +42,14 @@ def grammar_of_calls(tokenizer: Tokens, markup: AnswerMarkup, *, is_single: bool
     return Grammar(kind="lark", source=source, after=after, lazy=is_lazy)
 
 
-def lead_of(tokenizer: Tokens, markup: AnswerMarkup) -> str:
+def lead_of(tokenizer: Tokenizer, markup: AnswerMarkup) -> str:
     """Lark of an answer that is a chain of messages: `body`, a rule elsewhere, is the text of its final message."""
     marks = control_tokens(tokenizer, dialect("harmony"))
     lark = Lark(marks)
     return harmony.answer(lark, markup.tools, body="body", is_open=markup.is_open)
 
 
-def control_tokens(tokenizer: Tokens, spoken: Dialect) -> dict[str, int]:
+def control_tokens(tokenizer: Tokenizer, spoken: Dialect) -> dict[str, int]:
     """The dialect's marks that are control tokens. Bare dialects have none: their free text ends at marks in text form."""
     if spoken.is_bare:
         return {}
@@ -69,7 +59,7 @@ def control_tokens(tokenizer: Tokens, spoken: Dialect) -> dict[str, int]:
     return {mark: ids[0] for mark, ids in found.items() if len(ids) == 1 and plain[mark] != ids}
 
 
-def shown_tokens(tokenizer: Tokens, markup: AnswerMarkup) -> tuple[int, ...]:
+def shown_tokens(tokenizer: Tokenizer, markup: AnswerMarkup) -> tuple[int, ...]:
     """Marks that are a token, or begin with a control token. A control token among them must be shown to the parser."""
     marks = [
         *(markup.calls.marks if markup.calls else ()),
@@ -80,7 +70,7 @@ def shown_tokens(tokenizer: Tokens, markup: AnswerMarkup) -> tuple[int, ...]:
     return tuple(sorted({ids[0] for ids, plain in found if len(ids) == 1 or ids[:1] != plain[:1]}))
 
 
-def ends_open(tokenizer: Tokens, prompt: Sequence[int], think: ThinkMarks) -> bool:
+def ends_open(tokenizer: Tokenizer, prompt: Sequence[int], think: ThinkMarks) -> bool:
     """True if the prompt ends with the mark that begins reasoning."""
     tail = tokenizer.decode(prompt[-TAIL_TOKENS:], special=True)
     return tail.rstrip().endswith(think.start)

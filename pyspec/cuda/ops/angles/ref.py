@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,15 +16,12 @@ class AnglesSpec:
     device: torch.device
 
 
-class Angles(Protocol):
-    """The launch that the op binds."""
-
-    def __call__(self, positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        """cos, sin [row, 1, n] f32 of position / factor * freq. positions [row] int64, freq [n] f32."""
-        ...
+Angles = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""The launch that the op binds, as `angles`."""
 
 
 def angles(positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """cos, sin [row, 1, n] f32 of position / factor * freq. positions [row] int64, freq [n] f32."""
     theta = (positions[:, None] if factor == 1.0 else positions[:, None].float() / factor) * freq
     return theta.cos()[:, None], theta.sin()[:, None]
 

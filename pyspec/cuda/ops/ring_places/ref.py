@@ -6,8 +6,8 @@ is page slot * n_ring + i % n_ring. Rows without a sequence (padding) have the n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,15 +22,12 @@ class RingPlacesSpec:
     device: torch.device
 
 
-class RingPlaces(Protocol):
-    """The launch that the op binds."""
-
-    def __call__(self, batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:
-        """(kv_rows [row] int64, page_table [place, page] int64) in place of the batch's own. n_ring: pages of a ring."""
-        ...
+RingPlaces = Callable[[Batch, int, int], tuple[Tensor, Tensor]]
+"""The launch that the op binds, as `ring_places`."""
 
 
 def ring_places(batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:
+    """(kv_rows [row] int64, page_table [place, page] int64) in place of the batch's own. n_ring: pages of a ring."""
     n_seat, slots = n_ring * batch.page_size, batch.seq_slot.long()
     seat = slots[batch.row_seq.clamp(min=0)] * n_seat
     rows = (seat + batch.positions % n_seat).masked_fill(batch.row_seq < 0, null_row)
