@@ -152,10 +152,9 @@ class SparseAttention(Plain):
         return replace(self, attends=self.attends.share(n), n_group=self.n_group // n)
 
     def scratch(self, size: ForwardSize) -> int:
-        """Heads (the product, attended)."""
-        a, x, n_row = self.attends, self.indexer, size.n_row
-        heads, rest = a.n_head * a.head_dim, 0 if x is None else x.n_head * x.dim
-        return n_row * (4 * (2 * heads + 2 * rest) + 2 * heads)
+        """Heads in f16, as the next product reads them, and a copy of the indexer's queries."""
+        a, x = self.attends, self.indexer
+        return size.n_row * (2 * a.n_head * a.head_dim + (0 if x is None else 4 * x.n_head * x.dim))
 
     def attend_spec(self, device: torch.device, kv: torch.dtype, eps: float) -> SparseSpec:
         a = self.attends
