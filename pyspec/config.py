@@ -1,6 +1,7 @@
 """Settings of the engine: one frozen dataclass, built once and checked when built.
 
-Each field has its flag, its legal values and its meaning (docs/python.md lists them); errors name the flag, for values from any source.
+Each field has its legal values, its flag and its meaning. The options of the command line with their help, variables of the environment
+and docs/python.md are made of them; errors name the flag, for values from any source. `LoadOptions` has the same names for type checkers.
 """
 
 from __future__ import annotations
@@ -8,10 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 from pyspec.errors import ConfigError
-from pyspec.ranges import INT32, SWITCH, Doc, Many, Of, OneOf, Real, Text, Whole, check, shown
+from pyspec.ranges import (
+    INT32,
+    SWITCH,
+    Doc,
+    Flag,
+    Many,
+    Of,
+    OneOf,
+    Real,
+    Text,
+    Whole,
+    check,
+    rules_of,
+    shown,
+)
 from pyspec.registry import RESERVED, SUFFIX, drafters, is_spec_type, split_spec_type
 
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -38,6 +53,10 @@ ENDPOINT = rf"(|(ipc|inproc)://[!-~]{{1,100}}|tcp://[!-~]{{1,200}}:{_PORT})"
 ENDPOINT_WANTED = "an address as tcp://*:5557"
 RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
 
+MODEL, ROPE, SLOTS = "Model", "Longer contexts", "Slots, context and cache"
+DEVICE, DRAFTS, SERVING = "Device", "Drafts", "Serving"
+"""Headings in help. Those of SERVING are options of `pyspec server` alone."""
+
 
 @dataclass(frozen=True)
 class SpecType:
@@ -55,79 +74,79 @@ class SpecType:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The engine's settings: flag, legal values, default and meaning of each. 0 or "auto": decided at load and logged.
+    """The engine's settings: legal values, flag, meaning and default of each. 0 or "auto": decided at load and logged.
 
-    A field without a Doc is set by pyspec itself.
+    A field without a Doc is set by pyspec itself. Sentences name flags; docs/python.md has the fields' names in their place.
     """
 
     # fmt: off
-    np: Annotated[int, "-np", Whole(1, MAX_SLOTS), Doc("slots: requests that run at once")] = 1
-    ctx: Annotated[int, "-c", Whole(0, MAX_CTX, "0: as fits"), Doc("tokens of one request, prompt and answer; 0: as many as fit, up to the model's length")] = 0
-    rope_scaling: Annotated[str, "--rope-scaling", OneOf(ROPE_SCALINGS), Doc("how positions beyond the trained context are reached; here and in the next eight \"\", 0 or -1: as the model's file says")] = ""
-    rope_scale: Annotated[float, "--rope-scale", Real(1e-3, 1e6, also=(0,)), Doc("the factor by which contexts become longer")] = 0.0
-    rope_freq_scale: Annotated[float, "--rope-freq-scale", Real(1e-6, 1e3, also=(0,)), Doc("1 / rope_scale")] = 0.0
-    rope_freq_base: Annotated[float, "--rope-freq-base", Real(1, 1e15, also=(0,)), Doc("base of the frequencies")] = 0.0
-    yarn_orig_ctx: Annotated[int, "--yarn-orig-ctx", Whole(0, INT32), Doc("tokens that the model was trained for")] = 0
-    yarn_ext_factor: Annotated[float, "--yarn-ext-factor", Real(0, 1, also=(-1,)), Doc("share of YaRN's ramp that leaves fast frequencies as they are; 0: none stay")] = -1.0
-    yarn_attn_factor: Annotated[float, "--yarn-attn-factor", Real(1e-3, 1e3, also=(-1,)), Doc("multiplies cos and sin where nothing is left as it is")] = -1.0
-    yarn_beta_fast: Annotated[float, "--yarn-beta-fast", Real(1e-3, 1e6, also=(-1,)), Doc("frequencies with more turns in the old context stay")] = -1.0
-    yarn_beta_slow: Annotated[float, "--yarn-beta-slow", Real(1e-3, 1e6, also=(-1,)), Doc("frequencies with fewer turns in the old context are divided")] = -1.0
-    kv_pool: Annotated[int, "--kv-pool", Whole(0, MAX_POOL, "0: -np times -c"), Doc("tokens of all slots together")] = 0
-    page_size: Annotated[int, "--page-size", OneOf(PAGE_SIZES), Doc("tokens of a page of the cache")] = 32
-    batch: Annotated[int, "-b", Whole(0, MAX_ROWS, "0: automatic"), Doc("most rows of a forward while no slot decodes; 0: 2048 on a GPU, ubatch (or 512) on a CPU")] = 0
-    ubatch: Annotated[int, "-ub", Whole(0, MAX_ROWS, "0: by time"), Doc("most rows of a forward with decoding slots, which wait for the prompt rows in it; 0: 512 at least, and batch as long as it takes 0.4 s")] = 0
-    tpot: Annotated[float, "--tpot", Real(0, 1e6, "0: no target"), Doc("milliseconds of an output token that prompts leave to decoding slots, in the mean")] = 0.0
-    ttft: Annotated[float, "--ttft", Real(0, 1e7, "0: no target"), Doc("milliseconds to the first token: from half of it on, a prompt takes all rows of a forward, whatever tpot says")] = 0.0
-    prompt_weight: Annotated[float, "--prompt-weight", Real(0, 1000), Doc("a long prompt's share of the time beside decoding slots, each of which has 1; 0: no limit")] = 1.0
-    prefix_cache: Annotated[bool, "--cache-prompt", SWITCH, Doc("reuse cached prefixes, and cache this engine's requests")] = True
-    cache_device: Annotated[int, "--cache-device", Whole(0, MAX_MIB, "0: one checkpoint a slot"), Doc("MiB on the device for checkpoints of recurrent states and windows")] = 0
-    cache_ram: Annotated[int, "--cache-ram", Whole(0, MAX_MIB), Doc("MiB of host memory for checkpoints beyond that, at most half of the free memory")] = 8192
-    cache_disk: Annotated[Path | None, "--cache-disk", Of((Path, str)), Doc("folder of the prefix cache's tier on disk, which engines of this machine share; None: no such tier")] = None
-    cache_disk_size: Annotated[int, "--cache-disk-size", Whole(1, MAX_MIB), Doc("MiB of all files there")] = 32768
-    checkpoint_every: Annotated[int, "--checkpoint-every", Whole(0, INT32, "0: none"), Doc("tokens between the checkpoints inside a long prompt")] = 8192
-    swa_full: Annotated[bool, "--swa-full", SWITCH, Doc("layers with a sliding window keep the pages of the whole text: the cache continues any prefix")] = False
-    draft_path: Annotated[Path | None, "-md", Of((Path, str)), Doc("file of the drafter: `draft` of a load sets it")] = None
-    spec_type: Annotated[str, "--spec-type", SpecType(), Doc("the drafter's kind: `draft` of a load sets it")] = "auto"
-    n_draft_max: Annotated[int, "--spec-draft-n-max", Whole(0, 64, "0: the drafter's own"), Doc("tokens of a draft at most; the drafters' own: the block's length less 1, or 3 for MTP, 4 for a model, 8 for n-grams")] = 0
-    n_draft_fixed: Annotated[bool, "--spec-fixed", SWITCH, Doc("always draft n_draft_max, even if slower")] = False
-    draft_p_min: Annotated[float, "--spec-draft-p-min", Real(0, 1), Doc("a draft ends below this probability")] = 0.0
-    draft_sampling: Annotated[str, "--spec-draft-sampling", OneOf(DRAFT_SAMPLINGS), Doc("drafts of sampled requests: the likeliest tokens, or draws from the drafter's distribution")] = "argmax"
-    draft_head: Annotated[str, "--draft-head", OneOf(DRAFT_HEADS), Doc("output head of drafts: the target's, or a four-bit copy")] = "auto"
-    ngram_match: Annotated[int, "--spec-ngram-simple-size-n", Whole(1, 32), Doc("tokens that an n-gram must match")] = 3
-    suffix_n_max: Annotated[int, "--spec-suffix-n-max", Whole(1, 64), Doc("tokens of a suffix draft at most")] = 15
-    suffix_min_prob: Annotated[float, "--spec-suffix-min-token-prob", Real(0.01, 1), Doc("a suffix draft ends where the product of its probabilities is lower")] = 0.1
-    suffix_cache: Annotated[int, "--spec-suffix-cache", Whole(0, MAX_MIB, "0: none"), Doc("MiB of host memory for finished answers, which suffix drafts continue")] = 64
-    suffix_share: Annotated[bool, "--spec-suffix-share", SWITCH, Doc("suffix drafts of a client come from other clients' answers, too")] = False
-    synth_len: Annotated[float, "--spec-synth-len", Real(1, 65, also=(0,)), Doc("for measurements: above 0 acceptance is simulated, with this mean of tokens a round")] = 0.0
-    synth_rates: Annotated[str, "--spec-synth-rates", Text(RATES, "shares as 0.9,0.7,..."), Doc("the same by position: shares of rounds that accept at least so many drafts")] = ""
-    device: Annotated[str, "-dev", Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda, cuda:1 ..."), Doc("where the model runs; auto: the first GPU, if there is one")] = "auto"
-    tp: Annotated[int, "--tp", Whole(0, MAX_RANKS, "0: every GPU"), Doc("processes that share the model, each with its own GPU if there are any")] = 1
-    replicas: Annotated[int, "--replicas", Whole(1, MAX_REPLICAS), Doc("engines of the model, each with its own GPUs or its part of the CPU's threads; np, ctx and queue are those of each")] = 1
-    kv_type: Annotated[str, "-ctk", OneOf(KV_TYPES), Doc("type of keys, and of values unless kv_type_v names theirs")] = "f16"
-    kv_type_v: Annotated[str | None, "-ctv", OneOf(KV_TYPES), Doc("type of values; None: that of keys")] = None
-    draft_kv_type: Annotated[str | None, "-ctkd", OneOf(KV_TYPES), Doc("type of the drafter's keys; None: as the target's")] = None
-    draft_kv_type_v: Annotated[str | None, "-ctvd", OneOf(KV_TYPES), Doc("type of its values; None: as its keys, if draft_kv_type names a type, else as the target's")] = None
-    weights: Annotated[str, "--weights", OneOf(WEIGHTS), Doc("keep matrices as they are in the file (packed), or unpack them (dense)")] = "auto"
-    cpu_activations: Annotated[str, "--cpu-activations", OneOf(CPU_ACTIVATIONS), Doc("on CPUs: rows that packed matrices multiply, as whole numbers of 16 or 8 bits")] = "q16"
-    threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: by measured times"), Doc("threads of the CPU")] = 0
-    queue: Annotated[int, "--queue", Whole(0, 1_000_000, "0: automatic"), Doc("requests that may wait; 0: max(16, 4 * np)")] = 0
-    kv_events: Annotated[str, "--kv-events", Text(ENDPOINT, ENDPOINT_WANTED), Doc("address at which changes of the prefix cache are published; \"\": off")] = ""
-    kv_events_replay: Annotated[str, "--kv-events-replay", Text(ENDPOINT, ENDPOINT_WANTED), Doc("address at which readers ask for batches again")] = ""
-    kv_events_topic: Annotated[str, "--kv-events-topic", Text(r"[ -~]{0,256}", "plain ASCII text"), Doc("begins each message")] = ""
-    kv_events_format: Annotated[str, "--kv-events-format", OneOf(EVENT_FORMATS), Doc("events with their fields' names, or as arrays in vLLM's order before its version 0.24")] = "map"
-    kv_events_buffer: Annotated[int, "--kv-events-buffer", Whole(1, 1_000_000), Doc("batches kept for replays")] = 10_000
+    np: Annotated[int, Whole(1, MAX_SLOTS), Flag("-np --parallel $N_PARALLEL", MODEL, help="Number of slots. -1: 4 in the server, else 1."), Doc("slots: requests that run at once")] = 1
+    ctx: Annotated[int, Whole(0, MAX_CTX, "0: as fits"), Flag("-c --ctx-size $CTX_SIZE", MODEL), Doc("context size per request, prompt and answer. 0: as much as fits, up to the model's length")] = 0
+    rope_scaling: Annotated[str, OneOf(ROPE_SCALINGS), Flag("--rope-scaling $ROPE_SCALING_TYPE", ROPE), Doc("how positions beyond the trained context are reached. Default, here and in the next eight: as the model's file says")] = ""
+    rope_scale: Annotated[float, Real(1e-3, 1e6, also=(0,)), Flag("--rope-scale $ROPE_SCALE", ROPE), Doc("factor by which the context becomes longer")] = 0.0
+    rope_freq_base: Annotated[float, Real(1, 1e15, also=(0,)), Flag("--rope-freq-base $ROPE_FREQ_BASE", ROPE), Doc("base of the frequencies")] = 0.0
+    rope_freq_scale: Annotated[float, Real(1e-6, 1e3, also=(0,)), Flag("--rope-freq-scale $ROPE_FREQ_SCALE", ROPE), Doc("1 / --rope-scale")] = 0.0
+    yarn_orig_ctx: Annotated[int, Whole(0, INT32), Flag("--yarn-orig-ctx $YARN_ORIG_CTX", ROPE), Doc("context that the model was trained for")] = 0
+    yarn_ext_factor: Annotated[float, Real(0, 1, also=(-1,)), Flag("--yarn-ext-factor $YARN_EXT_FACTOR", ROPE), Doc("share of YaRN's ramp, 0 to 1, that leaves fast frequencies as they are. 0: all frequencies are divided")] = -1.0
+    yarn_attn_factor: Annotated[float, Real(1e-3, 1e3, also=(-1,)), Flag("--yarn-attn-factor $YARN_ATTN_FACTOR", ROPE), Doc("multiplies cos and sin. No effect with YaRN, as in llama-server")] = -1.0
+    yarn_beta_slow: Annotated[float, Real(1e-3, 1e6, also=(-1,)), Flag("--yarn-beta-slow $YARN_BETA_SLOW", ROPE), Doc("frequencies with fewer turns in the old context are divided")] = -1.0
+    yarn_beta_fast: Annotated[float, Real(1e-3, 1e6, also=(-1,)), Flag("--yarn-beta-fast $YARN_BETA_FAST", ROPE), Doc("frequencies with more turns in the old context stay")] = -1.0
+    kv_pool: Annotated[int, Whole(0, MAX_POOL, "0: -np times -c"), Flag("--kv-pool", SLOTS), Doc("size of the KV cache in tokens, for all slots. 0: -np times -c")] = 0
+    page_size: Annotated[int, OneOf(PAGE_SIZES), Flag("--page-size", SLOTS), Doc("tokens of a page of the KV cache")] = 32
+    prefix_cache: Annotated[bool, SWITCH, Flag("--cache-prompt $CACHE_PROMPT", SLOTS), Doc("reuse the KV cache of equal prompt prefixes")] = True
+    cache_device: Annotated[int, Whole(0, MAX_MIB, "0: one checkpoint a slot"), Flag("--cache-device", SLOTS), Doc("device memory for checkpoints of recurrent states and windows, in MiB. 0: one per slot")] = 0
+    cache_ram: Annotated[int, Whole(0, MAX_MIB), Flag("--cache-ram -cram $CACHE_RAM", SLOTS, help="Host memory for more checkpoints, in MiB. -1: no limit."), Doc("host memory for more checkpoints, in MiB, at most half of what is free")] = 8192
+    cache_disk: Annotated[Path | None, Of((Path, str)), Flag("--cache-disk", SLOTS, "DIR"), Doc("folder where the prefix cache is also kept, for restarts and other servers of this machine")] = None
+    cache_disk_size: Annotated[int, Whole(1, MAX_MIB), Flag("--cache-disk-size", SLOTS), Doc("size of that folder, in MiB")] = 32768
+    checkpoint_every: Annotated[int, Whole(0, INT32, "0: none"), Flag("--checkpoint-every", SLOTS), Doc("tokens between checkpoints in a long prompt. 0: none")] = 8192
+    swa_full: Annotated[bool, SWITCH, Flag("--swa-full $SWA_FULL", SLOTS), Doc("layers with a sliding window keep the whole text: the cache continues any prefix")] = False
+    batch: Annotated[int, Whole(0, MAX_ROWS, "0: automatic"), Flag("-b --batch-size $BATCH", SLOTS), Doc("maximum rows per forward while only prompts run. 0: 2048, or -ub on a CPU")] = 0
+    ubatch: Annotated[int, Whole(0, MAX_ROWS, "0: by time"), Flag("-ub --ubatch-size $UBATCH", SLOTS), Doc("maximum rows per forward while slots decode. 0: 512, and up to -b as long as a forward takes less than 0.4 s")] = 0
+    tpot: Annotated[float, Real(0, 1e6, "0: no target"), Flag("--tpot", SLOTS), Doc("target in milliseconds per output token: prompts leave decoding slots as much time. 0: none")] = 0.0
+    ttft: Annotated[float, Real(0, 1e7, "0: no target"), Flag("--ttft", SLOTS), Doc("target in milliseconds to the first token: goes before --tpot once half of it is over. 0: none")] = 0.0
+    prompt_weight: Annotated[float, Real(0, 1000), Flag("--prompt-weight", SLOTS), Doc("share of the time that a long prompt gets beside decoding slots: 1 is as much as one of them. 0: no limit")] = 1.0
+    kv_type: Annotated[str, OneOf(KV_TYPES), Flag("-ctk --cache-type-k $CACHE_TYPE_K", SLOTS, help="Type of keys [that of values, else f16]."), Doc("type of keys, and of values unless -ctv names theirs")] = "f16"
+    kv_type_v: Annotated[str | None, OneOf(KV_TYPES), Flag("-ctv --cache-type-v $CACHE_TYPE_V", SLOTS), Doc("type of values. Default: that of keys")] = None
+    draft_path: Annotated[Path | None, Of((Path, str)), Flag("-md --model-draft --spec-draft-model $SPEC_DRAFT_MODEL", MODEL, help="GGUF file of a drafter, or of a small model that drafts."), Doc("file of the drafter: `draft` of a load sets it")] = None
+    spec_type: Annotated[str, SpecType(), Flag("--spec-type $SPEC_TYPE", DRAFTS, "TYPE"), Doc("the drafter's kind: `draft` of a load sets it")] = "auto"
+    n_draft_max: Annotated[int, Whole(0, 64, "0: the drafter's own"), Flag("--spec-draft-n-max $SPEC_DRAFT_N_MAX", DRAFTS), Doc("maximum draft tokens per round. 0: the drafter's own: the block's length less 1, or 3 for MTP, 4 for a model, 8 for n-grams")] = 0
+    draft_p_min: Annotated[float, Real(0, 1), Flag("--spec-draft-p-min --draft-p-min $SPEC_DRAFT_P_MIN", DRAFTS), Doc("stop a draft below this probability")] = 0.0
+    draft_kv_type: Annotated[str | None, OneOf(KV_TYPES), Flag("-ctkd --spec-draft-type-k --cache-type-k-draft $SPEC_DRAFT_CACHE_TYPE_K", DRAFTS), Doc("type of the drafter's keys. Default: as the target's")] = None
+    draft_kv_type_v: Annotated[str | None, OneOf(KV_TYPES), Flag("-ctvd --spec-draft-type-v --cache-type-v-draft $SPEC_DRAFT_CACHE_TYPE_V", DRAFTS), Doc("type of the drafter's values. Default: as its keys, if -ctkd names a type, else as the target's")] = None
+    draft_sampling: Annotated[str, OneOf(DRAFT_SAMPLINGS), Flag("--spec-draft-sampling", DRAFTS), Doc("drafts of sampled requests: the likeliest tokens, or draws from the drafter's distribution")] = "argmax"
+    draft_head: Annotated[str, OneOf(DRAFT_HEADS), Flag("--draft-head", DRAFTS), Doc("output head for drafts: the target's, or a four-bit copy")] = "auto"
+    n_draft_fixed: Annotated[bool, SWITCH, Flag("--spec-fixed", DRAFTS), Doc("always draft the full length, even if slower")] = False
+    ngram_match: Annotated[int, Whole(1, 32), Flag("--spec-ngram-simple-size-n $", DRAFTS), Doc("tokens that an n-gram must match")] = 3
+    suffix_n_max: Annotated[int, Whole(1, 64), Flag("--spec-suffix-n-max", DRAFTS), Doc("maximum tokens of a suffix draft")] = 15
+    suffix_min_prob: Annotated[float, Real(0.01, 1), Flag("--spec-suffix-min-token-prob", DRAFTS), Doc("end a suffix draft where the product of its probabilities is lower")] = 0.1
+    suffix_cache: Annotated[int, Whole(0, MAX_MIB, "0: none"), Flag("--spec-suffix-cache", DRAFTS), Doc("MiB of host memory for finished answers that suffix drafts continue. 0: none")] = 64
+    suffix_share: Annotated[bool, SWITCH, Flag("--spec-suffix-share", DRAFTS), Doc("let suffix drafts of a client come from other clients' answers")] = False
+    synth_len: Annotated[float, Real(1, 65, also=(0,)), Flag("--spec-synth-len $SPEC_SYNTH_LEN", DRAFTS), Doc("for tests: simulate acceptance, as mean tokens per round")] = 0.0
+    synth_rates: Annotated[str, Text(RATES, "shares as 0.9,0.7,..."), Flag("--spec-synth-rates $SPEC_SYNTH_RATES", DRAFTS, "P0,P1,..."), Doc("for tests: simulate acceptance, as shares of rounds with 1, 2, ... or more drafts")] = ""
+    device: Annotated[str, Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda, cuda:1 ..."), Flag("-dev --device $DEVICE", DEVICE, help="auto, cpu, cuda, cuda:1 ..."), Doc("where the model runs. auto: the first GPU, if there is one")] = "auto"
+    threads: Annotated[int, Whole(-1, MAX_THREADS, "0, -1: by measured times"), Flag("-t --threads $THREADS", DEVICE), Doc("CPU threads. 0 or -1: by measured times")] = 0
+    tp: Annotated[int, Whole(0, MAX_RANKS, "0: every GPU"), Flag("--tp", DEVICE), Doc("tensor-parallel ranks, each with its own process and GPU. 0: all GPUs")] = 1
+    weights: Annotated[str, OneOf(WEIGHTS), Flag("--weights", DEVICE), Doc("keep weights as they are in the file (packed), or unpack them (dense)")] = "auto"
+    cpu_activations: Annotated[str, OneOf(CPU_ACTIVATIONS), Flag("--cpu-activations", DEVICE), Doc("on CPUs: bits of the rows that packed matrices multiply. q8 is faster and less exact")] = "q16"
+    warm_up: Annotated[bool, SWITCH, Flag("--warmup $", DEVICE), Doc("on GPUs, run a few rounds before the first request, or leave that to the first requests")] = True
+    plain_loop: Annotated[bool, SWITCH, Flag("--plain-loop", DEVICE), Doc("run rounds one by one, without CUDA graphs: to check a text that looks wrong")] = False
+    exact: Annotated[bool, SWITCH, Flag("--exact", DEVICE), Doc("batch-invariant: a row's bits do not depend on other rows. Slows prompts down")] = False
+    kernels: Annotated[str, Text(TIERS, "auto, cuda, triton or reference, or op=tier,..."), Flag("--kernels", DEVICE, "TIER"), Doc("kernels to use: cuda, triton, reference, or op=tier,... for single ops; one that refuses falls back to the next tier")] = "auto"
+    queue: Annotated[int, Whole(0, 1_000_000, "0: automatic"), Flag("--queue", SERVING), Doc("maximum waiting requests. 0: 4 per slot, at least 16")] = 0
+    replicas: Annotated[int, Whole(1, MAX_REPLICAS), Flag("--replicas", SERVING), Doc("engines of the model, each with its own GPU (--tp GPUs) or its part of the CPU's threads, and with -np slots")] = 1
+    hang_timeout: Annotated[float, Real(0, 86400, "0: by the pace of rounds"), Flag("--hang-timeout", SERVING), Doc("replace the engine's process after a round of this many seconds. 0: chosen by its pace")] = 0.0
+    kv_events: Annotated[str, Text(ENDPOINT, ENDPOINT_WANTED), Flag("--kv-events", SERVING, "ENDPOINT"), Doc("publish changes of the prefix cache for routers over ZeroMQ, as tcp://*:5557")] = ""
+    kv_events_replay: Annotated[str, Text(ENDPOINT, ENDPOINT_WANTED), Flag("--kv-events-replay", SERVING, "ENDPOINT"), Doc("replay published batches from here, as tcp://*:5558")] = ""
+    kv_events_topic: Annotated[str, Text(r"[ -~]{0,256}", "plain ASCII text"), Flag("--kv-events-topic", SERVING), Doc("topic of KV events; llm-d wants kv@ADDRESS:PORT@MODEL")] = ""
+    kv_events_format: Annotated[str, OneOf(EVENT_FORMATS), Flag("--kv-events-format", SERVING), Doc("events as maps, or as arrays for readers made for vLLM before 0.24")] = "map"
+    kv_events_buffer: Annotated[int, Whole(1, 1_000_000), Flag("--kv-events-buffer", SERVING), Doc("batches kept for replays")] = 10_000
     seed: Annotated[int, Whole(-1, 2**32 - 1), Doc("of the simulated acceptance (synth_len), and of nothing else: the draws of a text are repeated by the `seed` of its request")] = -1
     check_tap_shift: bool = True
-    warm_up: Annotated[bool, "--warmup", SWITCH, Doc("run a few rounds before the first request")] = True
-    plain_loop: Annotated[bool, "--plain-loop", SWITCH, Doc("one round after the other, without graphs: slow, with the same text")] = False
-    exact: Annotated[bool, "--exact", SWITCH, Doc("on GPUs: a row's bits do not depend on other rows; slows prompts down")] = False
-    hang_timeout: Annotated[float, "--hang-timeout", Real(0, 86400, "0: by the pace of rounds"), Doc("seconds of a round after which an isolated engine is replaced")] = 0.0
-    kernels: Annotated[str, "--kernels", Text(TIERS, "auto, cuda, triton or reference, or op=tier,..."), Doc("kernels to use; an op that refuses falls back to the next tier")] = "auto"
     demoted: Annotated[tuple[str, ...], Many(Text())] = ()  # modules whose implementations failed at run time: the next one is used
     # fmt: on
 
     def __post_init__(self) -> None:
-        check(self, ConfigError)
+        check(self, ConfigError, by_flag=True)
         if self.synth_len and self.synth_rates:
             raise ConfigError("--spec-synth-len and --spec-synth-rates exclude each other")
         if self.rope_scale and self.rope_freq_scale:
@@ -161,8 +180,83 @@ class EngineSettings:
         return self.suffix_n_max if split_spec_type(self.spec_type)[1] else 0
 
     @property
+    def idle_flags(self) -> list[str]:
+        """Flags of suffix drafts with values of their own, while there are no such drafts."""
+        mine = [
+            rule
+            for rule in rules_of(type(self))
+            if rule.name.startswith("suffix_") and not self.n_suffix
+        ]
+        return [rule.spelt for rule in mine if getattr(self, rule.name) != rule.default]
+
+    @property
     def queue_limit(self) -> int:
         return self.queue or max(16, 4 * self.np)
+
+
+class LoadOptions(TypedDict, total=False):
+    """Arguments of `Engine.load`, for type checkers: the fields of EngineSettings without a parameter of it
+    (tests/engine/test_options.py compares them)."""
+
+    rope_scaling: str
+    rope_scale: float
+    rope_freq_base: float
+    rope_freq_scale: float
+    yarn_orig_ctx: int
+    yarn_ext_factor: float
+    yarn_attn_factor: float
+    yarn_beta_slow: float
+    yarn_beta_fast: float
+    kv_pool: int
+    page_size: int
+    prefix_cache: bool
+    cache_device: int
+    cache_ram: int
+    cache_disk: Path | None
+    cache_disk_size: int
+    checkpoint_every: int
+    swa_full: bool
+    batch: int
+    ubatch: int
+    tpot: float
+    ttft: float
+    prompt_weight: float
+    kv_type: str
+    kv_type_v: str | None
+    draft_path: Path | None
+    spec_type: str
+    n_draft_max: int
+    draft_p_min: float
+    draft_kv_type: str | None
+    draft_kv_type_v: str | None
+    draft_sampling: str
+    draft_head: str
+    n_draft_fixed: bool
+    ngram_match: int
+    suffix_n_max: int
+    suffix_min_prob: float
+    suffix_cache: int
+    suffix_share: bool
+    synth_len: float
+    synth_rates: str
+    device: str
+    threads: int
+    tp: int
+    weights: str
+    cpu_activations: str
+    warm_up: bool
+    plain_loop: bool
+    exact: bool
+    kernels: str
+    queue: int
+    replicas: int
+    hang_timeout: float
+    kv_events: str
+    kv_events_replay: str
+    kv_events_topic: str
+    kv_events_format: str
+    kv_events_buffer: int
+    seed: int
 
 
 def check_event_ports(events: str, replay: str, n: int) -> None:

@@ -1,16 +1,15 @@
-"""Legal values: a field's type and range, declared once at the field of a dataclass.
+"""The facts of a field, declared once at the field of a dataclass: legal values, meaning, the option that sets it.
 
-    top_p: Annotated[float, Real(0, 1)] = 0.95
+    top_p: Annotated[float, Real(0, 1), Flag("--top-p $TOP_P", SAMPLING), Doc("choose among ...")] = 0.95
 
-`check` tests a whole dataclass. The command line, the Python API and the engine all use it, so a value is legal for all of them or for
-none.
+`check` tests a whole dataclass. The command line with its help, the variables of the environment, request bodies with their schema, the
+Python API and docs/python.md are made of these facts, so a value is legal for all of them or for none.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
@@ -209,33 +208,68 @@ class Doc:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The rule of one field of a dataclass."""
+class Flag:
+    """The option of the command line that sets a field.
+
+    words    its spellings, of which errors name the first. Behind them, if llama-server has the option too, $ and its variable's name
+             without LLAMA_ARG_, or $ alone if it has no variable
+    group    its heading in help; "": commands define the option themselves
+    metavar  what help calls the value
+    help     what help says instead of the field's Doc
+    """
+
+    words: str
+    group: str = ""
+    metavar: str = ""
+    help: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The spellings."""
+        return tuple(word for word in self.words.split() if word[0] != "$")
+
+    @property
+    def llama(self) -> str | None:
+        """llama-server's variable of the option without LLAMA_ARG_, "" if it has none; None: the option is pyspec's own."""
+        return next((word[1:] for word in self.words.split() if word[0] == "$"), None)
+
+
+@dataclass(frozen=True)
+class Key:
+    """The key of a model's file that recommends a value, behind "general.sampling."."""
 
     name: str
-    title: str  # the field's name in errors: its flag, or its own name
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The facts of one field of a dataclass."""
+
+    name: str
     kind: Kind
     optional: bool  # may be None
+    default: Any = MISSING
+    flag: Flag = Flag("")
+    text: str = ""  # its Doc
+    key: str = ""  # its Key
 
     @property
     def wanted(self) -> str:
         """The legal values in words."""
         return self.kind.wanted + " or None" * self.optional
 
-    def flaw(self, value: object) -> str:
-        """The fault as a whole sentence, or ""."""
+    @property
+    def spelt(self) -> str:
+        """The flag's first spelling, or the field's name."""
+        return self.flag.names[0] if self.flag.words else self.name
+
+    def flaw(self, value: object, title: str = "") -> str:
+        """The fault as a whole sentence, or "". title: what it calls the field instead of its name"""
         if value is None and self.optional:
             return ""
         flaw = self.kind.flaw(value)
-        return flaw and f"{self.title}{'' if flaw[0] == '[' else ' '}{flaw}{' or None' * self.optional}"
-
-
-def docs_of(owner: type) -> dict[str, str]:
-    """The meanings of a class's fields, those with a Doc."""
-    found = (
-        (name, _notes(hint)[1]) for name, hint in get_type_hints(owner, include_extras=True).items()
-    )
-    return {name: note.text for name, notes in found for note in notes if isinstance(note, Doc)}
+        space = "" if flaw[:1] == "[" else " "
+        return flaw and f"{title or self.name}{space}{flaw}{' or None' * self.optional}"
 
 
 def _notes(hint: Any) -> tuple[list[Any], list[Any], bool]:
@@ -258,34 +292,40 @@ _RULES: dict[type, tuple[Rule, ...]] = {}  # reading type hints is slow
 
 
 def rules_of(owner: type) -> tuple[Rule, ...]:
-    """The fields of a dataclass that have rules: Annotated with a Kind (and a flag's name), bools, dataclasses."""
+    """The fields of a dataclass that have rules: Annotated with a Kind, bools, dataclasses."""
     if owner not in _RULES:
         hints = get_type_hints(owner, include_extras=True)
-        found = (_rule(f.name, hints[f.name]) for f in fields(owner))
+        found = (_rule(f.name, hints[f.name], f.default) for f in fields(owner))
         _RULES[owner] = tuple(rule for rule in found if rule is not None)
     return _RULES[owner]
 
 
-def _rule(name: str, hint: Any) -> Rule | None:
+def _rule(name: str, hint: Any, default: Any) -> Rule | None:
     types, notes, may_be_none = _notes(hint)
     if len(types) != 1:
         return None
     (type_,) = types
-    title = next((note for note in notes if isinstance(note, str)), name)
-    kind: Kind | None = next((note for note in notes if not isinstance(note, str | Doc)), None)
+    flag = next((note for note in notes if isinstance(note, Flag)), Flag(""))
+    text = next((note.text for note in notes if isinstance(note, Doc)), "")
+    key = next((note.name for note in notes if isinstance(note, Key)), "")
+    kind: Kind | None = next((note for note in notes if not isinstance(note, Flag | Doc | Key)), None)
     if kind is None and type_ is bool:
         kind = SWITCH
     elif kind is None and isinstance(type_, type):
         kind = Of(type_)
-    return None if kind is None else Rule(name, title, kind, may_be_none)
+    return None if kind is None else Rule(name, kind, may_be_none, default, flag, text, key)
 
 
-def flaws(thing: Any) -> Iterable[str]:
-    """The faults of a dataclass's fields, one sentence each."""
-    return (flaw for rule in rules_of(type(thing)) if (flaw := rule.flaw(getattr(thing, rule.name))))
+def docs_of(owner: type) -> dict[str, str]:
+    """The meanings of a class's fields, those with a Doc."""
+    found = (
+        (name, _notes(hint)[1]) for name, hint in get_type_hints(owner, include_extras=True).items()
+    )
+    return {name: note.text for name, notes in found for note in notes if isinstance(note, Doc)}
 
 
-def check(thing: Any, error: type[Exception]) -> None:
-    """Raise `error` with the first fault of a dataclass."""
-    for flaw in flaws(thing):
-        raise error(flaw)
+def check(thing: Any, error: type[Exception], *, by_flag: bool = False) -> None:
+    """Raise `error` with the first fault of a dataclass, which names the field, or its flag."""
+    for rule in rules_of(type(thing)):
+        if flaw := rule.flaw(getattr(thing, rule.name), rule.spelt if by_flag else ""):
+            raise error(flaw)

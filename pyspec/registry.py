@@ -3,7 +3,7 @@
 Names and modules are strings, so that the command line, the settings and the catalogue can read them without torch; a module is
 imported when needed. Other packages add drafters as entry points of the group `pyspec.drafters`, whose value is a module as in
 `pyspec.draft.drafter.DrafterModule` or `pyspec.draft.host` (`examples/own_drafter`), and architectures as entry points of `pyspec.architectures`, whose
-name is that of the GGUF file and whose value is a module with `read(file) -> ModelConfig`.
+name is that of the GGUF file and whose value is a module with `read(file) -> ModelSpec`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}
 """Drafters that llama.cpp does not spell draft-NAME."""
 ALSO = {"dflash": ("dflash2",), "mtp": ("assistant",)}
 """Drafters that llama.cpp's name of another one means, too, where the file is theirs."""
-ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
+ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "gemma3": "pyspec.models.arch.gemma3",
     "gpt-oss": "pyspec.models.arch.gpt_oss",
     "gemma4": "pyspec.models.arch.gemma4",

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 from pyspec.errors import PyspecError, RequestError
-from pyspec.ranges import INT32, Doc, Ids, Many, OneOf, Pair, Real, Text, Whole, check
+from pyspec.ranges import INT32, Doc, Flag, Ids, Key, Many, OneOf, Pair, Real, Text, Whole, check
 
 Finish = Literal["eos", "stop", "length", "cancelled", "error"]
 """How a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
@@ -25,10 +25,49 @@ ID = re.compile("[0-9]{1,10}")
 BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
 """A token id, and the bias of its logit; -inf bans it."""
 
-DEFAULT_SAMPLERS = (
-    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
-)  # fmt: skip
-"""llama.cpp's order and names. "adaptive_p" is not listed: it runs last, if its target is set."""
+SAMPLING = "Default sampling"
+"""Heading of the sampling flags in help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A sampler of the chain: llama.cpp's letter for it, and the values of parameters that switch it off."""
+
+    letter: str
+    off: Mapping[str, float]
+
+
+SAMPLERS = {
+    "penalties": Sampler(
+        "e", {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    ),
+    "dry": Sampler("d", {"dry_multiplier": 0.0}),
+    "top_n_sigma": Sampler("s", {"top_n_sigma": -1.0}),
+    "top_k": Sampler("k", {"top_k": 0}),
+    "typ_p": Sampler("y", {"typical_p": 1.0}),
+    "top_p": Sampler("p", {"top_p": 1.0}),
+    "min_p": Sampler("m", {"min_p": 0.0}),
+    "xtc": Sampler("x", {"xtc_probability": 0.0}),
+    "temperature": Sampler("t", {"temperature": 1.0, "dynatemp_range": 0.0}),
+    "adaptive_p": Sampler("a", {"adaptive_target": -1.0}),
+}
+"""The samplers in llama.cpp's order, under its names."""
+LAST = "adaptive_p"  # it chooses: it runs last, if its target is set, wherever it is named
+DEFAULT_SAMPLERS = tuple(name for name in SAMPLERS if name != LAST)
+LETTERS = {sampler.letter: name for name, sampler in SAMPLERS.items()}
+ALIASES = {
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+    "typical_p": "typ_p",
+    "typical": "typ_p",
+}
+ALIASES |= {name.replace("_", sign): name for sign in ("_", "-", "") for name in SAMPLERS}
+
+
+def sampler_of(name: str) -> str:
+    """llama.cpp's name of a sampler, from its letter or any variant; "" if unknown."""
+    return LETTERS.get(name, "") if len(name) == 1 else ALIASES.get(name.lower(), "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,37 +79,37 @@ class SamplingParams:
     """
 
     # fmt: off
-    temperature: Annotated[float, Real(-100, 100, "0 and below: greedy"), Doc("randomness: 0 or less always takes the likeliest token, 0.8 is usual, above 1 gets wild")] = 0.8
-    top_k: Annotated[Window, Doc("choose among this number of likeliest tokens; 0: all")] = 40
-    top_p: Annotated[Share, Doc("choose among the likeliest tokens that together have this probability; 1: all")] = 0.95
-    min_p: Annotated[Share, Doc("drop tokens that are less likely than this share of the likeliest one; 0: none")] = 0.05
-    typical_p: Annotated[Share, Doc("locally typical sampling: keep this probability of tokens whose surprise is near the mean; 1: off")] = 1.0
+    temperature: Annotated[float, Real(-100, 100, "0 and below: greedy"), Flag("--temp --temperature $TEMPERATURE", SAMPLING), Key("temp"), Doc("randomness: 0 or less always takes the likeliest token, 0.8 is usual, above 1 gets wild")] = 0.8
+    top_k: Annotated[Window, Flag("--top-k $TOP_K", SAMPLING), Key("top_k"), Doc("choose among this number of likeliest tokens; 0: all")] = 40
+    top_p: Annotated[Share, Flag("--top-p $TOP_P", SAMPLING), Key("top_p"), Doc("choose among the likeliest tokens that together have this probability; 1: all")] = 0.95
+    min_p: Annotated[Share, Flag("--min-p $MIN_P", SAMPLING), Key("min_p"), Doc("drop tokens that are less likely than this share of the likeliest one; 0: none")] = 0.05
+    typical_p: Annotated[Share, Flag("--typical --typical-p $", SAMPLING), Doc("locally typical sampling: keep this probability of tokens whose surprise is near the mean; 1: off")] = 1.0
     min_keep: Annotated[Count, Doc("samplers that drop tokens keep at least this number")] = 0
-    repeat_penalty: Annotated[float, Real(1e-6, 100, "1: off"), Doc("divide the logits of recent tokens by this; 1: off")] = 1.0
-    repeat_last_n: Annotated[Window, Doc("tokens that the penalties look back on; 0: none, -1: all")] = 64
-    presence_penalty: Annotated[Penalty, Doc("subtract this from the logits of recent tokens")] = 0.0
-    frequency_penalty: Annotated[Penalty, Doc("subtract this for each recent occurrence of a token")] = 0.0
-    dry_multiplier: Annotated[float, Real(0, 100), Doc("strength of DRY, which makes it unlikely to repeat a sequence; 0: off")] = 0.0
-    dry_base: Annotated[float, Real(1, 100), Doc("DRY: growth of the penalty with the length of the repetition")] = 1.75
-    dry_allowed_length: Annotated[Count, Doc("DRY: tokens that may be repeated without a penalty")] = 2
-    dry_penalty_last_n: Annotated[Window, Doc("DRY: tokens that it looks back on; 0: none, -1: all")] = -1
+    repeat_penalty: Annotated[float, Real(1e-6, 100, "1: off"), Flag("--repeat-penalty $REPEAT_PENALTY", SAMPLING), Key("penalty_repeat"), Doc("divide the logits of recent tokens by this; 1: off")] = 1.0
+    repeat_last_n: Annotated[Window, Flag("--repeat-last-n $", SAMPLING), Key("penalty_last_n"), Doc("tokens that the penalties look back on; 0: none, -1: all")] = 64
+    presence_penalty: Annotated[Penalty, Flag("--presence-penalty $PRESENCE_PENALTY", SAMPLING), Doc("subtract this from the logits of recent tokens")] = 0.0
+    frequency_penalty: Annotated[Penalty, Flag("--frequency-penalty $FREQUENCY_PENALTY", SAMPLING), Doc("subtract this for each recent occurrence of a token")] = 0.0
+    dry_multiplier: Annotated[float, Real(0, 100), Flag("--dry-multiplier $", SAMPLING), Doc("strength of DRY, which makes it unlikely to repeat a sequence; 0: off")] = 0.0
+    dry_base: Annotated[float, Real(1, 100), Flag("--dry-base $", SAMPLING), Doc("DRY: growth of the penalty with the length of the repetition")] = 1.75
+    dry_allowed_length: Annotated[Count, Flag("--dry-allowed-length $", SAMPLING), Doc("DRY: tokens that may be repeated without a penalty")] = 2
+    dry_penalty_last_n: Annotated[Window, Flag("--dry-penalty-last-n $", SAMPLING), Doc("DRY: tokens that it looks back on; 0: none, -1: all")] = -1
     dry_sequence_breakers: Annotated[tuple[str, ...], Many(Text()), Doc("DRY: texts that end a repetition")] = ("\n", ":", '"', "*")
     logit_bias: Annotated[tuple[tuple[int, float], ...], Many(BIAS), Doc("a number added to the logit of each of these tokens: {id: number}, or pairs; -inf bans the token")] = ()
-    seed: Annotated[int, Whole(-1, 2**64 - 1), Doc("of the random draws: the same seed gives the same text; -1 draws a seed, which the result has")] = -1
+    seed: Annotated[int, Whole(-1, 2**64 - 1), Flag("-s --seed $", SAMPLING), Doc("of the random draws: the same seed gives the same text; -1 draws a seed, which the result has")] = -1
     logprobs: Annotated[Count | None, Doc("report the log probability of each token and of this number of alternatives, from 0 on; None: none")] = None
-    ignore_eos: Annotated[bool, Doc("continue where the model would end")] = False
+    ignore_eos: Annotated[bool, Flag("--ignore-eos $", SAMPLING), Doc("continue where the model would end")] = False
     min_tokens: Annotated[Count, Doc("no end before this number of tokens")] = 0
     samplers: Annotated[tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p"))), Doc("their order, by name, each at most once; (): llama.cpp's")] = ()
-    top_n_sigma: Annotated[float, Real(-1, 100, "0 and below: off"), Doc("keep tokens within this number of standard deviations of the largest logit; 0 and below: off")] = -1.0
-    xtc_probability: Annotated[Share, Doc("XTC: chance to drop all likely tokens but the last; 0: off")] = 0.0
-    xtc_threshold: Annotated[Share, Doc("XTC: least probability of a likely token; above 0.5: off")] = 0.1
-    dynatemp_range: Annotated[float, Real(0, 100), Doc("range in which the temperature follows the entropy; 0: off")] = 0.0
-    dynatemp_exponent: Annotated[float, Real(0, 100), Doc("exponent of that dependence")] = 1.0
-    mirostat: Annotated[int, Whole(0, 2), Doc("version 1 or 2 of Mirostat, in place of the other samplers; 0: off")] = 0
-    mirostat_tau: Annotated[float, Real(0, 100), Doc("Mirostat: surprise to hold, in bits")] = 5.0
-    mirostat_eta: Annotated[float, Real(0, 1), Doc("Mirostat: how fast it adapts")] = 0.1
-    adaptive_target: Annotated[float, Real(-1, 1, "below 0: off"), Doc("adaptive-p: probability of chosen tokens to hold; below 0: off")] = -1.0
-    adaptive_decay: Annotated[float, Real(0, 0.99), Doc("adaptive-p: how slowly it forgets")] = 0.9
+    top_n_sigma: Annotated[float, Real(-1, 100, "0 and below: off"), Flag("--top-n-sigma --top-nsigma $", SAMPLING), Doc("keep tokens within this number of standard deviations of the largest logit; 0 and below: off")] = -1.0
+    xtc_probability: Annotated[Share, Flag("--xtc-probability $", SAMPLING), Key("xtc_probability"), Doc("XTC: chance to drop all likely tokens but the last; 0: off")] = 0.0
+    xtc_threshold: Annotated[Share, Flag("--xtc-threshold $", SAMPLING), Key("xtc_threshold"), Doc("XTC: least probability of a likely token; above 0.5: off")] = 0.1
+    dynatemp_range: Annotated[float, Real(0, 100), Flag("--dynatemp-range $", SAMPLING), Doc("range in which the temperature follows the entropy; 0: off")] = 0.0
+    dynatemp_exponent: Annotated[float, Real(0, 100), Flag("--dynatemp-exp $", SAMPLING), Doc("exponent of that dependence")] = 1.0
+    mirostat: Annotated[int, Whole(0, 2), Flag("--mirostat $", SAMPLING), Key("mirostat"), Doc("version 1 or 2 of Mirostat, in place of the other samplers; 0: off")] = 0
+    mirostat_tau: Annotated[float, Real(0, 100), Flag("--mirostat-ent $", SAMPLING), Key("mirostat_tau"), Doc("Mirostat: surprise to hold, in bits")] = 5.0
+    mirostat_eta: Annotated[float, Real(0, 1), Flag("--mirostat-lr $", SAMPLING), Key("mirostat_eta"), Doc("Mirostat: how fast it adapts")] = 0.1
+    adaptive_target: Annotated[float, Real(-1, 1, "below 0: off"), Flag("--adaptive-target $", SAMPLING), Doc("adaptive-p: probability of chosen tokens to hold; below 0: off")] = -1.0
+    adaptive_decay: Annotated[float, Real(0, 0.99), Flag("--adaptive-decay $", SAMPLING), Doc("adaptive-p: how slowly it forgets")] = 0.9
     post_sampling: Annotated[bool, Doc("`logprobs` are those after the samplers instead of the model's own")] = False
     # fmt: on
 
@@ -97,6 +136,43 @@ class SamplingParams:
             or self.adaptive_target >= 0
             or self.post_sampling
         )
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How the next token is chosen, for type checkers: the fields of SamplingParams (tests/engine/test_options.py compares them)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    min_keep: int
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
+    logit_bias: Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
+    seed: int
+    logprobs: int | None
+    ignore_eos: bool
+    min_tokens: int
+    samplers: tuple[str, ...]
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
+    post_sampling: bool
 
 
 def _bias(pair: tuple[object, object]) -> tuple[object, object]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from pyspec import errors
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, ToolCall
 from pyspec.engine.option_texts import help_text, options, type_text
-from pyspec.engine.options import LoadOptions
+from pyspec.engine.options import with_arguments
 from pyspec.engine.result import Result
-from pyspec.ranges import docs_of, rules_of
+from pyspec.ranges import Rule, docs_of, rules_of
 from pyspec.request import Delta, Done, EngineInfo, Metrics, ReplicaInfo, SlotInfo, Timings, TokenLogprob
 from pyspec.slot_action import SlotReport
 
@@ -115,11 +115,10 @@ def _options() -> Iterator[str]:
 
 def _settings() -> str:
     """All that `load` takes beside the model and the draft."""
-    known = {f.name: f for f in fields(EngineSettings)}
-    rules, texts = {rule.name: rule for rule in rules_of(EngineSettings)}, docs_of(EngineSettings)
     rows = [
-        f"| `{name}` | {_cell(_words(rules[name].wanted))} | `{_default(known[name])}` | {_flag(rules[name].title)} | {_cell(texts[name])} |"
-        for name in ("np", "ctx", *LoadOptions.__annotations__)
+        f"| `{rule.name}` | {_cell(_words(with_arguments(rule.wanted)))} | `{rule.default!r}` | {_flag(rule)} | {_cell(with_arguments(rule.text))} |"
+        for rule in rules_of(EngineSettings)
+        if rule.text
     ]
     head = "`load` takes each by its name, or by the long name of its flag (`spec_fixed=True`).\n"
     return "\n".join(
@@ -146,12 +145,8 @@ def _words(wanted: str) -> str:
     return re.sub(r"\b\d{5,}\b|\d+e\+\d+", lambda found: f"{float(found[0]):,.0f}", wanted)
 
 
-def _flag(title: str) -> str:
-    return f"`{title}`" if title.startswith("-") else ""
-
-
-def _default(field: Field[Any]) -> str:
-    return "" if field.default is MISSING else repr(field.default)
+def _flag(rule: Rule) -> str:
+    return f"`{rule.spelt}`" if rule.flag.words else ""
 
 
 def _type(kind: type) -> str:

@@ -7,15 +7,16 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import click
 
 from pyspec.cli.compare import holds, percent
-from pyspec.cli.flags import FlagCommand, gathered, grouped
+from pyspec.cli.fields import Number
+from pyspec.cli.flags import FlagCommand, gathered, option
 from pyspec.cli.lists import in_list, pairs
 from pyspec.cli.meter import load_with_meter
-from pyspec.cli.options import THREADS, EngineChoice, Number, apply, engine_options, log_ignored
+from pyspec.cli.options import EngineChoice, begin_log, engine_options
 from pyspec.config import MAX_CTX, MAX_SLOTS, MAX_THREADS
 
 if TYPE_CHECKING:
@@ -26,32 +27,43 @@ if TYPE_CHECKING:
 
 DEFAULT_GEN = 128  # tokens of an answer
 LONG_CTX = 8192  # tokens of a request; a load always finds room for this length by itself
+PATH = click.Path(path_type=Path, dir_okay=False)
 SPARE = 64  # tokens that a chat template adds around a question
-_what = grouped("Workload")
-_report = grouped("Report")
+_what, _report = partial(option, "Workload"), partial(option, "Report")
+
+
+def _thread_counts(
+    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Numbers of threads; -1 becomes 0: by measured times."""
+    counts = ["0" if text.strip() == "-1" else text for text in texts]
+    return in_list(0, MAX_THREADS, "threads")(ctx, param, counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchFlags:
-    """The workload and the form of the report, under click's option names."""
+    """The workload and the form of the report: options of `pyspec bench`."""
 
-    streams: tuple[int, ...]
-    n_prompt: tuple[int, ...]
-    n_gen: tuple[int, ...]
-    n_depth: tuple[int, ...]
-    prompt_gen: tuple[tuple[int, int], ...]
-    repetitions: int
-    temperature: float
-    random_prompts: bool
-    file: Path | None
-    ignore_eos: bool
-    http: bool
-    isolated: bool
-    parts: bool
-    bandwidth: float
-    output: str
-    baseline: Path | None
-    max_regress: float
+    # fmt: off
+    streams: Annotated[tuple[int, ...], _what("-npl", "--streams", multiple=True, default=("1,2,4,8",), callback=in_list(1, MAX_SLOTS, "streams"), metavar="LIST", help="Numbers of concurrent streams.")]
+    n_prompt: Annotated[tuple[int, ...], _what("-p", "--n-prompt", multiple=True, callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST", help="Prompt tokens. 0, the default: the length of the built-in questions.")]
+    n_gen: Annotated[tuple[int, ...], _what("-n", "--n-gen", multiple=True, callback=in_list(4, MAX_CTX, "tokens"), metavar="LIST", help=f"Maximum tokens of an answer. Default {DEFAULT_GEN}.")]
+    n_depth: Annotated[tuple[int, ...], _what("-d", "--n-depth", multiple=True, default=("0",), callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST", help="Tokens before the prompt; the prompt rate includes them.")]
+    prompt_gen: Annotated[tuple[tuple[int, int], ...], _what("-pg", multiple=True, callback=pairs, metavar="P,N", help="Prompt tokens and answer tokens as a pair.")]
+    threads: Annotated[tuple[int, ...], _what("-t", "--threads", multiple=True, default=("0",), callback=_thread_counts, metavar="LIST", help="CPU threads; each number loads the model again. 0: by measured times.")]
+    repetitions: Annotated[int, _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000), help="Repetitions of each measurement.")]
+    temperature: Annotated[float, _what("--temp", default=0.0, type=Number(-100, 100), help="Temperature; 0 and below is greedy.")]
+    random_prompts: Annotated[bool, _what("--random-prompts", is_flag=True, help="Random prompt ids, for random models (`pyspec synth`).")]
+    file: Annotated[Path | None, _what("-f", "--file", type=PATH, help="Own prompts, one per line, or .jsonl with prompt (a text to continue) or messages.")]
+    ignore_eos: Annotated[bool, _what("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token.")]
+    http: Annotated[bool, _what("--http", is_flag=True, help="Also measure through the HTTP server, streamed to another process.")]
+    isolated: Annotated[bool, _what("--isolated", is_flag=True, help="Run the engine in its own process, as the server does.")]
+    parts: Annotated[bool, _what("--parts", is_flag=True, help="Also report a round's device time by part: linear, attention, state (GPU).")]
+    bandwidth: Annotated[float, _what("--bandwidth", default=0.0, type=Number(0, 1e6), metavar="GB/S", help="Memory bandwidth, to report the share of it that is used.")]
+    output: Annotated[str, _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Output format on stdout.")]
+    baseline: Annotated[Path | None, _report("--baseline", type=PATH, help="Compare with an -o json report.")]
+    max_regress: Annotated[float, _report("--max-regress", default="3%", callback=percent, help="Exit status 1 if slower than the baseline by more than this.")]
+    # fmt: on
 
     def plans(self, case: str = "") -> list[Plan]:
         """One plan per case, in list order: depths, then prompts, then answers; pairs last."""
@@ -86,69 +98,9 @@ def _case_name(n_depth: int, n_prompt: int, n_gen: int, case: str) -> str:
     return " ".join(filter(None, (depth, f"p{n_prompt}", f"n{n_gen}", case)))
 
 
-def _thread_counts(
-    ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]
-) -> tuple[int, ...]:
-    """Numbers of threads; -1 becomes 0, torch's choice."""
-    counts = ["0" if text.strip() == "-1" else text for text in texts]
-    return in_list(0, MAX_THREADS, "threads")(ctx, param, counts)
-
-
-BENCH_OPTIONS = [
-    _what(
-        "-npl", "--streams", multiple=True, default=("1,2,4,8",), callback=in_list(1, MAX_SLOTS, "streams"),
-        metavar="LIST", help="Numbers of concurrent streams.",
-    ),
-    _what(
-        "-p", "--n-prompt", multiple=True, callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",
-        help="Prompt tokens. 0, the default: the length of the built-in questions.",
-    ),
-    _what(
-        "-n", "--n-gen", multiple=True, callback=in_list(4, MAX_CTX, "tokens"), metavar="LIST",
-        help=f"Maximum tokens of an answer. Default {DEFAULT_GEN}.",
-    ),
-    _what(
-        "-d", "--n-depth", multiple=True, default=("0",), callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",
-        help="Tokens before the prompt; the prompt rate includes them.",
-    ),
-    _what("-pg", "prompt_gen", multiple=True, callback=pairs, metavar="P,N",
-          help="Prompt tokens and answer tokens as a pair."),
-    _what(
-        "-t", "--threads", multiple=True, default=("0",), callback=_thread_counts, metavar="LIST",
-        help="CPU threads; each number loads the model again. 0: torch's choice.",
-    ),
-    _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000),
-          help="Repetitions of each measurement."),
-    _what("--temp", "temperature", default=0.0, type=Number(-100, 100),
-          help="Temperature; 0 and below is greedy."),
-    _what("--random-prompts", is_flag=True,
-          help="Random prompt ids, for random models (`pyspec synth`)."),
-    _what("-f", "--file", type=click.Path(path_type=Path, dir_okay=False),
-          help="Own prompts, one per line, or .jsonl with prompt (a text to continue) or messages."),
-    _what("--ignore-eos", is_flag=True, help="Continue after an end-of-generation token."),
-    _what("--http", is_flag=True,
-          help="Also measure through the HTTP server, streamed to another process."),
-    _what("--isolated", is_flag=True,
-          help="Run the engine in its own process, as the server does."),
-    _what("--parts", is_flag=True,
-          help="Also report a round's device time by part: linear, attention, state (GPU)."),
-    _what(
-        "--bandwidth", default=0.0, type=Number(0, 1e6), metavar="GB/S",
-        help="Memory bandwidth, to report the share of it that is used.",
-    ),
-    _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md",
-            help="Output format on stdout."),
-    _report("--baseline", type=click.Path(path_type=Path, dir_okay=False),
-            help="Compare with an -o json report."),
-    _report("--max-regress", default="3%", callback=percent,
-            help="Exit status 1 if slower than the baseline by more than this."),
-]  # fmt: skip
-
-
 @click.command(cls=FlagCommand)
-@partial(engine_options, but=(THREADS,))
-@apply(BENCH_OPTIONS)
-@gathered(BenchFlags, "flags")
+@partial(engine_options, but=("threads",))
+@gathered(BenchFlags)
 @click.pass_context
 def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     """Measure speed, plain and speculative in turns.
@@ -159,22 +111,18 @@ def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     """
     from pyspec.bench.report import FORMATS
     from pyspec.bench.result import changes, joined, read_rates
-    from pyspec.cli.logs import set_up
 
-    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    log_ignored()
+    begin_log()
     if flags.isolated and flags.parts:
         raise click.UsageError("--parts needs the engine in this process: leave --isolated out")
     if flags.file is not None and flags.random_prompts:
         raise click.UsageError("--file or --random-prompts: only one of them gives the prompts")
     before = read_rates(flags.baseline) if flags.baseline else {}
-    threads = engine.settings["threads"]
-    assert isinstance(threads, tuple)
-    loads = [replace(engine, settings={**engine.settings, "threads": n}) for n in threads]
+    loads = [replace(engine, settings={**engine.settings, "threads": n}) for n in flags.threads]
     for one in loads:
         one.check(max(engine.np, *flags.streams))
     reports = []
-    for n, one in zip(threads, loads, strict=True):
+    for n, one in zip(flags.threads, loads, strict=True):
         reports += _measured(one, flags, f"t{n}" if len(loads) > 1 else "")
     report = joined(reports)
     click.echo(FORMATS[flags.output](report), nl=False)

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from pyspec.cli.flags import OTHERS, FlagCommand, env_of, llama_flags
+from pyspec.cli.flags import OTHERS, FlagCommand, env_of, honoured_flags, llama_flags
 
-SECRET = ("api_key",)
+SECRET = ("api_keys",)
 
 
 @click.group()
@@ -87,7 +87,7 @@ def _shown(value: Any) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def flags(as_json: bool) -> None:
     """List every flag of llama-server: honoured, ignored or refused, with the reason."""
-    listed = dict.fromkeys(llama_flags().values())
+    listed = dict.fromkeys((*honoured_flags(), *llama_flags().values()))
     if as_json:
         rows = [
             {"names": list(flag.names), "env": flag.env, "fate": flag.fate, "why": flag.why}

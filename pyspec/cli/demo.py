@@ -13,6 +13,7 @@ import click
 
 from pyspec.cli import verbose_option
 from pyspec.cli.chats import DemoBatch, DemoChat, run_chats, served
+from pyspec.cli.options import begin_log, setting_option
 from pyspec.errors import PyspecError
 
 if TYPE_CHECKING:
@@ -52,18 +53,17 @@ class Race:
 @click.command()
 @click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots and chats.")
 @click.option("-r", "--turns", default=5, type=click.IntRange(1, 20), help="Repetitions.")
-@click.option("-t", "--threads", default=0, help="CPU threads. 0: torch's choice.")
-@click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+@setting_option("threads")
+@setting_option("device")
 @verbose_option
 @click.pass_context
 def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> None:
     """Show the packaged pair with and without speculation.
 
     Starts a server, streams eight chats at once, compares greedy texts, and measures both alternately."""
-    from pyspec.cli.logs import set_up
     from pyspec.engine.api import Engine
 
-    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
+    begin_log()
     began = time.perf_counter()
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(np)]
     settings = {"np": np, "ctx": 512, "threads": threads, "device": device}

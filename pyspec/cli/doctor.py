@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pyspec.cli.options import ModelChoice, model_options
+from pyspec.cli.options import ModelChoice, model_options, setting_option
 
 if TYPE_CHECKING:
     from pyspec.cuda.survey import Finding
@@ -33,9 +33,9 @@ def _remember(ctx: click.Context, option: click.Parameter, archs: str) -> None:
 
 @click.command()
 @model_options
-@click.option("-md", "--model-draft", default="", help="Drafter's GGUF file.")
-@click.option("-dev", "--device", "device_name", default="auto", help="auto, cpu, cuda, cuda:1 ...")
-@click.option("--kernels", default="auto", metavar="TIER", help="As in `pyspec server`.")
+@setting_option("draft_path")
+@setting_option("device")
+@setting_option("kernels")
 @click.option("--recheck", is_flag=True, help="Discard stored results and check the kernels again.")
 @click.option("--compile", "compiles", is_flag=True, help="Only compile all kernels of MODEL.")
 @click.option(
@@ -48,7 +48,7 @@ def _remember(ctx: click.Context, option: click.Parameter, archs: str) -> None:
 def doctor(
     ctx: click.Context,
     choice: ModelChoice,
-    device_name: str,
+    device: str,
     kernels: str,
     recheck: bool,
     compiles: bool,
@@ -71,7 +71,7 @@ def doctor(
         from pyspec.cli.compiled import compile_model
 
         ctx.exit(compile_model(choice, archs, as_json))
-    about = diagnose(choice, device_name, recheck, kernels, cost)
+    about = diagnose(choice, device, recheck, kernels, cost)
     if as_json:
         click.echo(json.dumps(about, indent=1))
     else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyspec.cli.flags import FlagCommand, grouped
-from pyspec.cli.options import EngineChoice, engine_options, log_ignored
+from pyspec.cli.options import EngineChoice, begin_log, engine_options
 
 if TYPE_CHECKING:
     from pyspec.engine.plan.fit import Fit, FitReport
@@ -52,13 +52,11 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
 
     Example: pyspec fit -hf user/repo:Q4_K_M --vram 24G
     """
-    from pyspec.cli.logs import set_up
     from pyspec.errors import DoesNotFit
     from pyspec.gguf import has_head
     from pyspec.hub import heads_only
 
-    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    log_ignored()
+    begin_log()
     engine.choice.check()
     engine.choice.locate()
     from pyspec.engine.plan.fit import fit as plan_fit
@@ -132,12 +130,12 @@ def _others(engine: EngineChoice) -> list[str]:
     plain, words = EngineSettings(), list[str]()
     for rule in rules_of(EngineSettings):
         value = engine.settings.get(rule.name, getattr(plain, rule.name))
-        if value == getattr(plain, rule.name) or not rule.title.startswith("-"):
+        if value == getattr(plain, rule.name) or not rule.flag.words:
             continue
         if isinstance(value, bool):
-            words.append(rule.title if value else rule.title.replace("--", "--no-", 1))
+            words.append(rule.spelt if value else rule.spelt.replace("--", "--no-", 1))
         else:
-            words += [rule.title, f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [rule.spelt, f"{value:g}" if isinstance(value, float) else str(value)]
     return words
 
 

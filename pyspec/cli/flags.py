@@ -1,7 +1,7 @@
 """Parsing of flags: long names before short ones, llama-server's flags by a table, help in groups.
 
-`llama_flags.toml` lists each flag of llama-server as honoured (an option of pyspec has its names), ignored or refused, with the
-reason. Flags that would change a text are never ignored.
+An option of pyspec that llama-server has, too, says so (`GroupedOption.llama`). `llama_flags.toml` lists each other flag of llama-server as
+ignored or refused, with the reason. Flags that would change a text are never ignored.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import click
 
@@ -22,13 +22,14 @@ TABLE = Path(__file__).with_name("llama_flags.toml")
 OTHERS = "Other"  # group of options without one
 LATE = ("Default sampling", "Slots, context and cache", "Drafts", "Device", "Longer contexts", OTHERS)
 """Groups that many commands share: help lists them behind a command's own."""
+EVERYWHERE = ("-h --help --usage", "--version", "-v --verbose --log-verbose")
+"""Flags of llama-server that every command has."""
 ATTACHED = re.compile(r"-[a-zA-Z]-?[0-9][0-9.]*")  # -t4
 OFF = ("", "0", "false", "off", "no")
 EMPTY = (None, "", (), False)  # defaults that help does not show
 # read elsewhere, or in deploy/
 OURS = ("PYSPEC_CACHE", "PYSPEC_SHARE_GPU", "PYSPEC_NAME")
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,9 @@ def elsewhere() -> dict[str, str]:
 
 @cache
 def llama_flags() -> dict[str, LlamaFlag]:
-    """Every spelling of llama-server with its flag."""
+    """The spellings of llama-server that pyspec has no option for, with their flags."""
     found = _table()
-    flags = [_flag(text, "honoured") for text in found["honoured"]["flags"]]
+    flags = []
     for fate in ("ignored", "refused"):
         for group in found[fate]:
             more = {
@@ -89,6 +90,22 @@ def llama_flags() -> dict[str, LlamaFlag]:
                 listed = group.get(kind, ())
                 flags += [_flag(text, fate, n_value=n_value, **more) for text in listed]
     return {name: flag for flag in flags for name in flag.names}
+
+
+def honoured_flags() -> list[LlamaFlag]:
+    """The flags of llama-server that `pyspec server` has options for."""
+    from pyspec.cli import command_of  # imports the command, which imports this module
+
+    flags = [LlamaFlag(tuple(names.split()), "honoured") for names in EVERYWHERE]
+    for option in command_of("server").params:
+        if isinstance(option, GroupedOption) and option.llama is not None:
+            names = (*option.opts, *option.secondary_opts)
+            flags.append(LlamaFlag(names, "honoured", env=_variable(option.llama)))
+    return flags
+
+
+def _variable(name: str) -> str:
+    return name and f"LLAMA_ARG_{name}"
 
 
 KINDS = {
@@ -118,18 +135,29 @@ def _said(takes: str) -> str:
 def _flag(text: str, fate: Any, **more: Any) -> LlamaFlag:
     words = text.split()
     takes = words.pop()[1:] if words[-1].startswith(":") else ""
-    env = words.pop().replace("$", "LLAMA_ARG_") if words[-1].startswith("$") else ""
+    env = _variable(words.pop()[1:]) if words[-1].startswith("$") else ""
     return LlamaFlag(tuple(words), fate, env=env, takes=takes, **more)
 
 
 class GroupedOption(click.Option):
-    """An option that help lists under a heading, with its default."""
+    """An option that help lists under a heading, with its default.
 
-    def __init__(self, *args: Any, group: str = OTHERS, said: str = "", **kwargs: Any) -> None:
+    said   the default in words
+    llama  llama-server has the option, too: its variable without LLAMA_ARG_, "" if it has none; None: it has not
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        group: str = OTHERS,
+        said: str = "",
+        llama: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         if "show_default" not in kwargs and not kwargs.get("hidden"):
             kwargs["show_default"] = kwargs.get("default") not in EMPTY
         super().__init__(*args, **kwargs)
-        self.group, self.said_default = group, said
+        self.group, self.said_default, self.llama = group, said, llama
         self.off_by: tuple[str, ...] = ()  # variables that switch the option off, with any value
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
@@ -177,8 +205,7 @@ class FlagCommand(click.Command):
     def _env_of(self, option: click.Option) -> Iterator[str]:
         """Variables of an option in order of precedence: pyspec's, then llama.cpp's, with NO_NAME before NAME."""
         own = _own_env(option)
-        known = [name for name in option.opts if name in llama_flags()]
-        llama = sorted({llama_flags()[name].env for name in known} - {""})
+        llama = [_variable(option.llama)] if isinstance(option, GroupedOption) and option.llama else []
         llama += [FORMER[name] for name in llama if name in FORMER]
         off: tuple[str, ...] = ()
         if isinstance(option, GroupedOption) and option.secondary_opts:
@@ -197,7 +224,7 @@ class FlagCommand(click.Command):
             return super().parse_args(ctx, args)
         if self.reads_llama_env:
             reader.check_environment()
-        for line in unknown_variables(self.reads_llama_env):
+        for line in unknown_variables(self):
             ctx.meta.setdefault("pyspec.warnings", []).append(line)
         try:
             return super().parse_args(ctx, reader.read(args))
@@ -240,33 +267,34 @@ def _negative(flag: LlamaFlag) -> LlamaFlag | None:
     return next((llama_flags()[name] for name in names if name in llama_flags()), None)
 
 
+def variables_of(command: click.Command) -> set[str]:
+    """Every environment variable that a command reads."""
+    named = (param.envvar for param in command.params if isinstance(param.envvar, list))
+    return {name for names in named for name in names}
+
+
 @cache
-def llama_variables() -> frozenset[str]:
-    """Every LLAMA_ARG_ variable of llama-server."""
+def other_variables() -> frozenset[str]:
+    """Variables that are no option's: pyspec's, and those of llama-server's flags that it has no option for."""
     flags = [flag for flag in dict.fromkeys(llama_flags().values()) if flag.env]
-    former = {*FORMER.values(), *map(negative_of, FORMER.values())}
-    return (
-        frozenset(former)
-        | {flag.env for flag in flags}
-        | {negative_of(f.env) for f in flags if _negative(f) is not None}
-    )
+    negative = (negative_of(flag.env) for flag in flags if _negative(flag) is not None)
+    return frozenset((*OURS, *(flag.env for flag in flags), *negative))
 
 
 def known_variables() -> set[str]:
-    """Every environment variable that a command reads, llama.cpp's included."""
+    """Every environment variable that a command reads, and every one of llama-server."""
     from pyspec.cli import COMMANDS, command_of  # imports the commands, which import this module
 
-    params = [param for name in COMMANDS for param in command_of(name).params]
-    named = (name for param in params if isinstance(param.envvar, list) for name in param.envvar)
-    return {*named, *OURS, *llama_variables()}
+    return set(other_variables()).union(*(variables_of(command_of(name)) for name in COMMANDS))
 
 
-def unknown_variables(reads_llama_env: bool) -> list[str]:
+def unknown_variables(command: FlagCommand) -> list[str]:
     """A line about each variable that is named like a setting but sets nothing. Of PYSPEC_ variables only near misses are reported, because other
     programs define some: Kubernetes sets PYSPEC_SERVICE_HOST and the like."""
-    prefixes = ("PYSPEC_", "LLAMA_ARG_") if reads_llama_env else ("PYSPEC_",)
-    found = sorted(name for name in os.environ if name.startswith(prefixes) and name not in OURS)
-    if not (found := [name for name in found if name not in llama_variables()]):
+    prefixes = ("PYSPEC_", "LLAMA_ARG_") if command.reads_llama_env else ("PYSPEC_",)
+    own = variables_of(command) | other_variables()
+    found = sorted(name for name in os.environ if name.startswith(prefixes) and name not in own)
+    if not found:
         return []
     known = known_variables()
     lines = []
@@ -285,11 +313,13 @@ def unknown_variables(reads_llama_env: bool) -> list[str]:
 def _without_variable(name: str) -> str:
     """A line about a variable named like a flag for which llama-server has no variable; "" for others."""
     word = name.removeprefix("LLAMA_ARG_")
-    flag = llama_flags().get("--" + word.lower().replace("_", "-")) if word != name else None
-    if flag is None:
+    typed = "--" + word.lower().replace("_", "-")
+    if word == name:
         return ""
-    ours = f"; use PYSPEC_{word}" if flag.fate == "honoured" else f": {flag.why}"
-    return f"{name} in the environment has no effect{ours}"
+    if any(typed in flag.names for flag in honoured_flags()):
+        return f"{name} in the environment has no effect; use PYSPEC_{word}"
+    flag = llama_flags().get(typed)
+    return (flag and f"{name} in the environment has no effect: {flag.why}") or ""
 
 
 def _near_names(name: str, prefix: str, known: Iterable[str]) -> list[str]:
@@ -327,10 +357,9 @@ class _Reader:
         for flag in dict.fromkeys(llama_flags().values()):
             no, negative = negative_of(flag.env), _negative(flag)
             if no in os.environ and negative is not None:
-                if negative.fate != "honoured":
-                    self._judge(negative, no, [])
+                self._judge(negative, no, [])
                 continue  # it takes precedence with any value
-            value = os.environ.get(flag.env) if flag.env and flag.fate != "honoured" else None
+            value = os.environ.get(flag.env) if flag.env else None
             if value == "":
                 continue  # compose files set variables to nothing
             if value is not None and (flag.n_value or value.lower() not in OFF):
@@ -389,8 +418,6 @@ class _Reader:
 
     def _foreign(self, name: str, values: list[str] | None, words: list[str]) -> None:
         flag = llama_flags()[name]
-        if flag.fate == "honoured":  # by other commands
-            raise self._unknown(name)
         if values is None:
             n = flag.n_value
             known = self._own.keys() | llama_flags().keys()
@@ -410,15 +437,25 @@ class _Reader:
             raise click.UsageError(flag.error(name), self._ctx)
 
 
-def gathered(kind: type[T], name: str = "options") -> Callable[[F], F]:
-    """Pass a command's options as one dataclass whose fields have the options' names."""
+def option(group: str, *names: str, **more: Any) -> Callable[[str], Callable[[F], F]]:
+    """The option of a field of `gathered`'s dataclass, without the field's name: `port: Annotated[int, option("Listening", "--port")]`."""
+    return partial(grouped(group), *names, **more)
+
+
+def gathered(kind: type[Any]) -> Callable[[F], F]:
+    """Add an option for each field of a dataclass, whose note makes it; the command receives `flags`, one such object."""
+    makes = {
+        name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()
+    }
 
     def decorate(function: F) -> F:
         @wraps(function)
         def folded(**values: Any) -> object:
-            own = {f.name: values.pop(f.name) for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, see above
-            return function(**{name: kind(**own)}, **values)
+            own = {name: values.pop(name) for name in makes}
+            return function(flags=kind(**own), **values)
 
+        for name, make in reversed(makes.items()):
+            folded = make(name)(folded)
         return folded  # type: ignore[return-value]  # click calls it by names
 
     return decorate

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from pyspec.cli.options import ModelChoice, model_options
-from pyspec.config import KV_TYPES, MAX_ROWS, WEIGHTS
+from pyspec.cli.options import ModelChoice, model_options, setting_option
+from pyspec.config import KV_TYPES, MAX_ROWS
 
 
 def _ids(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
@@ -25,10 +25,8 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
 )
 @click.option("--chunk", default=512, type=click.IntRange(1, MAX_ROWS), help="Tokens per forward.")
 @click.option("--kv-type", type=click.Choice(KV_TYPES), default="f32", help="Type of KV entries.")
-@click.option("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
-@click.option(
-    "--weights", type=click.Choice(WEIGHTS), default="auto", help="Packed or unpacked weights."
-)
+@setting_option("device")
+@setting_option("weights")
 def logits(
     choice: ModelChoice,
     ids: list[int],

@@ -11,8 +11,8 @@ import click
 
 from pyspec.cli.flags import FlagCommand
 from pyspec.cli.meter import meter
-from pyspec.cli.options import THREADS, ModelChoice, device_name, log_ignored, model_options
-from pyspec.config import CPU_ACTIVATIONS, KV_TYPES, MAX_CTX, MAX_ROWS, WEIGHTS, settings_from
+from pyspec.cli.options import ModelChoice, begin_log, keys_as_values, model_options, setting_option
+from pyspec.config import MAX_CTX, MAX_ROWS, settings_from
 
 if TYPE_CHECKING:
     from pyspec.perplexity import Compared, Scored
@@ -66,36 +66,13 @@ def text_of(path: Path) -> str:
     type=click.IntRange(1, MAX_ROWS),
     help="The same; the smaller counts.",
 )
-@click.option(
-    "-ctk",
-    "--cache-type-k",
-    "kv_type",
-    type=click.Choice(KV_TYPES),
-    default=None,
-    help="Type of keys [that of values, else f16].",
-)
-@click.option(
-    "-ctv",
-    "--cache-type-v",
-    "kv_type_v",
-    type=click.Choice(KV_TYPES),
-    default=None,
-    help="Type of values [that of keys].",
-)
-@THREADS
-@click.option(
-    "-dev", "--device", default="auto", callback=device_name, help="auto, cpu, cuda, cuda:1 ..."
-)
-@click.option(
-    "--weights", type=click.Choice(WEIGHTS), default="auto", help="Packed or unpacked weights."
-)
-@click.option(
-    "--cpu-activations",
-    type=click.Choice(CPU_ACTIVATIONS),
-    default="q16",
-    help="On CPUs: bits of the rows of products.",
-)
-@click.option("--kernels", default="auto", metavar="TIER", help="As of `pyspec server`.")
+@setting_option("kv_type")
+@setting_option("kv_type_v")
+@setting_option("threads")
+@setting_option("device")
+@setting_option("weights")
+@setting_option("cpu_activations")
+@setting_option("kernels")
 @click.option(
     "--kl-divergence",
     is_flag=True,
@@ -124,15 +101,13 @@ def perplexity(
     The second half of each sequence of -c tokens is scored. Example: pyspec perplexity model.gguf -f text.txt -ctk q8_0
     """
     text = text_of(file)
-    values["kv_type"] = values["kv_type"] or values["kv_type_v"] or "f16"
+    keys_as_values(values)
     values["batch"] = values["ubatch"] = min(values["batch"], values["ubatch"], values["ctx"])
     settings = settings_from({**values, "ctx": values["ctx"] + 1, "spec_type": "none"})
     from pyspec.catalog import resolve
-    from pyspec.cli.logs import set_up
     from pyspec.hub import expecting
 
-    set_up(4 if ctx_.meta.get("pyspec.verbose") else 2)
-    log_ignored()
+    begin_log()
     choice = choice.look_before(lambda: (resolve(choice.target())[0], settings))
     with expecting(choice.seen):
         path = resolve(choice.target())[0]

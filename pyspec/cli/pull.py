@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyspec.cli.meter import pull_lines
-from pyspec.cli.options import ModelChoice, model_options
+from pyspec.cli.options import ModelChoice, begin_log, model_options
 
 if TYPE_CHECKING:
     from pyspec.catalog import Entry, Source
@@ -48,14 +48,13 @@ def pull(
     Resumes interrupted downloads and checks every file against the hub's SHA-256. Example: pyspec pull -hf user/repo:Q8_0
     """
     from pyspec.catalog import resolve
-    from pyspec.cli.logs import set_up
     from pyspec.cli.options import SPEC_TYPES, spec_type_of
     from pyspec.config import EngineSettings
     from pyspec.errors import ConfigError
     from pyspec.hub import expecting
     from pyspec.registry import is_spec_type, split_spec_type
 
-    set_up(4 if ctx.meta.get("pyspec.verbose") else 3)
+    begin_log(3)
     wanted, _ = split_spec_type(spec_type_of(spec_type))
     if not is_spec_type(wanted):
         raise ConfigError(f"--spec-type is '{spec_type}'; want one of {', '.join(SPEC_TYPES)}")

@@ -7,15 +7,16 @@ import sys
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import click
 from click.core import ParameterSource
 
-from pyspec.cli.flags import LlamaCommand, gathered, grouped
+from pyspec.cli.flags import LlamaCommand, gathered, option
 from pyspec.cli.meter import load_with_meter
-from pyspec.cli.options import EngineChoice, apply, engine_options, log_ignored, sampling_options
+from pyspec.cli.options import EngineChoice, begin_log, engine_options, sampling_options
 from pyspec.errors import RequestError
 from pyspec.request import Delta, Done, Request, SamplingGiven, Timings
 
@@ -36,22 +37,40 @@ class AnswerOptions:
     json_schema: str | None = None
 
 
+def _message(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
+    """The words after the model, or all words if a flag names the model and no flag has a prompt. Words without quotes are one message."""
+    own = ctx.params
+    named = [name for name in ("model", "hf_repo") if own.get(name)]
+    is_free = named and own.get("name") and all(own.get(n) is None for n in ("prompt", "chat", "file"))
+    # of several words the first is no model only if the model was typed, and none had quotes
+    is_typed = any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in named)
+    is_bare = is_typed and len(words) > 1 and not any(" " in word for word in words)
+    if is_free and (not words or is_bare):
+        words, own["name"] = (own["name"], *words), ""
+    return " ".join(words) if words else None
+
+
+_say = partial(option, "Prompt")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """The prompt and its form, under click's option names."""
+    """The prompt and its form: options of `pyspec run`."""
 
-    message: str | None
-    prompt: str | None
-    chat: str | None
-    file: TextIO | None
-    system: str
-    stop: tuple[str, ...]
-    as_json: bool
-    no_conversation: bool
-    grammar: str | None = None
-    grammar_file: TextIO | None = None
-    json_schema: str | None = None
-    json_schema_file: TextIO | None = None
+    # fmt: off
+    message: Annotated[str | None, partial(click.argument, nargs=-1, metavar="[MESSAGE]", callback=_message)]
+    prompt: Annotated[str | None, _say("-p", "--prompt", default=None, help="Text to continue, without a chat template.")]
+    chat: Annotated[str | None, _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer.")]
+    file: Annotated[TextIO | None, _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue.")]
+    system: Annotated[str, _say("-sys", "--system", default="", help="System message of a chat.")]
+    stop: Annotated[tuple[str, ...], _say("--stop", multiple=True, help="Stop at this text; may be repeated.")]
+    no_conversation: Annotated[bool, _say("-no-cnv", "--no-conversation", is_flag=True, help="Continue piped text, instead of answering it as a message.")]
+    grammar: Annotated[str | None, _say("--grammar", default=None, metavar="GBNF", help="Grammar that the text matches.")] = None
+    grammar_file: Annotated[TextIO | None, _say("--grammar-file", type=click.File(encoding="utf-8"), help="File with that grammar.")] = None
+    json_schema: Annotated[str | None, _say("-j", "--json-schema", default=None, metavar="SCHEMA", help="JSON Schema that the text follows; {} is any JSON.")] = None
+    json_schema_file: Annotated[TextIO | None, _say("-jf", "--json-schema-file", type=click.File(encoding="utf-8"), help="File with that schema.")] = None
+    as_json: Annotated[bool, _say("--json", is_flag=True, help="Print text, ids, timings and acceptance as JSON.")]
+    # fmt: on
 
     def constraint(self) -> dict[str, str]:
         """What every answer has to match. Raises UsageError for more than one, and for one from stdin if the prompt comes from there."""
@@ -114,47 +133,10 @@ def _is_stdin(what: object) -> bool:
     return getattr(what, "name", "") in ("-", "<stdin>")
 
 
-def _message(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> str | None:
-    """The words after the model, or all words if a flag names the model and no flag has a prompt. Words without quotes are one message."""
-    own = ctx.params
-    named = [name for name in ("model", "hf_repo") if own.get(name)]
-    is_free = named and own.get("name") and all(own.get(n) is None for n in ("prompt", "chat", "file"))
-    # of several words the first is no model only if the model was typed, and none had quotes
-    is_typed = any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in named)
-    is_bare = is_typed and len(words) > 1 and not any(" " in word for word in words)
-    if is_free and (not words or is_bare):
-        words, own["name"] = (own["name"], *words), ""
-    return " ".join(words) if words else None
-
-
-_say = grouped("Prompt")
-RUN_OPTIONS = [
-    click.argument("message", nargs=-1, metavar="[MESSAGE]", callback=_message),
-    _say("-p", "--prompt", default=None, help="Text to continue, without a chat template."),
-    _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer."),
-    _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue."),
-    _say("-sys", "--system", default="", help="System message of a chat."),
-    _say("--stop", multiple=True, help="Stop at this text; may be repeated."),
-    _say(
-        "-no-cnv", "--no-conversation", is_flag=True,
-        help="Continue piped text, instead of answering it as a message.",
-    ),
-    _say("--grammar", default=None, metavar="GBNF", help="Grammar that the text matches."),
-    _say("--grammar-file", type=click.File(encoding="utf-8"), help="File with that grammar."),
-    _say(
-        "-j", "--json-schema", default=None, metavar="SCHEMA",
-        help="JSON Schema that the text follows; {} is any JSON.",
-    ),
-    _say("-jf", "--json-schema-file", type=click.File(encoding="utf-8"), help="File with that schema."),
-    _say("--json", "as_json", is_flag=True, help="Print text, ids, timings and acceptance as JSON."),
-]  # fmt: skip
-
-
 @click.command(cls=LlamaCommand)
 @engine_options
 @sampling_options
-@apply(RUN_OPTIONS)
-@gathered(RunFlags, "flags")
+@gathered(RunFlags)
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -169,11 +151,9 @@ def run(
 
     Example: pyspec run demo "Count from 3 to 9"
     """
-    from pyspec.cli.logs import set_up
 
     is_talk, constraint = flags.is_talk(), flags.constraint()
-    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    log_ignored()
+    begin_log()
     text = None if is_talk else flags.text()
     piped = None if is_talk else flags.piped()
     ask = AnswerOptions(sampling, n_predict, flags.stop, **constraint)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from pyspec.cli.fields import option_of
 from pyspec.cli.flags import grouped
 from pyspec.errors import ConfigError
-from pyspec.ranges import INT32, docs_of, rules_of
-from pyspec.request import DEFAULT_SAMPLERS, Request, SamplingGiven, SamplingParams
-from pyspec.samplers import LETTERS
+from pyspec.ranges import INT32, SWITCH, Rule, rules_of
+from pyspec.request import DEFAULT_SAMPLERS, LETTERS, SAMPLING, SamplingGiven, SamplingParams
 
-F = TypeVar("F", bound=Callable[..., Any])
-TEXTS = docs_of(SamplingParams) | docs_of(Request)
+RULES = {rule.name: rule for rule in rules_of(SamplingParams)}
 BIAS = re.compile(r"(\d+)([+-](?:inf|[0-9.]+(?:e[+-]?\d+)?))", re.IGNORECASE)
 
 
@@ -60,52 +58,25 @@ def _biases(
     return tuple(found) or None
 
 
-def _sampling(*names: str, **more: Any) -> Callable[[F], F]:
-    """An option with the type, default and text of SamplingParams; its value is None unless it is given."""
-    name = next((n for n in names if n[0] != "-"), names[0].strip("-").replace("-", "_"))
-    default = getattr(SamplingParams(), name, None)
-    if isinstance(default, int | float) and not isinstance(default, bool) and "default" not in more:
-        more |= {"default": None, "type": type(default), "said": f"{default:g}", "show_default": False}
-    if name in TEXTS and "help" not in more:
-        more["help"] = f"{TEXTS[name][0].upper()}{TEXTS[name][1:]}."
-    return grouped("Default sampling")(*names, **more)
+def _of_field(rule: Rule) -> Callable[[Any], Any]:
+    """The option of a field; its value is None unless it is given, because the model's file may recommend another."""
+    if rule.kind is SWITCH:
+        return option_of(rule)
+    return option_of(rule, default=None, said=f"{rule.default:g}", show_default=False)
 
 
+_own = grouped(SAMPLING)
 SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
-    _sampling("-n", "--predict", "--n-predict", "n_predict", default=-1, type=click.IntRange(-1, INT32),
-              help="Most tokens to generate; -1: until the context is full."),
-    _sampling("--temp", "--temperature", "temperature"),
-    _sampling("--top-k"),
-    _sampling("--top-p"),
-    _sampling("--min-p"),
-    _sampling("--typical", "--typical-p", "typical_p"),
-    _sampling("--top-n-sigma", "--top-nsigma", "top_n_sigma"),
-    _sampling("--xtc-probability"),
-    _sampling("--xtc-threshold"),
-    _sampling("--repeat-last-n"),
-    _sampling("--repeat-penalty"),
-    _sampling("--presence-penalty"),
-    _sampling("--frequency-penalty"),
-    _sampling("--dry-multiplier"),
-    _sampling("--dry-base"),
-    _sampling("--dry-allowed-length"),
-    _sampling("--dry-penalty-last-n"),
-    _sampling("--dry-sequence-breaker", "dry_sequence_breakers", multiple=True, callback=_breakers,
-              help="DRY: text that ends a repetition (instead of the defaults); may be repeated; or none."),
-    _sampling("--dynatemp-range"),
-    _sampling("--dynatemp-exp", "dynatemp_exponent"),
-    _sampling("--mirostat"),
-    _sampling("--mirostat-lr", "mirostat_eta"),
-    _sampling("--mirostat-ent", "mirostat_tau"),
-    _sampling("--adaptive-target"),
-    _sampling("--adaptive-decay"),
-    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...", help="Samplers in order, by name."),
-    _sampling("--sampler-seq", "--sampling-seq", "sampler_letters", default=None, callback=_letters,
-              help="Samplers in order, by letter."),
-    _sampling("-l", "--logit-bias", multiple=True, callback=_biases, metavar="ID+BIAS",
-              help="Bias of a token, such as 15043+1; 2-inf bans it."),
-    _sampling("-s", "--seed", "seed", default=-1),
-    _sampling("--ignore-eos", is_flag=True),
+    _own("-n", "--predict", "--n-predict", "n_predict", llama="N_PREDICT", default=-1, type=click.IntRange(-1, INT32),
+         help="Most tokens to generate; -1: until the context is full."),
+    *(_of_field(rule) for rule in RULES.values() if rule.flag.words),
+    _own("--dry-sequence-breaker", "dry_sequence_breakers", llama="", multiple=True, callback=_breakers,
+         help="DRY: text that ends a repetition (instead of the defaults); may be repeated; or none."),
+    _own("--samplers", llama="", default=None, callback=_names, metavar="A;B;...", help="Samplers in order, by name."),
+    _own("--sampler-seq", "--sampling-seq", "sampler_letters", llama="", default=None, callback=_letters,
+         help="Samplers in order, by letter."),
+    _own("-l", "--logit-bias", llama="", multiple=True, callback=_biases, metavar="ID+BIAS",
+         help="Bias of a token, such as 15043+1; 2-inf bans it."),
 ]  # fmt: skip
 
 
@@ -119,9 +90,9 @@ def sampling_of(values: dict[str, Any]) -> SamplingGiven:
         values["samplers"] = None
     flags = {p.name: p.opts[0] for p in click.get_current_context().command.params}
     given = {}
-    for rule in rules_of(SamplingParams):
-        if rule.name in values and (value := values.pop(rule.name)) is not None:
-            if flaw := replace(rule, title=flags[rule.name]).flaw(value):
+    for name, rule in RULES.items():
+        if name in values and (value := values.pop(name)) is not None:
+            if flaw := rule.flaw(value, flags[name]):
                 raise ConfigError(flaw)
-            given[rule.name] = value
+            given[name] = value
     return SamplingGiven(SamplingParams(**given), frozenset(given))

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from pyspec.cli import verbose_option
-from pyspec.cli.flags import gathered
 from pyspec.cli.meter import meter
 
 
 def _lower(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value.lower()
-
-
-@dataclass(frozen=True, kw_only=True)
-class SynthFlags:
-    """The parts to write, under click's option names."""
-
-    tiny: bool
-    quant: str
-    seed: int
-    mtp: bool
-    drafter: bool
-    kind: str
-    sidecar: bool
-    n_layer: int
 
 
 @click.command()
@@ -57,8 +42,7 @@ class SynthFlags:
     help="Write only the first N layers.",
 )
 @verbose_option
-@gathered(SynthFlags, "flags")
-def synth(entry: str, out: Path, flags: SynthFlags) -> None:
+def synth(entry: str, out: Path, **parts: Any) -> None:
     """Write a random model with real dimensions.
 
     The text is meaningless; the speed is the real model's. MODEL: a published size such as qwen3.6-27b or gemma-3-270m, or with --tiny an
@@ -67,5 +51,5 @@ def synth(entry: str, out: Path, flags: SynthFlags) -> None:
     from pyspec.synth import write
 
     with meter("writing") as tell:
-        path = write(entry, out, **asdict(flags), progress=tell)
+        path = write(entry, out, **parts, progress=tell)
     click.echo(f"{path}: {path.stat().st_size / 1e6:,.2f} MB", err=True)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyspec.cli.fields import Number
 from pyspec.cli.flags import FlagCommand
 from pyspec.cli.meter import load_with_meter, meter
-from pyspec.cli.options import EngineChoice, Number, engine_options, log_ignored
+from pyspec.cli.options import EngineChoice, begin_log, engine_options
 from pyspec.config import MAX_CTX
 
 if TYPE_CHECKING:
@@ -61,10 +62,8 @@ def verify(
     """
     from pyspec.bench.prompts import read_prompts
     from pyspec.bench.verify import verify as run_verify
-    from pyspec.cli.logs import set_up
 
-    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
-    log_ignored()
+    begin_log()
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     texts = read_prompts(file) if file is not None else None
     engine = replace(engine, settings={**engine.settings, "n_draft_fixed": True})

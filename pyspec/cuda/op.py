@@ -64,6 +64,10 @@ def _nothing(spec: object) -> Iterable[Ask]:
     return ()
 
 
+def _no_bytes(spec: object, n_row: int, n_token: int) -> int:
+    return 0
+
+
 def _always(spec: object) -> bool:
     return True
 
@@ -106,7 +110,11 @@ class Op(Generic[Spec, Launch]):
     named        the op whose name selects this one, too, in `--kernels`
     beside       joins a bound launch with those of other ops, which take some rows in its place
     also         further ops that this one is bound with
-    holds_prompts  whether a CUDA graph may hold it in the forward of a prompt that stands alone
+    in_prompts   some implementation may stand in the graph of a prompt that stands alone
+    holds_prompts  whether the one of a spec may
+    scratch      bytes that a launch of so many rows, in contexts of up to so many tokens, takes beside its inputs and outputs, where a load's
+                 plan counts them
+    loaded       of an op whose launch is loaded with weights: what calls run as, made of its spec and the loaded launch
     decided      the implementation chosen for each spec so far under this thread's context
     """
 
@@ -121,6 +129,9 @@ class Op(Generic[Spec, Launch]):
     named: str = ""
     beside: Callable[[Launch, Spec], Launch] = _alone
     also: Callable[[Spec], Iterable[Ask]] = _nothing
+    in_prompts: bool = True
+    scratch: Callable[[Spec, int, int], int] = _no_bytes
+    loaded: Callable[[Spec, Any], Any] | None = None
     holds_prompts: Callable[[Spec], bool] = _always
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.draft.drafter import DraftCommand
 from pyspec.slots.batch import Seq
-from pyspec.slots.disk_folder import DiskEntry
 from pyspec.slots.round import ALL, Continuation, LogitsNeed
 
 
@@ -132,69 +130,6 @@ class DropStates:
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OpenDisk:
-    """Store and find shares of the prefix cache in this folder (DiskFolder). n_buffer: whole segments that are read at a time."""
-
-    path: str
-    identity: dict[str, Any]
-    limit: int
-    n_buffer: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreEntry:
-    """Copy these pages, and the checkpoint `state` unless it is -1, and write them as this rank's file of an entry.
-
-    tokens  of the entry; at: of the text up to its end; used: when, in nanoseconds
-    """
-
-    number: int
-    entry: DiskEntry
-    tokens: tuple[int, ...]
-    at: int
-    used: int
-    pages: tuple[int, ...]
-    state: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReadEntry:
-    """Read and check this rank's file of the entry behind segment `i` of a text, and keep its content until it is placed or dropped.
-    tokens: of the entry."""
-
-    number: int
-    entry: DiskEntry
-    i: int
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceEntry:
-    """Write what was read into these pages, behind the first `shared` ones of it; its state becomes the checkpoint `state`, unless that is -1."""
-
-    number: int
-    shared: int
-    pages: tuple[int, ...]
-    state: int
-
-
-@dataclass(frozen=True, slots=True)
-class DropEntry:
-    """What was read, or is being read, is not wanted."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetEntries:
-    """Remove the entries of a text from the folder, behind all that is being written; None: all."""
-
-    tokens: tuple[int, ...] | None
-    salt: str = ""
-
-
-OfDisk = OpenDisk | StoreEntry | ReadEntry | PlaceEntry | DropEntry | ForgetEntries
 OfPages = ResetSlot | CopyPage | ReadPages | WritePages
 OfStates = KeepState | RestoreState | ReadState | MakeState | DropStates
 Command = RunForward | AcceptRows | DraftCommand | HeadBest | SealGraphs | FoldSlot | OfPages | OfStates

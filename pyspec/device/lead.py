@@ -28,7 +28,6 @@ from pyspec.device.commands import (
     HeadBest,
     KeepState,
     MakeState,
-    OfDisk,
     ReadPages,
     ReadState,
     ResetSlot,
@@ -43,12 +42,12 @@ from pyspec.errors import DeviceError
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch, Seq
-from pyspec.slots.memory import Checkpoint, Like, Memory
+from pyspec.slots.memory import Checkpoint, Keep, Like, Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.round import ALL, Continuation, LogitsNeed, Round
 from pyspec.slots.table import Slot
 
-Send = Callable[[Command | OfDisk], None]
+Send = Callable[[Command], None]
 
 
 class KeptElsewhere:
@@ -79,14 +78,10 @@ class Leader:
         self._n_kept = 0
         self._is_running = False  # a forward that the others run, too
 
-    def send(self, command: Command | OfDisk) -> None:
+    def send(self, command: Command) -> None:
         """Send a command to all other ranks, in order."""
         if self._dropped:
             self._send(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
-        self._send(command)
-
-    def tell(self, command: Command | OfDisk) -> None:
-        """Send a command from any thread, in no order to those that `send` sends."""
         self._send(command)
 
     def keep(self) -> KeptElsewhere:
@@ -194,26 +189,23 @@ class TpMemory(Memory):
         """Of every rank."""
         return self._of_all(super().state_like(n_past))
 
-    def read_pages(self, page_size: int, pages: Sequence[int]) -> list[Tensor]:
+    def read_pages(self, page_size: int, pages: Sequence[int], keep: Keep = Tensor.cpu) -> list[Tensor]:
         """From every rank."""
         with self.leader.together(ReadPages(tuple(pages))):
             planes = shares.gather_pages(self, self.leader.ranks, page_size, pages)
-            return [part.cpu() for parts in planes for part in parts]
+            return [keep(part) for parts in planes for part in parts]
 
     def write_pages(self, page_size: int, pages: Sequence[int], content: Iterator[Tensor]) -> None:
         """On every rank."""
         with self.leader.together(WritePages(tuple(pages))):
             shares.deal_pages(self, self.leader.ranks, page_size, pages, content)
 
-    def read_state(self, saved: Checkpoint) -> list[Tensor]:
+    def read_state(self, saved: Checkpoint, keep: Keep = Tensor.cpu) -> list[Tensor]:
         """From every rank."""
         assert isinstance(saved.elsewhere, KeptElsewhere)
         with self.leader.together(ReadState(saved.elsewhere.number)):
-            return [
-                part.cpu()
-                for parts in shares.gather_state(self.leader.ranks, saved.tensors)
-                for part in parts
-            ]
+            states = shares.gather_state(self.leader.ranks, saved.tensors)
+            return [keep(part) for parts in states for part in parts]
 
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
         """On every rank."""

@@ -1,4 +1,4 @@
-"""Gathers a slot's memory of all ranks on the first one, and distributes it again (images of slots: engine/loop/slot_image.py).
+"""Gathers a slot's memory of all ranks on the first one, and distributes it again (records: engine/loop/span.py).
 
 Every rank runs the same function at the same time. All ranks have tensors of the same shapes, because they have equally many heads.
 """
@@ -35,7 +35,7 @@ def deal_pages(
     pages: Sequence[int],
     content: Iterator[Tensor] | None,
 ) -> None:
-    """Write the result of `gather_pages`, in host memory, into these pages of every rank. content: on the first rank only."""
+    """Write the result of `gather_pages` into these pages of every rank. content: on the first rank only."""
     for plane in planes_of(memory.paged, page_size):
         at = torch.tensor(pages, dtype=torch.int64, device=plane.device)
         plane.index_copy_(0, at, ranks.deal(content, plane.new_empty(len(pages), *plane.shape[1:])))

@@ -30,14 +30,16 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.bound import Block
-from pyspec.models.decoder import Decoder, ModelSpec
+from pyspec.models.checks import check_read, check_tensors
+from pyspec.models.decoder import Decoder
 from pyspec.models.kernels import kernels, program_of
+from pyspec.models.model import ModelSpec
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import LoadTypes, Place, Request
 from pyspec.models.read import block_count, vocab_size
 from pyspec.models.ropes import Ropes
-from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.wants import EMBEDDING, Want, check_read, check_tensors
+from pyspec.models.target import Out, Target
+from pyspec.models.wants import EMBEDDING, Want
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -84,7 +86,7 @@ def recognises(file: GGUFFile) -> bool:
     return file.architecture == ARCH
 
 
-def read_assistant(file: GGUFFile, target: ModelConfig) -> AssistantConfig:
+def read_assistant(file: GGUFFile, target: ModelSpec) -> AssistantConfig:
     """The drafter's configuration beside this target. PairError where a layer's heads do not fit the keys that it would read."""
     h, n_block = file.hparams, block_count(file)
     window = h.integer("attention.sliding_window")
@@ -111,9 +113,8 @@ def read_assistant(file: GGUFFile, target: ModelConfig) -> AssistantConfig:
     )
 
 
-def _last(target: ModelConfig, near: bool) -> tuple[int, Attention]:
+def _last(target: ModelSpec, near: bool) -> tuple[int, Attention]:
     """The layer whose keys the target's last one with a window, or without, has; and its attention."""
-    assert isinstance(target, ModelSpec), "checked before"
     for i, block in reversed([*enumerate(target.blocks)]):
         found = next(part for part in block.specs if isinstance(part, Attention))
         if bool(found.window) == near:
@@ -127,7 +128,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if not recognises(file):
         raise PairError(f"an assistant is of architecture {ARCH}; this file is {file.architecture}")
     t = target.config
-    if t.arch != TARGET or not isinstance(t, ModelSpec):
+    if t.arch != TARGET:
         raise PairError(f"an assistant drafts for {TARGET}; the target is {t.arch}")
     if settings.tp > 1:
         raise PairError(

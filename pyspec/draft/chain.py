@@ -23,7 +23,8 @@ from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.draft.drafter import Drafter, DraftPlan
 from pyspec.draft.draws import Drawing, Draws
 from pyspec.draft.pending_rows import Pending
-from pyspec.models.target import ModelConfig, MtpNet, Out
+from pyspec.models.model import ModelSpec
+from pyspec.models.target import MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
@@ -44,7 +45,7 @@ def most_waiting(n_slot: int) -> int:
     return max(LEAST_WAITING, min(MOST_WAITING, BUCKETS[-1] // n_slot))
 
 
-def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float, n_column: int = 0) -> int:
+def graph_bytes(n_slot: int, width: int, config: ModelSpec, p_min: float, n_column: int = 0) -> int:
     """Of the graphs of all passes together. width: rows of a slot in a first pass. n_column: tokens of the head, if it is the drafter's own"""
     logits = 4 * n_slot * (n_column or config.n_vocab) * (2 if p_min > 0 else 1)
     return logits + most_rows(n_slot, width) * row_bytes(config.n_ff, config.n_embd)

@@ -43,12 +43,14 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.convolved import Convolved
+from pyspec.models.checks import check_read, check_tensors
 from pyspec.models.cuts import flaws
 from pyspec.models.kernels import kernels, program_of
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
+from pyspec.models.ropes import flags_of
 from pyspec.models.target import Out, Target
-from pyspec.models.wants import Want, check_read, check_tensors
+from pyspec.models.wants import Want
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -456,7 +458,9 @@ def bound(
     assert plan.file is not None
     device, ranks = target.device, target.ranks if plan.n_rank > 1 else None
     cuts = cuts_of(plan.wants)
-    weights = Weights(plan.file, device, options.dense, c.alias, options.wide, ranks, cuts, options.rope)
+    weights = Weights(
+        plan.file, device, options.dense, c.alias, options.wide, ranks, cuts, flags_of(options.settings)
+    )
     memory = own_memory(plan, table, options, device)
     net = kind(c.share(plan.n_rank), weights, memory, target, options.head)
     if plan.best_only:

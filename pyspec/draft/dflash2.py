@@ -35,10 +35,9 @@ from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.convolved import Convolved
-from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.target import Target
+from pyspec.models.target import Matrix, Target
 from pyspec.models.wants import HEAD, Want
 from pyspec.models.weights import Weights
 from pyspec.ranges import Real

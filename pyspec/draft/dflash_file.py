@@ -15,11 +15,11 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.cuts import each_of
+from pyspec.models.model import ModelSpec
 from pyspec.models.own_vocabulary import check_own
 from pyspec.models.part import AttentionShape, Place, column_block
 from pyspec.models.read import attention_shape, block_count, check_rope
 from pyspec.models.rope import RopeSpec, read_scaling
-from pyspec.models.target import ModelConfig
 from pyspec.models.wants import Want
 from pyspec.models.weight_bytes import row_bytes
 from pyspec.ranges import Real
@@ -235,7 +235,7 @@ def drafter_tensors(c: DFlashConfig, file: GGUFFile, n_target: int) -> dict[str,
     return wants | c.layer_tensors(file)
 
 
-def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelConfig) -> None:
+def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelSpec) -> None:
     """Refuse a drafter that was made for another target, with the numbers that differ."""
     own = "token_embd.weight" in file.tensors and "output.weight" in file.tensors
     if not own and c.n_embd != target.n_embd:

@@ -19,13 +19,12 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.bound import Block, BoundForward, link_sums
 from pyspec.models.gathered import Gathered
-from pyspec.models.matrices import Matrix
 from pyspec.models.own_vocabulary import BestDrafts, read_d2t
 from pyspec.models.part import PartSpec
 from pyspec.models.residual import Residual
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.streams import bound_block
-from pyspec.models.target import Target
+from pyspec.models.target import Matrix, Target
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory

@@ -26,12 +26,16 @@ from pyspec.draft.token_map import TokenMap, read_map
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models import read_config
+from pyspec.models.checks import check_read, check_tensors
 from pyspec.models.decoder import Decoder
+from pyspec.models.kernels import of_model
+from pyspec.models.model import ModelSpec
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.rope import RopeFlags, trained_length
-from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.wants import EMBEDDING, HEAD, TOKEN_INPUTS, check_read, check_tensors
+from pyspec.models.rope import trained_length
+from pyspec.models.ropes import flags_of
+from pyspec.models.target import Out, Target
+from pyspec.models.wants import EMBEDDING, HEAD, TOKEN_INPUTS
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.parts import Recurrent
@@ -66,7 +70,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     _check_memory(c)
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     tokens = partial(read_map, target.file, target.config.n_vocab, file, c.n_vocab)
-    flags = RopeFlags.of(settings)
+    flags = flags_of(settings)
     n_ctx = trained_length(file, c.n_ctx_train, flags)
     is_shorter = n_ctx < trained_length(target.file, target.config.n_ctx_train, flags)
     return ModelPlan(
@@ -117,7 +121,7 @@ def row_bytes(file: GGUFFile) -> int:
     return int(sum(t.n_bytes * (used if EXPERTS in t.name else 1) for t in kept))
 
 
-def _check_memory(c: ModelConfig) -> None:
+def _check_memory(c: ModelSpec) -> None:
     """Refuse a model whose layers keep the last rows of a slot only: a chain would overwrite those of the text."""
     if not all(
         part.paged or isinstance(part, Recurrent) for layer in c.parts() for part in layer.values()
@@ -127,10 +131,10 @@ def _check_memory(c: ModelConfig) -> None:
         )
 
 
-def _requests(c: ModelConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+def _requests(c: ModelSpec, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
     """The ops that the model's layers ask for, and its embedding's."""
     yield embed, EmbedSpec(on.device, file.tensors[EMBEDDING].type, c.n_embd)
-    yield from c.requests(file, on)
+    yield from of_model(c, file, on)
 
 
 class DraftModel:
@@ -175,10 +179,10 @@ class DraftModel:
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert isinstance(plan, ModelPlan) and plan.file is not None
     c, device = read_config(plan.file), target.device
-    weights = Weights(plan.file, device, options.dense, wide=options.wide, rope=options.rope)
-    model = c.build(weights, own_memory(plan, table, options, device))
-    if not isinstance(model, Decoder):
-        raise PairError(f"{c.arch} is run by a model of another package, which does not draft")
+    weights = Weights(
+        plan.file, device, options.dense, wide=options.wide, rope=flags_of(options.settings)
+    )
+    model = Decoder(c, weights, own_memory(plan, table, options, device))
     block = bound(model, plan.tokens(), target.n_vocab)
     return Chain(block, plan, table, device, options.settings.draft_p_min, target.n_vocab)
 

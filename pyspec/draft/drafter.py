@@ -22,10 +22,9 @@ from pyspec.draft.blocks import BlockLength
 from pyspec.draft.host import HostDrafter
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.matrices import Matrix
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, LoadTypes, Request
-from pyspec.models.rope import RopeFlags
-from pyspec.models.target import ModelConfig, Out, Target
+from pyspec.models.target import Matrix, Out, Target
 from pyspec.models.wants import Want
 from pyspec.registry import SUFFIX
 from pyspec.slots.arena import Arena
@@ -46,7 +45,7 @@ class TargetFile:
     """The target as a drafter sees it before anything is loaded. device: the one that both will run on."""
 
     file: GGUFFile
-    config: ModelConfig
+    config: ModelSpec
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
@@ -179,11 +178,6 @@ class DraftOptions:
     @property
     def kv(self) -> KvFormat:
         return draft_format(self.settings)
-
-    @property
-    def rope(self) -> RopeFlags:
-        """Flags of rope: as llama.cpp does, drafters follow them like the target."""
-        return RopeFlags.of(self.settings)
 
 
 def draft_format(s: EngineSettings) -> KvFormat:

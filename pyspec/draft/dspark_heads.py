@@ -10,8 +10,7 @@ from torch import Tensor
 from pyspec.draft.dflash_file import MARKOV, DFlashConfig
 from pyspec.draft.dflash_net import DFlashNet
 from pyspec.draft.draws import Draws
-from pyspec.models.matrices import Matrix
-from pyspec.models.target import Target
+from pyspec.models.target import Matrix, Target
 from pyspec.models.weights import Weights
 from pyspec.slots.memory import Memory
 

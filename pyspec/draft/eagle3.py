@@ -30,15 +30,17 @@ from pyspec.models.binding import Binding, Pass
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.bound import BoundForward
+from pyspec.models.checks import check_read, check_tensors
 from pyspec.models.decoder import Decoder
 from pyspec.models.kernels import kernels, program_of
-from pyspec.models.matrices import Embedding, Matrix
+from pyspec.models.matrices import Embedding
+from pyspec.models.model import ModelSpec
 from pyspec.models.own_vocabulary import D2T, BestDrafts, check_own, read_d2t
 from pyspec.models.part import LoadTypes, Place, Request
 from pyspec.models.read import read_attention, read_rope
-from pyspec.models.ropes import Ropes
-from pyspec.models.target import ModelConfig, Out, Target
-from pyspec.models.wants import EMBEDDING, HEAD, Want, check_read, check_tensors
+from pyspec.models.ropes import Ropes, flags_of
+from pyspec.models.target import Matrix, Out, Target
+from pyspec.models.wants import EMBEDDING, HEAD, Want
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
@@ -135,7 +137,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     )
 
 
-def _check_pair(c: EagleConfig, file: GGUFFile, target: ModelConfig) -> None:
+def _check_pair(c: EagleConfig, file: GGUFFile, target: ModelSpec) -> None:
     """Refuse a drafter that was made for another target, with the numbers that differ."""
     n_target, n = file.hparams.integer("target_hidden_size", target.n_embd, legal=SIZE), target.n_layer
     if n_target != target.n_embd:
@@ -232,7 +234,12 @@ def _embedding_of(target: Target) -> Embedding:
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None
     weights = Weights(
-        plan.file, target.device, options.dense, ALIAS, wide=options.wide, rope=options.rope
+        plan.file,
+        target.device,
+        options.dense,
+        ALIAS,
+        wide=options.wide,
+        rope=flags_of(options.settings),
     )
     memory = own_memory(plan, table, options, target.device)
     block = EagleBlock(read_eagle(plan.file), weights, memory, target, options.head)

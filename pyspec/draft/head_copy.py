@@ -11,7 +11,7 @@ from pyspec.draft.drafter import DraftPlan
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models import coarse
-from pyspec.models.matrices import Matrix
+from pyspec.models.target import Matrix
 
 log = logging.getLogger(__name__)
 

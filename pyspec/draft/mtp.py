@@ -1,7 +1,7 @@
 """MTP drafter: the model's own next-token block, chained to any depth (`chain.py`).
 
 The block pairs a token with the target's hidden state of the position before it; chaining feeds its own. It stands in the target's file
-behind the trunk, or in a file of its own. The model describes it (`models.target.MtpSpec`).
+behind the trunk, or in a file of its own. The model describes it (`models.mtp.MtpOfBlock`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, 
 from pyspec.draft.draws import draw_bytes
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
-from pyspec.models.target import ModelConfig, MtpSpec, Target
-from pyspec.models.wants import check_tensors
+from pyspec.models.checks import check_tensors
+from pyspec.models.kernels import of_mtp
+from pyspec.models.model import ModelSpec
+from pyspec.models.mtp import MtpOfBlock
+from pyspec.models.mtp_block import bound
+from pyspec.models.ropes import flags_of
+from pyspec.models.target import Target
 from pyspec.models.weights import Weights
 from pyspec.slots.table import SlotTable
 
@@ -45,7 +50,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         shared=mtp.shared(file, target.file),
         attention=mtp.attention,
         wants=wants,
-        requests=partial(mtp.requests, file),
+        requests=partial(of_mtp, mtp, file),
         n_waiting=n_waiting,
         graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min)
         + draw_bytes(settings, n_draft, c.n_vocab),
@@ -53,14 +58,14 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     )
 
 
-def mtp_of(c: ModelConfig) -> MtpSpec:
+def mtp_of(c: ModelSpec) -> MtpOfBlock:
     """The MTP block of an architecture. Raises PairError if it has none."""
     if c.mtp is None:
         raise PairError(f"{c.arch} has no MTP block that pyspec can run")
     return c.mtp
 
 
-def check_pair(file: GGUFFile, c: ModelConfig) -> None:
+def check_pair(file: GGUFFile, c: ModelSpec) -> None:
     """Refuse a block of another model, with the numbers that differ."""
     a = file.architecture
     if a != c.arch:
@@ -79,7 +84,9 @@ def check_pair(file: GGUFFile, c: ModelConfig) -> None:
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None
-    weights = Weights(plan.file, target.device, options.dense, wide=options.wide, rope=options.rope)
+    weights = Weights(
+        plan.file, target.device, options.dense, wide=options.wide, rope=flags_of(options.settings)
+    )
     memory = own_memory(plan, table, options, target.device)
-    block = mtp_of(target.config).bind(weights, memory, target, options.head, plan.shared)
+    block = bound(mtp_of(target.config), weights, memory, target, options.head, plan.shared)
     return Chain(block, plan, table, target.device, options.settings.draft_p_min, target.n_vocab)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
-from pyspec.config import EngineSettings
+from pyspec.config import EngineSettings, LoadOptions
 from pyspec.engine.arguments import (
     callable_of,
     deadline_of,
@@ -33,7 +33,6 @@ from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
     GenerateOptions,
     GrammarOptions,
-    LoadOptions,
     Message,
     Prompt,
     argument_names,

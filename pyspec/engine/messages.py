@@ -305,19 +305,6 @@ class ShareFailed:
     error: PyspecError
 
 
-@dataclass(frozen=True)
-class EntryNews:
-    """A rank has written or read its file of an entry of the cache on disk, of `n_bytes`; failure: why not.
-
-    gone  there is no such file any more
-    """
-
-    number: int
-    n_bytes: int = 0
-    failure: str = ""
-    gone: bool = False
-
-
 # -- the pipe ----------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, get_type_hints
 
-from pyspec.engine.options import GenerateOptions
+from pyspec.engine.options import GenerateOptions, GrammarOptions, RequestOptions
 from pyspec.ranges import docs_of
 from pyspec.request import Request, SamplingParams
 
@@ -22,17 +22,8 @@ TEXTS = {
     if name in GenerateOptions.__annotations__
 }
 GROUPS = {
-    "How far it goes, and where it runs": (
-        "max_tokens",
-        "stop",
-        "cache_prompt",
-        "cache_salt",
-        "n_draft_max",
-        "slot",
-        "max_predict_ms",
-        "timeout",
-    ),
-    "The text has to match one of": ("json_schema", "grammar", "regex", "choices"),
+    "How far it goes, and where it runs": (*RequestOptions.__annotations__, "timeout"),
+    "The text has to match one of": tuple(GrammarOptions.__annotations__),
 }
 
 

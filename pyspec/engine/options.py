@@ -1,7 +1,7 @@
-"""The arguments of `Engine.load` and of a generation as types, so that type checkers find misspelt names and wrong kinds.
+"""The arguments of `Engine.load` and of a generation: types, so that type checkers find misspelt names and wrong kinds, and checks.
 
-The fields are those of `EngineSettings`, `Request` and `SamplingParams`, which define legal values and defaults
-(tests/engine/test_options.py compares the lists).
+The fields are those of `EngineSettings`, `Request` and `SamplingParams`, which define legal values and defaults; `config` and `request`
+have the types of the first and the last.
 """
 
 from __future__ import annotations
@@ -13,119 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-from pyspec.config import EngineSettings, settings_from
+from pyspec.config import EngineSettings, LoadOptions, settings_from
 from pyspec.constrain.grammar import choice_of
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import Doc, rules_of, shown
-from pyspec.request import Grammar, Request, SamplingParams, check_request
+from pyspec.request import Grammar, Request, SamplingOptions, SamplingParams, check_request
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message] | Request
 """Text, token ids, chat messages, or a request made of one of them."""
-
-
-class LoadOptions(TypedDict, total=False):
-    """Further settings of an engine: the fields of EngineSettings without a parameter of `Engine.load`."""
-
-    rope_scaling: str
-    rope_scale: float
-    rope_freq_scale: float
-    rope_freq_base: float
-    yarn_orig_ctx: int
-    yarn_ext_factor: float
-    yarn_attn_factor: float
-    yarn_beta_fast: float
-    yarn_beta_slow: float
-    kv_pool: int
-    page_size: int
-    batch: int
-    ubatch: int
-    tpot: float
-    ttft: float
-    prompt_weight: float
-    prefix_cache: bool
-    cache_device: int
-    cache_ram: int
-    cache_disk: Path | None
-    cache_disk_size: int
-    checkpoint_every: int
-    swa_full: bool
-    draft_path: Path | None
-    spec_type: str
-    n_draft_max: int
-    n_draft_fixed: bool
-    draft_p_min: float
-    draft_sampling: str
-    draft_head: str
-    ngram_match: int
-    suffix_n_max: int
-    suffix_min_prob: float
-    suffix_cache: int
-    suffix_share: bool
-    synth_len: float
-    synth_rates: str
-    device: str
-    tp: int
-    replicas: int
-    kv_type: str
-    kv_type_v: str | None
-    draft_kv_type: str | None
-    draft_kv_type_v: str | None
-    weights: str
-    cpu_activations: str
-    threads: int
-    queue: int
-    kv_events: str
-    kv_events_replay: str
-    kv_events_topic: str
-    kv_events_format: str
-    kv_events_buffer: int
-    seed: int
-    warm_up: bool
-    plain_loop: bool
-    exact: bool
-    hang_timeout: float
-    kernels: str
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How the next token is chosen: the fields of SamplingParams."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    min_keep: int
-    repeat_penalty: float
-    repeat_last_n: int
-    presence_penalty: float
-    frequency_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: tuple[str, ...]
-    logit_bias: Mapping[int, float] | Mapping[str, float] | tuple[tuple[int, float], ...]
-    seed: int
-    logprobs: int | None
-    ignore_eos: bool
-    min_tokens: int
-    samplers: tuple[str, ...]
-    top_n_sigma: float
-    xtc_probability: float
-    xtc_threshold: float
-    dynatemp_range: float
-    dynatemp_exponent: float
-    mirostat: int
-    mirostat_tau: float
-    mirostat_eta: float
-    adaptive_target: float
-    adaptive_decay: float
-    post_sampling: bool
 
 
 class RequestOptions(TypedDict, total=False):
@@ -334,12 +232,12 @@ def settings_of(values: Mapping[str, object]) -> EngineSettings:
         known = ("target", "draft", "hf", *LoadOptions.__annotations__, "np", "ctx")
         raise unknown("engine setting", name, known, GenerateOptions.__annotations__, "a generation")
     for rule in rules:
-        if rule.name in values and (flaw := replace(rule, title=rule.name).flaw(values[rule.name])):
+        if rule.name in values and (flaw := rule.flaw(values[rule.name])):
             raise ConfigError(flaw)
     return settings_from(dict(values))
 
 
-FLAGS = {r.title: r.name for r in rules_of(EngineSettings) if r.title.startswith("-")} | {
+FLAGS = {r.spelt: r.name for r in rules_of(EngineSettings) if r.flag.words} | {
     "-m": "target",
     "-md": "draft",
     "-hf": "hf",

@@ -11,27 +11,14 @@ from math import isfinite
 from typing import Any
 
 from pyspec.gguf.fields import Fields
-from pyspec.ranges import rules_of, shown
-from pyspec.request import DEFAULT_SAMPLERS, SamplingParams
-from pyspec.samplers import sampler_of
+from pyspec.ranges import Whole, rules_of, shown
+from pyspec.request import DEFAULT_SAMPLERS, SamplingParams, sampler_of
 
 log = logging.getLogger(__name__)
 
 PREFIX = "general.sampling."
-KEYS = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "xtc_probability": "xtc_probability",
-    "xtc_threshold": "xtc_threshold",
-    "penalty_last_n": "repeat_last_n",
-    "penalty_repeat": "repeat_penalty",
-    "mirostat": "mirostat",
-    "mirostat_tau": "mirostat_tau",
-    "mirostat_eta": "mirostat_eta",
-}
-"""llama.cpp's keys, and our fields."""
+KEYS = {rule.key: rule for rule in rules_of(SamplingParams) if rule.key}
+"""The rules of parameters by llama.cpp's keys."""
 SEQUENCE = "sequence"
 DECIMALS = 6  # as llama.cpp reads them: 0.6 in 32 bits is 0.6 again
 MOST_NAMES = 256  # characters
@@ -40,19 +27,17 @@ MOST_NAMES = 256  # characters
 def recommended(fields: Fields) -> SamplingParams:
     """llama.cpp's defaults, overridden by the file's values. Warns of invalid ones."""
     found: dict[str, Any] = {}
-    rules = {rule.name: rule for rule in rules_of(SamplingParams)}
-    for key, name in KEYS.items():
+    for key, rule in KEYS.items():
         given = fields.metadata.get(PREFIX + key)
         if given is None:
             continue
-        value = _number(given, is_whole=isinstance(getattr(SamplingParams(), name), int))
-        if name in ("temperature", "top_k") and value is not None:
+        value = _number(given, is_whole=isinstance(rule.kind, Whole))
+        if rule.name in ("temperature", "top_k") and value is not None:
             value = max(value, 0 * value)  # below 0: greedy, and all
-        rule = replace(rules[name], title=PREFIX + key)
-        if flaw := rule.flaw(given if value is None else value):
+        if flaw := rule.flaw(given if value is None else value, PREFIX + key):
             log.warning("%s%s; it is not used", fields.where, flaw)
         else:
-            found[name] = value
+            found[rule.name] = value
     if (order := _order(fields)) is not None:
         found["samplers"] = order
     if found:

@@ -1,4 +1,4 @@
-"""Architectures. To add one: a module with `read(file) -> ModelConfig`, and a line in `pyspec.registry.ARCHITECTURES`.
+"""Architectures. To add one: a module with `read(file) -> ModelSpec`, and a line in `pyspec.registry.ARCHITECTURES`.
 
 Another package adds one with an entry point (`pyspec.registry`).
 """
@@ -6,18 +6,14 @@ Another package adds one with an entry point (`pyspec.registry`).
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from pyspec.errors import ModelError, UnknownArchitecture
 from pyspec.gguf import GGUFFile
 from pyspec.models.model import ModelSpec
 from pyspec.registry import ARCHITECTURES, architecture_module, not_run
 
-if TYPE_CHECKING:
-    from pyspec.models.target import ModelConfig
 
-
-def read_config(file: GGUFFile) -> ModelConfig:
+def read_config(file: GGUFFile) -> ModelSpec:
     """The model's configuration; UnknownArchitecture if there is no module for it, or another package's module is broken."""
     arch = file.architecture
     name = architecture_module(arch)
@@ -35,5 +31,5 @@ def read_config(file: GGUFFile) -> ModelConfig:
         raise ModelError(
             f"{file.path.name} attends to later tokens, too ({arch}.attention.causal is false): it embeds texts, and answers none"
         )
-    config = module.read(file)
-    return config.of_file(file) if isinstance(config, ModelSpec) else config
+    config: ModelSpec = module.read(file)
+    return config.of_file(file)

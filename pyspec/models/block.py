@@ -66,10 +66,6 @@ class BlockSpec:
         return tuple(part.spec for part in self.parts)
 
     @property
-    def captures_prompts(self) -> bool:
-        return all(spec.captures_prompts for spec in self.specs)
-
-    @property
     def attention(self) -> tuple[AttentionShape, ...]:
         """Shapes of its attentions."""
         return tuple(spec.attends for spec in self.specs if spec.attends is not None)

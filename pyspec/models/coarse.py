@@ -19,7 +19,8 @@ from pyspec.cuda.streamed import Streamed
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType, TensorInfo
-from pyspec.models.matrices import Dense, Matrix, Unpacked
+from pyspec.models.matrices import Dense, Unpacked
+from pyspec.models.target import Matrix
 from pyspec.models.weights import tier_of
 
 WORTH_BITS = 6  # a weight: a copy of fewer saves less than guesses that get worse may cost

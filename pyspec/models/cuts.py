@@ -15,13 +15,11 @@ from math import prod
 
 import numpy as np
 
-from pyspec.config import MAX_RANKS
 from pyspec.cuda.rank import Rank
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile, TensorInfo
 
 CHUNK = 4 << 20  # bytes of whole rows that are read at once where a rank keeps some columns of them
-SAID = 8  # numbers of ranks that a refusal lists
 ALONE = 1 << 16  # bytes of one row's columns that are worth a read of their own
 
 
@@ -305,14 +303,3 @@ def surplus(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> float:
     whole = sum(info.n_bytes for info, _ in found)
     held = sum(share_of(info, cut, Rank(i, n)).info.n_bytes for info, cut in found for i in range(n))
     return held / whole - 1 if whole else 0.0
-
-
-def check_ranks(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> None:
-    """Raise ModelError with the tensor that does not divide by `n`, and the numbers of ranks that would do."""
-    if (flaw := next(flaws(file, cuts, n), None)) is None:
-        return
-    good = [m for m in range(1, MAX_RANKS + 1) if next(flaws(file, cuts, m), None) is None]
-    listed = " or ".join(map(str, good[:SAID])) + (
-        f" (and more, to {good[-1]})" if len(good) > SAID else ""
-    )
-    raise ModelError(f"--tp {n} does not divide {file.path.name}: {flaw}; --tp {listed} would do")

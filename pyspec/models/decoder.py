@@ -10,20 +10,43 @@ from torch import Tensor
 
 from pyspec.cpu import tensors
 from pyspec.cuda.kernel_context import current
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.models.binding import Binding, Pass
 from pyspec.models.bound import Block, link_reads, link_sums
-from pyspec.models.layer_inputs import BoundPerLayer
-from pyspec.models.model import ModelSpec as ModelSpec
+from pyspec.models.gathered import Bend, out_of
+from pyspec.models.model import ModelSpec
+from pyspec.models.per_layer import NORM, PRODUCT, PerLayer
 from pyspec.models.ringed import Ringed
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.streams import bound_block, bound_residual
 from pyspec.models.tables import Tables
-from pyspec.models.target import Bend, Lead, Out, out_of
-from pyspec.models.wants import EMBEDDING
+from pyspec.models.target import Lead, Out
+from pyspec.models.wants import EMBEDDING, TOKEN_INPUTS
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import PROMPTS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
+
+
+class BoundPerLayer:
+    """Inputs of blocks besides the stream (`per_layer.py`), bound to a model's weights."""
+
+    def __init__(self, spec: PerLayer, w: Weights) -> None:
+        self.spec = spec
+        self.table = w.embedding(TOKEN_INPUTS, spec.n**0.5)
+        self.product, self.weight = w.matrix(PRODUCT), w.vector(NORM)
+        self.norm = norms.bind(NormsSpec(w.device, spec.n, spec.eps))
+        self.capturable = norms.chosen(NormsSpec(w.device, spec.n, spec.eps)).capturable
+
+    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Of tokens [row] int64, whose rows of the embedding are x [row, n_embd] f32. [row, n_layer, n] f32"""
+        s, n_row = self.spec, len(tokens)
+        of_stream = tensors.scaled(self.product(x), s.n_embd**-0.5).view(n_row * s.n_layer, s.n)
+        both = tensors.add(
+            self.norm(of_stream, self.weight), self.table(tokens).view(n_row * s.n_layer, s.n)
+        )
+        return tensors.scaled(both, 0.5**0.5).view(n_row, s.n_layer, s.n)
 
 
 class Decoder:
@@ -54,7 +77,9 @@ class Decoder:
         for i, state in memory.states.items():
             state.fold = self.blocks[i].fold
         self.norm = weights.vector(config.last_norm)
-        self.residual = bound_residual(config.residual, weights, config.n_embd, config.eps, self.norm)
+        self.residual = bound_residual(
+            config.residual, weights, config.n_embd, config.eps, self.norm, self.blocks
+        )
         self.output, self.bent = weights.head(), Bend(config.logit_factor, config.final_cap)
 
     @property

@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pyspec.cuda.ops.moe.ref import Router
+from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.part import PartSpec
-from pyspec.models.read import read_groups, read_router
+
+ROUTERS: dict[int, Router] = {1: "softmax", 2: "sigmoid", 4: "sqrtsoftplus"}
 
 
-def read_experts(file: GGUFFile, router: str = "softmax", **own: Any) -> Experts:
+def read_groups(file: GGUFFile) -> tuple[int, int]:
+    """Groups of experts and the number of them that a row uses; (1, 1) where there are none."""
+    h = file.hparams
+    n = h.integer("expert_group_count", 0)
+    return (n, h.integer("expert_group_used_count", n)) if n > 1 else (1, 1)
+
+
+def read_router(file: GGUFFile, default: Router) -> Router:
+    """How experts are scored; `default` where the file does not say."""
+    h = file.hparams
+    kind = h.integer("expert_gating_func", 0)
+    if kind and kind not in ROUTERS:
+        raise ModelError(
+            f"{h.key('expert_gating_func')} is {kind}; {', '.join(map(str, ROUTERS))} are supported"
+        )
+    return ROUTERS.get(kind, default)
+
+
+def read_experts(file: GGUFFile, router: Router = "softmax", **own: Any) -> Experts:
     """The experts that a file's keys describe. router: where the file does not say; own: fields of `Experts` that the architecture fixes."""
     h = file.hparams
     read = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pyspec.cuda.op import op_named
 from pyspec.cuda.ops.angles.ref import AnglesSpec
@@ -15,9 +17,12 @@ from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
 from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec
 from pyspec.models.model import ModelSpec
+from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
 from pyspec.models.wants import TOKEN_INPUTS
+from pyspec.models.weight_bytes import row_bytes
 
 KINDS = {
     "norm": PrepKind.NORM,
@@ -38,15 +43,43 @@ def of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Iterator[Reques
     yield op_named("norms"), NormsSpec(on.device, model.n_embd, model.eps)
 
 
-def scratch_of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:
-    """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes: those of the largest block, and of the
-    streams."""
+def of_mtp(block: MtpOfBlock, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """Those of the block behind the trunk, which may have a file of its own."""
+    return kernels([program_of(block.block.forward, block.place(file), on)])
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardNeeds:
+    """What a memory plan reads of a model's programs.
+
+    row            bytes of a row while a forward runs
+    scratch        bytes beside its rows: those of the largest block, and of the streams
+    holds_prompts  a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting
+    """
+
+    row: int
+    scratch: int
+    holds_prompts: bool
+
+
+def needs_of_model(
+    model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int
+) -> ForwardNeeds:
+    """Those of a forward of `n_row` rows; contexts have up to `n_token` tokens."""
     size = ForwardSize(on.device, on.kv.k.dtype, n_row, n_token, model.n_embd, model.eps)
-    of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
-    rows = n_row * (model.residual.row_bytes(model.n_embd) + of_inputs)
     distinct = {block: i for i, block in enumerate(model.blocks)}
     programs = [program for program, _ in _programs(model, file, on, distinct.values())]
-    return rows + max((_scratch(program, size) for program in programs), default=0)
+    ropes = {x.place for p in programs for c in p.calls for x in c.inputs if _is_angles(x)}
+    angles = sum(4 * rope.n_rot for rope, _ in ropes)
+    of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
+    keeps = model.residual.n_iter is not None or not on.is_cuda
+    scratch = (_scratch(block, p, size, keeps) for block, p in zip(distinct, programs, strict=True))
+    streams = model.residual.row_bytes(model.n_embd) + of_inputs
+    return ForwardNeeds(
+        row=max([row_bytes(model.n_ff, model.n_embd), *(p.peak() + angles for p in programs)]),
+        scratch=n_row * streams + max(scratch, default=0),
+        holds_prompts=model.residual.n_iter is None and all(map(holds_prompts, programs)),
+    )
 
 
 def _programs(
@@ -54,6 +87,19 @@ def _programs(
 ) -> list[tuple[ForwardProgram, PlannedSite]]:
     """The forwards of some of its blocks."""
     return [program_of(model.blocks[i].forward, model.place(file, i), on) for i in blocks]
+
+
+def holds_prompts(program: ForwardProgram) -> bool:
+    """Whether a CUDA graph may hold it in the forward of a prompt that stands alone, kernels permitting."""
+    return all(map(_holds_prompts, program.calls))
+
+
+def _holds_prompts(call: OpCall) -> bool:
+    if call.op == "attend" and call.inputs[WINDOW]:
+        return False  # a prompt attends by the library, which has no windows
+    if call.op in (*PLAIN, *KINDS) or isinstance(call.spec, Weight):
+        return True
+    return op_named(call.op.partition(".")[0]).in_prompts
 
 
 Programs = Sequence[tuple[ForwardProgram, PlannedSite]]
@@ -74,14 +120,25 @@ def kernels(programs: Programs) -> Iterator[Request]:
         yield from _of_program(program, at)
 
 
-def _scratch(program: ForwardProgram, size: ForwardSize) -> int:
-    return sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
+def _is_angles(x: Any) -> bool:
+    return isinstance(x, RunInput) and x.name == "angles"
+
+
+def _scratch(block: BlockSpec, program: ForwardProgram, size: ForwardSize, keeps: bool) -> int:
+    """keeps: with the buffers that loaded launches keep. On GPUs the plans of models of one stream have room for them elsewhere."""
+    kept, most = sum(spec.scratch(size) for spec in block.specs), 0
+    for call in program.calls:
+        if call.op in PLAIN or isinstance(call.spec, Weight):
+            continue
+        n = op_named(call.op.partition(".")[0]).scratch(call.spec, size.n_row, size.n_token)
+        kept, most = (kept + n * keeps, most) if call.loads is not None else (kept, max(most, n))
+    return kept + most
 
 
 def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
     for call in program.calls:
         for x in call.inputs:
-            if isinstance(x, RunInput) and x.name == "angles":
+            if _is_angles(x):
                 yield op_named("angles"), AnglesSpec(at.device)
             if isinstance(x, OpCall) and at.on.streams:
                 yield (
@@ -90,23 +147,23 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
                 )
         if isinstance(call.spec, Weight):
             yield from _of_weight(program, call, call.spec, at)
-        elif call.op == "part":
-            yield from call.spec[0].kernels(at, at.on)
         elif call.op not in PLAIN:
             op = op_named(call.op.partition(".")[0])
             yield op, call.spec
             yield from op.also(call.spec)
 
 
-PLAIN = ("add", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
+WINDOW = 3  # among the inputs of `attend`
+PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gelu_times", "side_by_side", "write_keys")
 
 
 def _of_weight(
     program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
 ) -> Iterator[Request]:
     """A gate that a product leaves to the next one; a product of each head."""
-    if weight.kind == "gated" and at.on.streams:
-        kind = PrepKind.GLU if dict(weight.how)["act"] in GATES else PrepKind.GEGLU
+    how = dict(weight.how)
+    if weight.kind == "gated" and at.on.streams and "limit" not in how:
+        kind = PrepKind.GLU if how["act"] in GATES else PrepKind.GEGLU
         if any(reader.inputs[:2] == (call.output, None) for reader in program.readers(call.output)):
             yield op_named("rows"), RowsSpec(at.device, call.output.width, kind)
     if weight.kind == "heads" and at.on.dense is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +21,10 @@ from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import GeluGlu, Glu, Norm, Prep, PrepKind, RowsSpec
 from pyspec.gguf import GGMLType, TensorInfo
+from pyspec.models.target import Matrix
 
 GLU, GELU_GLU = Glu(), GeluGlu()
 GateAct = Literal["silu", "gelu"]
-
-
-class Matrix(Protocol):
-    """y = prep(x) W^T + residual for a weight [out, in]: x [row, in] f32 -> [row, out] f32.
-
-    Preparation (norms, gates) and residual are arguments because kernels do them on the way. A gated matrix gives
-    silu(gate) * up.
-    """
-
-    def __call__(
-        self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None
-    ) -> Tensor: ...
 
 
 def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.mtp import MtpOfBlock
-from pyspec.models.part import AttentionShape, LoadTypes, Place, Request
+from pyspec.models.part import AttentionShape, Place
 from pyspec.models.per_layer import PerLayer
 from pyspec.models.residual import Residual
 from pyspec.models.wants import EMBEDDING, HEAD, Want
 from pyspec.slots.parts import LayerParts
 
-if TYPE_CHECKING:
-    from pyspec.models.target import MtpSpec, Target
-    from pyspec.models.weights import Weights
-    from pyspec.slots.memory import Memory
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A decoder read from a file and checked. Implements `ModelConfig`.
+    """A model as its architecture's module reads it from a file, checked, before anything is allocated.
 
     n_nextn      MTP blocks that the metadata announces
     n_ff         inner values of a row; with experts, those of all that it uses
@@ -72,12 +65,7 @@ class ModelSpec:
         return tuple(dict.fromkeys(shape for block in self.blocks for shape in block.attention))
 
     @property
-    def captures_prompts(self) -> bool:
-        """Whether a CUDA graph may hold the forward of a prompt that stands alone, kernels permitting."""
-        return all(block.captures_prompts for block in self.blocks)
-
-    @property
-    def mtp(self) -> MtpSpec | None:
+    def mtp(self) -> MtpOfBlock | None:
         """The MTP block with its projections and norms; None: the architecture has none."""
         if self.mtp_block is None:
             return None
@@ -121,21 +109,3 @@ class ModelSpec:
         """The model with the sizes of blocks of this file's types, where shares of its parts depend on them."""
         blocks = tuple(block.of_file(self.place(file, i)) for i, block in enumerate(self.blocks))
         return replace(self, blocks=blocks)
-
-    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
-        """The ops that a load asks for, products and the embedding apart."""
-        from pyspec.models.kernels import of_model
-
-        return of_model(self, file, on)
-
-    def scratch_bytes(self, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int) -> int:
-        """Bytes that a forward of `n_row` rows takes while it runs, beyond those that every model takes; contexts have up to `n_token` tokens."""
-        from pyspec.models.kernels import scratch_of_model
-
-        return scratch_of_model(self, file, on, n_row, n_token)
-
-    def build(self, weights: Weights, memory: Memory) -> Target:
-        """The model, bound to its memory."""
-        from pyspec.models.decoder import Decoder
-
-        return Decoder(self, weights, memory)

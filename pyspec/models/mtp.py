@@ -6,32 +6,24 @@ all of them, as the trunk left them behind its last block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
-from pyspec.models.part import AttentionShape, LoadTypes, Place, Request
+from pyspec.models.part import AttentionShape, Place
 from pyspec.models.residual import Residual
 from pyspec.models.wants import EMBEDDING, HEAD, Want
 from pyspec.slots.parts import LayerParts
-
-if TYPE_CHECKING:
-    from pyspec.models.matrices import Matrix
-    from pyspec.models.target import MtpNet, Target
-    from pyspec.models.weights import Weights
-    from pyspec.slots.memory import Memory
 
 PIECE = 1 << 26  # bytes compared at once
 
 
 @dataclass(frozen=True, slots=True)
 class MtpOfBlock:
-    """The block behind a trunk of `n_layer` blocks, as data. Implements `MtpSpec`."""
+    """The block behind a trunk of `n_layer` blocks, as data."""
 
     block: BlockSpec
     residual: Residual
@@ -66,7 +58,7 @@ class MtpOfBlock:
         if own:
             own |= {EMBEDDING: of_vocab, HEAD: of_vocab}
         return {
-            **self.block.tensors(self._place(file)),
+            **self.block.tensors(self.place(file)),
             **own,
             f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
             f"{p}.nextn.enorm.weight": Want((n,)),
@@ -83,29 +75,7 @@ class MtpOfBlock:
         names = (EMBEDDING, HEAD) if self.stands_alone else ()
         return tuple(name for name in names if _is_same(file, target, name))
 
-    def bind(
-        self,
-        weights: Weights,
-        memory: Memory,
-        target: Target,
-        head: Matrix | None,
-        skips: tuple[str, ...],
-    ) -> MtpNet:
-        from pyspec.models.mtp_block import bound
-
-        return bound(self, weights, memory, target, head, skips)
-
-    def requests(self, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
-        from pyspec.models.kernels import kernels, program_of
-
-        return kernels([program_of(self.block.forward, self._place(file), on)])
-
-    def own(self, weights: Weights, nextn: str, whole: str, skips: tuple[str, ...]) -> str | None:
-        """The name of the block's own tensor in place of the target's `whole`, if the file has one."""
-        names = [f"{self.prefix}.nextn.{nextn}.weight", *([whole] if self.stands_alone else [])]
-        return next((name for name in names if weights.has(name) and name not in skips), None)
-
-    def _place(self, file: GGUFFile) -> Place:
+    def place(self, file: GGUFFile) -> Place:
         return Place(file, self.prefix, self.n_embd, self.eps)
 
 

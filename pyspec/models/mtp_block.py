@@ -7,12 +7,12 @@ from torch import Tensor
 from pyspec.errors import PairError
 from pyspec.models.binding import Binding, Pass
 from pyspec.models.decoder import Decoder
-from pyspec.models.matrices import Embedding, Matrix
+from pyspec.models.matrices import Embedding
 from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.ropes import Ropes
 from pyspec.models.streams import bound_block, bound_residual
-from pyspec.models.target import Out, Target
+from pyspec.models.target import Matrix, Out, Target
 from pyspec.models.wants import EMBEDDING, HEAD
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
@@ -48,11 +48,11 @@ class MtpBlock:
         )
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.residual = bound_residual(
-            spec.residual, weights, n, eps, target.norm if norm is None else norm
+            spec.residual, weights, n, eps, target.norm if norm is None else norm, [self.block]
         )
-        own = spec.own(weights, "embed_tokens", EMBEDDING, skips)
+        own = _own(spec, weights, "embed_tokens", EMBEDDING, skips)
         self.embedding: Embedding = target.embedding if own is None else weights.embedding(own)
-        own = spec.own(weights, "shared_head_head", HEAD, skips)
+        own = _own(spec, weights, "shared_head_head", HEAD, skips)
         self.output = (head or target.head) if own is None else weights.matrix(own)
         self.best = BestDrafts(weights.device)
 
@@ -77,6 +77,14 @@ class MtpBlock:
     def states_of(self, out: Out) -> Tensor:
         """The block reads the target's hidden states as they are."""
         return out.hidden
+
+
+def _own(
+    spec: MtpOfBlock, weights: Weights, nextn: str, whole: str, skips: tuple[str, ...]
+) -> str | None:
+    """The name of the block's own tensor in place of the target's `whole`, if the file has one."""
+    names = [f"{spec.prefix}.nextn.{nextn}.weight", *([whole] if spec.stands_alone else [])]
+    return next((name for name in names if weights.has(name) and name not in skips), None)
 
 
 def bound(

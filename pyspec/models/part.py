@@ -6,23 +6,19 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
 from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
-from pyspec.gguf import GGUFFile
+from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.cuts import KeyGroups
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import LayerParts
-
-if TYPE_CHECKING:
-    from pyspec.models.binding import Binding, BoundPart
 
 Request = tuple[Any, Any]
 """An op and the spec that it is bound with."""
@@ -121,6 +117,24 @@ class PlannedSite(Place):
     def n_rank(self) -> int:
         return self.on.n_rank
 
+    @property
+    def leads(self) -> bool:
+        return True
+
+    @property
+    def dense(self) -> torch.dtype | None:
+        return self.on.dense
+
+    @property
+    def streams(self) -> bool:
+        return self.on.streams
+
+    def type_of(self, tensor: str) -> GGMLType:
+        return self.file.tensors[self.name(tensor)].type
+
+    def takes(self, op: str, spec: Any) -> bool:
+        return True
+
     def behind(self, norm: str) -> PlannedSite:
         return replace(self, norm=norm)
 
@@ -140,13 +154,10 @@ class ForwardSize:
 class PartSpec(Protocol):
     """A mixer or a feed-forward as data.
 
-    captures_prompts  a CUDA graph may hold it in the forward of a prompt that stands alone
-    attends           shape of its attention, whose partial sums need room; None: it has none
-    folds             the op that keeps records of slots, and the reference of folding them; None: it has no recurrence
+    attends  shape of its attention, whose partial sums need room; None: it has none
+    folds    the op that keeps records of slots, and the reference of folding them; None: it has no recurrence
     """
 
-    @property
-    def captures_prompts(self) -> bool: ...
     @property
     def attends(self) -> AttentionShape | None: ...
     @property
@@ -168,19 +179,19 @@ class PartSpec(Protocol):
         """The part with the sizes of blocks in this file, if its shares depend on them: numbers of quantised types stand in blocks along rows."""
         ...
 
+    def scratch(self, size: ForwardSize) -> int:
+        """Bytes that it takes while it runs, beyond those that every model takes and those of its ops (`Op.scratch`)."""
+        ...
+
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """stream + part(norm(x)) of x [row, n_embd]; without a stream part(norm(x)) alone."""
         ...
 
 
 class Plain:
-    """What most parts say: they have no recurrence and no attention, no graph holds them for prompts, and shares do not depend on types."""
+    """What most parts say: they have no recurrence and no attention, and shares do not depend on types."""
 
     __slots__ = ()
-
-    @property
-    def captures_prompts(self) -> bool:
-        return False
 
     @property
     def attends(self) -> AttentionShape | None:
@@ -193,24 +204,7 @@ class Plain:
     def of_file(self, at: Place) -> Self:
         return self
 
-
-class OneCall(Plain):
-    """A part that is one call of its program, because its launches are chosen while it runs. `bind` gives what the call runs as."""
-
-    __slots__ = ()
-
-    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
-        return f.op("part", (self, f.at.norm), x, stream, shape=x.shape)
-
-    def bind(self, at: Binding) -> BoundPart:
-        raise NotImplementedError
-
-    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
-        """The ops that binding it asks for, products apart. None: they are compiled and checked when they are bound."""
-        return iter(())
-
     def scratch(self, size: ForwardSize) -> int:
-        """Bytes that it takes while it runs, beyond those that every model takes."""
         return 0
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from pyspec.errors import BadTensors, ModelError
@@ -16,9 +14,6 @@ from pyspec.models.part import AttentionShape, PartSpec
 from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.wants import EMBEDDING
 from pyspec.ranges import Whole
-
-if TYPE_CHECKING:
-    from pyspec.cuda.ops.moe.ref import Router
 
 
 def read_gqa(
@@ -78,27 +73,6 @@ def read_windows(file: GGUFFile, n_block: int, pattern: int, default: int = 0) -
         period = h.integer(key, pattern, legal=Whole(1, 1 << 16))
         has_window = [i % period < period - 1 for i in range(n_block)]
     return tuple(window if has else 0 for has in has_window)
-
-
-ROUTERS: dict[int, Router] = {1: "softmax", 2: "sigmoid", 4: "sqrtsoftplus"}
-
-
-def read_groups(file: GGUFFile) -> tuple[int, int]:
-    """Groups of experts and the number of them that a row uses; (1, 1) where there are none."""
-    h = file.hparams
-    n = h.integer("expert_group_count", 0)
-    return (n, h.integer("expert_group_used_count", n)) if n > 1 else (1, 1)
-
-
-def read_router(file: GGUFFile, default: Router) -> Router:
-    """How experts are scored; `default` where the file does not say."""
-    h = file.hparams
-    kind = h.integer("expert_gating_func", 0)
-    if kind and kind not in ROUTERS:
-        raise ModelError(
-            f"{h.key('expert_gating_func')} is {kind}; {', '.join(map(str, ROUTERS))} are supported"
-        )
-    return ROUTERS.get(kind, default)
 
 
 def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.config import EngineSettings
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.wants import Want
@@ -61,20 +60,6 @@ class RopeFlags:
     length: float = -1.0
     turns: tuple[float, float] = (-1.0, -1.0)
     n_ctx: int = 0
-
-    @classmethod
-    def of(cls, s: EngineSettings) -> RopeFlags:
-        """Those of settings."""
-        return cls(
-            kind=s.rope_scaling,
-            factor=1 / s.rope_freq_scale if s.rope_freq_scale else s.rope_scale,
-            base=s.rope_freq_base,
-            n_ctx_orig=s.yarn_orig_ctx,
-            ramp=s.yarn_ext_factor,
-            length=s.yarn_attn_factor,
-            turns=(s.yarn_beta_fast, s.yarn_beta_slow),
-            n_ctx=s.ctx,
-        )
 
     def words(self) -> list[str]:
         """The values that were given, with their names."""

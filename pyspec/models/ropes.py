@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyspec.config import EngineSettings
 from pyspec.cpu.tensors import query_factors, scaled
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
@@ -15,6 +16,20 @@ from pyspec.models.weights import Weights
 
 Angles = tuple[Tensor, Tensor]
 """cos, sin [row, 1, n_rot/2] f32"""
+
+
+def flags_of(s: EngineSettings) -> RopeFlags:
+    """Those of settings."""
+    return RopeFlags(
+        kind=s.rope_scaling,
+        factor=1 / s.rope_freq_scale if s.rope_freq_scale else s.rope_scale,
+        base=s.rope_freq_base,
+        n_ctx_orig=s.yarn_orig_ctx,
+        ramp=s.yarn_ext_factor,
+        length=s.yarn_attn_factor,
+        turns=(s.yarn_beta_fast, s.yarn_beta_slow),
+        n_ctx=s.ctx,
+    )
 
 
 class Rope:

@@ -49,7 +49,7 @@ def weight_bytes(
 
 
 def row_bytes(n_ff: int, n_embd: int) -> int:
-    """Bytes of a row of a forward at most: gate and up in f32, their product in f16, a few rows of the residual stream."""
+    """Bytes of a row in a feed-forward: gate and up in f32, their product in f16, a few rows of the residual stream."""
     return 2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4
 
 

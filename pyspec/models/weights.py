@@ -33,7 +33,7 @@ from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.cuts import Cut, Share, share_of
-from pyspec.models.gathered import Gathered
+from pyspec.models.gathered import Gathered, RankNorms
 from pyspec.models.grouped import Grouped
 from pyspec.models.matrices import (
     CutGates,
@@ -43,11 +43,11 @@ from pyspec.models.matrices import (
     GeluGates,
     Halves,
     Joined,
-    Matrix,
     Summed,
     Unpacked,
 )
 from pyspec.models.rope import NO_FLAGS, RopeFlags
+from pyspec.models.target import Matrix
 from pyspec.models.upload import Upload
 from pyspec.models.wants import EMBEDDING, HEAD, Want, scale_of
 from pyspec.slots.mapped import of_pages
@@ -181,6 +181,12 @@ class Weights:
     def summed(self, name: str) -> Matrix:
         """One matrix whose input is divided over the ranks, where there are several: its output is the sum of theirs."""
         return self.matrix(name) if self.ranks is None else Summed(self.matrix(name), self.ranks)
+
+    def rank_norms(self, q: str, k: str, widths: tuple[int, int], eps: float) -> RankNorms:
+        """Norms of queries and keys over all heads of a row, which ranks divide."""
+        assert self.ranks is not None, "one rank norms its rows by an op"
+        whole = self._info(q).shape[-1], self._info(k).shape[-1]
+        return RankNorms(self.ranks, (self.vector(q), self.vector(k)), whole, widths, eps)
 
     def head(self) -> Matrix:
         """From the stream to logits; the embedding, where the file has no head."""

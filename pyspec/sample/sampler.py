@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.errors import OutOfBounds, RequestError
+from pyspec.ranges import check
 from pyspec.request import SamplingParams
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import Dry, DryBreakers
@@ -18,17 +19,6 @@ from pyspec.sample.feedback import Feedback, SpanChoice
 from pyspec.sample.noise import ACCEPT, DRAFT, XTC, Floats, Ints, of_round, resolve_seed, uniform
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
-_FINITE = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repeat_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,7 @@ class SlotSampler:
 
         Raises RequestError for settings that have no meaning and OutOfBounds for prompt tokens outside the vocabulary.
         """
-        _check(params)
+        check(params, RequestError)
         self.params = params
         self.n_vocab = n_vocab
         self.seed = resolve_seed(params.seed)
@@ -213,18 +203,6 @@ class SlotSampler:
         return np.array(rows, np.int64), np.array(ids, np.int64), np.array(values, np.float32)
 
 
-def _check(params: SamplingParams) -> None:
-    for name in _FINITE:
-        value: float = getattr(params, name)
-        if not math.isfinite(value):
-            raise RequestError(f"{name} is {value}; it must be a finite number")
-    if params.repeat_penalty <= 0:
-        want = "it must be above 0 (1 turns it off)"
-        raise RequestError(f"repeat_penalty is {params.repeat_penalty}; {want}")
-    if params.logprobs is not None and params.logprobs < 0:
-        raise RequestError(f"logprobs is {params.logprobs}; it must be 0 or more")
-
-
 def _bias(params: SamplingParams, n_vocab: int, eog_ids: frozenset[int]) -> tuple[Ints, Floats]:
     """Logit bias and the ban on end-of-generation tokens as one list with unique ids."""
     total: dict[int, float] = {}
@@ -232,9 +210,6 @@ def _bias(params: SamplingParams, n_vocab: int, eog_ids: frozenset[int]) -> tupl
         if not 0 <= token < n_vocab:
             ids = f"0..{n_vocab - 1}"
             raise RequestError(f"logit_bias names token {token}; the vocabulary has ids {ids}")
-        if math.isnan(value) or value == math.inf:
-            want = "it must be a finite number or -inf"
-            raise RequestError(f"logit_bias of token {token} is {value}; {want}")
         total[token] = total.get(token, 0.0) + value
     if params.ignore_eos:
         total.update((token, -math.inf) for token in eog_ids if 0 <= token < n_vocab)

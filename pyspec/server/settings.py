@@ -1,4 +1,7 @@
-"""The server's settings and the limits of a request. Built once, never changed."""
+"""The server's settings and the limits of a request. Built once, never changed.
+
+A field with a flag is an option of `pyspec server`, whose name and help come from here.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pyspec.config import SERVING
 from pyspec.errors import ConfigError
+from pyspec.ranges import INT32, Doc, Flag, Many, OneOf, Real, Text, Whole
 from pyspec.request import SamplingGiven, SamplingParams
+from pyspec.text.markup.dialect import NAMES
 
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+DAY_S = 86400.0
+LISTENING, CHATS = "Listening", "Chats"
+"""Headings in help."""
+Words = Annotated[tuple[str, ...], Many(Text())]
+Line = Annotated[str, Text()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +56,12 @@ class Limits:
     kept_bytes: int = 4 << 20  # of a resumable stream; the oldest bytes are dropped first
     kept_s: float = 300.0  # time that a resumable stream is kept after its end
     kept_streams: int = 64
-    total_s: float = 3600.0  # from the first byte to the last
-    ping_s: float = 30.0  # silence on a stream before a comment line
+    # fmt: off
+    total_s: Annotated[float, Real(1, 30 * DAY_S), Flag("-to --timeout $TIMEOUT", SERVING), Doc("maximum seconds per request")] = 3600.0
+    ping_s: Annotated[float, Real(-1, DAY_S), Flag("--sse-ping-interval $SSE_PING_INTERVAL", SERVING), Doc("seconds of silence before a stream sends a comment. -1: never")] = 30.0
+    drain_s: Annotated[float, Real(0, DAY_S), Flag("--drain-timeout", SERVING), Doc("seconds that running requests get at shutdown")] = 30.0
+    # fmt: on
     least_ping_s: float = 0.05  # lower bound of the period that a request asks for
-    drain_s: float = 30.0  # how long a shutdown waits for running requests
     stall_s: float = 60.0  # age of the last round, while busy, at which /ready says no
 
 
@@ -56,41 +69,41 @@ class Limits:
 class ServerSettings:
     """Where to listen, access control, visible endpoints, and defaults of requests."""
 
-    hosts: tuple[str, ...] = ("127.0.0.1",)  # addresses, and paths of unix sockets
-    port: int = 8080  # 0: the system picks one
-    reuse_port: bool = False  # others may listen on it, too
-    api_prefix: str = ""  # prefix of all paths, "/llm"
-    api_keys: tuple[str, ...] = ()  # empty: no key needed
-    cache_share: bool = False  # several keys share the prefix cache
-    insecure: bool = False  # listen beyond this machine without a key
-    ssl_key_file: str = ""  # with ssl_cert_file: TLS
-    ssl_cert_file: str = ""
-    # the model's names in answers, the main one first; () takes the engine's
-    aliases: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()  # labels of the model in /v1/models
-    page: bool = True  # serve the page at /
-    metrics: bool = True  # serve /metrics
-    slots: bool = True  # serve /slots
-    slot_save_path: str = ""  # directory for saved slots; "": saving is off
-    props: bool = True  # serve /props
-    cors_origins: tuple[str, ...] = ()  # in addition to this machine's; "*" allows all
+    # fmt: off
+    hosts: Annotated[Words, Flag("--host $HOST", LISTENING, "ADDRESS"), Doc("address to listen on, or a path ending in .sock; may be repeated")] = ("127.0.0.1",)
+    port: Annotated[int, Whole(0, 65535), Flag("--port $PORT", LISTENING), Doc("port; 0 picks a free one")] = 8080
+    reuse_port: Annotated[bool, Flag("--reuse-port $REUSE_PORT", LISTENING), Doc("let other servers listen on the same port")] = False
+    api_prefix: Annotated[Line, Flag("--api-prefix $API_PREFIX", LISTENING, "/PREFIX"), Doc("prefix of all paths")] = ""
+    api_keys: Annotated[Words, Flag("--api-key $", LISTENING, "KEY,..."), Doc("API keys; clients must send one of them. May be repeated")] = ()
+    cache_share: Annotated[bool, Flag("--cache-share", LISTENING), Doc("let clients with different API keys share cached texts: one can find out another's")] = False
+    insecure: Annotated[bool, Flag("--insecure", LISTENING), Doc("allow listening beyond this machine without a key")] = False
+    ssl_key_file: Annotated[Line, Flag("--ssl-key-file $SSL_KEY_FILE", LISTENING, "FILE"), Doc("TLS: the private key, PEM")] = ""
+    ssl_cert_file: Annotated[Line, Flag("--ssl-cert-file $SSL_CERT_FILE", LISTENING, "FILE"), Doc("TLS: the certificate, PEM")] = ""
+    cors_origins: Annotated[Words, Flag("--cors-origin --cors-origins $CORS_ORIGINS", LISTENING, "ORIGIN,..."), Doc("origins allowed to call from a browser, besides this machine. *: all")] = ()
+    aliases: Annotated[Words, Flag("-a --alias $ALIAS", SERVING, "NAME,..."), Doc("the model's names in answers, the main one first")] = ()
+    tags: Annotated[Words, Flag("--tags $TAGS", SERVING, "TAG,..."), Doc("labels of the model in /v1/models")] = ()
+    metrics: Annotated[bool, Flag("--metrics $ENDPOINT_METRICS", SERVING), Doc("serve /metrics")] = True
+    slots: Annotated[bool, Flag("--slots $ENDPOINT_SLOTS", SERVING), Doc("serve /slots")] = True
+    props: Annotated[bool, Flag("--props $ENDPOINT_PROPS", SERVING), Doc("serve /props")] = True
+    page: Annotated[bool, Flag("--ui --webui $UI", SERVING), Doc("serve the web page at /")] = True
+    slot_save_path: Annotated[Line, Flag("--slot-save-path $", SERVING, "DIR"), Doc("directory of saved slots (POST /slots/ID)")] = ""
+    text_threads: Annotated[int, Whole(-1, 256), Flag("--threads-http $THREADS_HTTP", SERVING, help="Threads for text. -1: 2."), Doc("threads for tokenising and rendering")] = 2
+    tool_call_parser: Annotated[str, OneOf(("auto", "none", *NAMES)), Flag("--tool-call-parser", CHATS, "NAME"), Doc(f"format of the model's tool calls: auto (the template's, or generic), none, {', '.join(NAMES)}")] = "auto"
+    reasoning_format: Annotated[str, OneOf(("none", "auto", "deepseek", "deepseek-legacy")), Flag("--reasoning-format $THINK", CHATS), Doc("field for thoughts: none leaves them in content; the others use reasoning_content")] = "auto"
+    reasoning: Annotated[str, OneOf(("on", "off", "auto")), Flag("-rea --reasoning $REASONING", CHATS), Doc("thinking: on, off, or auto for the chat template's default")] = "auto"
+    reasoning_budget: Annotated[int, Whole(-1, INT32), Flag("--reasoning-budget $THINK_BUDGET", CHATS), Doc("maximum thinking tokens of a request. -1: no limit")] = -1
+    reasoning_budget_message: Annotated[Line, Flag("--reasoning-budget-message $THINK_BUDGET_MESSAGE", CHATS, "TEXT"), Doc("text inserted at the end of the reasoning budget")] = ""
+    prefill_assistant: Annotated[bool, Flag("--prefill-assistant $PREFILL_ASSISTANT", CHATS), Doc("continue an assistant message at the end of a chat")] = True
+    spm_infill: Annotated[bool, Flag("--spm-infill $", CHATS), Doc("/infill: put the suffix before the prefix")] = False
+    # fmt: on
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the template, by default
+    # lines of system prompts that are moved behind the conversation
+    volatile_lines: tuple[re.Pattern[str], ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)  # defaults of a request
     sampling_given: frozenset[str] | None = None
     # fields of `sampling` that override the model file's recommendations; None: the fields that differ from llama.cpp's defaults
     max_tokens: int = -1  # -1: until the context is full
-    # lines of system prompts that are moved behind the conversation
-    volatile_lines: tuple[re.Pattern[str], ...] = ()
-    # format of tool calls; auto: the template's; none: calls are not parsed
-    tool_call_parser: str = "auto"
-    reasoning_format: str = "auto"  # default if a body does not set it
-    reasoning: str = "auto"  # on, off; auto: the template decides
-    reasoning_budget: int = -1  # default limit of thinking tokens; -1: no limit
-    reasoning_budget_message: str = ""  # text that is inserted at the end of the budget
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    spm_infill: bool = False  # /infill: the suffix comes first
-    prefill_assistant: bool = True  # continue an assistant's message at the end of a chat
     verbose: bool = False  # add `__verbose` to answers: the rendered prompt and the settings
-    text_threads: int = 2  # threads for tokenising and rendering
     limits: Limits = field(default_factory=Limits)
 
     def for_model(self, recommended: SamplingParams) -> ServerSettings:

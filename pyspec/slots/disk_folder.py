@@ -6,10 +6,9 @@ and no index is shared: the names of the files are the index.
 
     DIR/<identity>/<parent>-<n>-<key>.pages   the pages of the whole segment behind `parent`
     DIR/<identity>/<parent>-<n>-<key>.end     the pages of n < SEGMENT tokens behind `parent`, and the state there
-    ... .pages.2, .end.2                      the same of the third rank (--tp): each has a file with its share
 
 A file is written under another name, stored by the system, and renamed. Its head and every piece are checked before they are used
-(slot_file.py). Any file may vanish at any time: processes remove the least recently used ones to stay within the limit.
+(span_file.py). Any file may vanish at any time: processes remove the least recently used ones to stay within the limit.
 """
 
 from __future__ import annotations
@@ -32,14 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.errors import BadSlotFile
-from pyspec.slots.slot_file import ENTRY, Bytes, SlotFile, file_bytes, is_abandoned, write
+from pyspec.slots.span_file import ENTRY, Bytes, SpanFile, file_bytes, is_abandoned, write
 
-FORMAT = 1  # raise it when the same tokens get another content
+FORMAT = 2  # raise it when the same tokens get another content
 SEGMENT = 256  # tokens, a multiple of every page size
 PAGES, END = "pages", "end"
-_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})-([0-9a-f]{32})\.(pages|end)(?:\.([1-9]\d?))?")
+_NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})-([0-9a-f]{32})\.(pages|end)")
+_FILE = re.compile(rf"{_NAME.pattern}(?:\.[1-9]\d?)?")  # earlier versions wrote one for each rank
 _FOLDER = re.compile(r"[0-9a-f]{32}")
-_HIDDEN = re.compile(rf"\.{_NAME.pattern}\.\d+-[0-9a-f]+")  # a file that is being written
+_HIDDEN = re.compile(rf"\.{_FILE.pattern}\.\d+-[0-9a-f]+")  # a file that is being written
 YOUNG_S = (
     2.0  # age from which a file that is being written is locked by its writer, or has none any more
 )
@@ -53,7 +53,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class DiskEntry:
-    """`n` tokens behind those of `parent`, whose key is `key`; kind: PAGES or END. A file, or one of each rank."""
+    """`n` tokens behind those of `parent`, whose key is `key`; kind: PAGES or END."""
 
     parent: str
     n: int
@@ -64,13 +64,9 @@ class DiskEntry:
     def name(self) -> str:
         return f"{self.parent}-{self.n}-{self.key}.{self.kind}"
 
-    def share(self, i: int) -> str:
-        """The name of the file with rank `i`'s share."""
-        return f"{self.name}.{i}" if i else self.name
-
     @classmethod
     def of(cls, name: str) -> DiskEntry | None:
-        """The entry with this file name, of any rank; None if it is another file."""
+        """The entry with this file name; None if it is another file."""
         found = _NAME.fullmatch(name)
         return None if found is None else cls(found[1], int(found[2]), found[3], found[4])
 
@@ -125,8 +121,8 @@ class TextKeys:
 class FolderIndex:
     """Entries of one identity, and the folder's time of change when they were listed.
 
-    names  of entries whose files are all here
-    ends   by parent; files of some ranks may be missing
+    names  of all entries
+    ends   by parent
     """
 
     changed: int = -1
@@ -139,14 +135,9 @@ class DiskFolder:
 
     identity  everything besides tokens that decides the content, as JSON values
     limit     bytes of all entries of all identities
-    share     index of the rank whose files this object reads and writes
-    n_share   ranks that store a file each; an entry exists if all its files do
     """
 
-    def __init__(
-        self, path: Path, identity: dict[str, Any], limit: int, share: int = 0, n_share: int = 1
-    ) -> None:
-        self.share, self.n_share = share, n_share
+    def __init__(self, path: Path, identity: dict[str, Any], limit: int) -> None:
         self.identity = {"format": FORMAT, "segment": SEGMENT, **identity}
         self.root = sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
         self.path, self.limit = path, limit
@@ -185,7 +176,7 @@ class DiskFolder:
                 if changed != self._index.changed:
                     settled = time.time_ns() - changed > SETTLED_NS
                     changed = changed if settled else -1
-                    self._index = _listed(self.here, changed, self._shunned, self.n_share)
+                    self._index = _listed(self.here, changed, self._shunned)
             except OSError:
                 self._index = FolderIndex()
             return self._index
@@ -205,7 +196,7 @@ class DiskFolder:
             (i, e)
             for i in range(n_whole, -1, -1)
             for e in sorted(index.ends.get(chain.keys[i], ()), key=lambda e: -e.n)
-            if e.name in index.names and chain.has(i, e)
+            if chain.has(i, e)
         )
         i, end = next(ends, (0, None))
         n = 0 if end is None else i * SEGMENT + end.n
@@ -236,17 +227,16 @@ class DiskFolder:
     def touch(self, entries: Iterable[tuple[int, DiskEntry]], now: int) -> None:
         """Mark entries as used at a time in nanoseconds; those at the end of a text a little earlier, so that they are removed first."""
         for at, entry in entries:
-            for i in range(self.n_share):
-                with suppress(OSError):
-                    os.utime(self.here / entry.share(i), ns=(now, _stamp(now, at)))
+            with suppress(OSError):
+                os.utime(self.here / entry.name, ns=(now, _stamp(now, at)))
 
     # -- reading and writing -------------------------------------------------------------------------------------
 
-    def open(self, entry: DiskEntry) -> SlotFile | None:
-        """This rank's file of an entry, with a valid head that belongs here; None if it is gone. Raises BadSlotFile."""
-        path = self.here / entry.share(self.share)
+    def open(self, entry: DiskEntry) -> SpanFile | None:
+        """The file of an entry, with a valid head that belongs here; None if it is gone. Raises BadSlotFile."""
+        path = self.here / entry.name
         try:
-            file = SlotFile(path, ENTRY)
+            file = SpanFile(path, ENTRY)
         except BadSlotFile:
             if not os.path.lexists(path):
                 return None
@@ -257,14 +247,13 @@ class DiskFolder:
         return file
 
     def discard(self, entry: DiskEntry) -> None:
-        """Remove an entry with a damaged file, of all ranks, or never look at it again."""
-        for i in range(self.n_share):
-            try:
-                os.unlink(self.here / entry.share(i))
-            except FileNotFoundError:
-                pass
-            except OSError:
-                self._shunned.add(entry.name)
+        """Remove an entry with a damaged file, or never look at it again."""
+        try:
+            os.unlink(self.here / entry.name)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            self._shunned.add(entry.name)
         self.list_again()
 
     def list_again(self) -> None:
@@ -274,22 +263,21 @@ class DiskFolder:
     def write(
         self, at: int, entry: DiskEntry, head: dict[str, Any], pieces: Sequence[Bytes], now: int
     ) -> int:
-        """Write this rank's file of an entry whose text has `at` tokens up to there and was used `now`, after making room for it. Returns its
+        """Write the file of an entry whose text has `at` tokens up to there and was used `now`, after making room for it. Returns its
         bytes, 0 if only entries that were used later could make room.
 
         Raises BadSlotFile, StorageFull
         """
-        name = entry.share(self.share)
-        head = {"of": self.identity, "entry": name, **head}
+        path, head = self.here / entry.name, {"of": self.identity, "entry": entry.name, **head}
         n = file_bytes(len(json.dumps(head, separators=(",", ":"))), sum(p.size for p in pieces))
         if n > self.limit or not self._make_room(n, _stamp(now, at)):
             return 0
         with suppress(OSError):  # else the write fails with the reason
             self._make_folder()
-        if os.path.isfile(self.here / name):  # another engine has written it meanwhile
+        if os.path.isfile(path):  # another engine has written it meanwhile
             self.touch([(at, entry)], now)
             return 0
-        write(self.here / name, head, pieces, ENTRY)
+        write(path, head, pieces, ENTRY)
         self.touch([(at, entry)], now)
         self.n_bytes += n
         self._n_since += n
@@ -323,7 +311,7 @@ class DiskFolder:
             if not _FOLDER.fullmatch(folder.name):
                 continue
             for file in _scan(folder.path):
-                if not (_NAME.fullmatch(file.name) or _HIDDEN.fullmatch(file.name)):
+                if not (_FILE.fullmatch(file.name) or _HIDDEN.fullmatch(file.name)):
                     continue
                 with suppress(OSError):
                     if not file.is_file(follow_symlinks=False):
@@ -346,7 +334,7 @@ class DiskFolder:
 
     def clear(self) -> None:
         """Remove all entries of this identity."""
-        for entry in {DiskEntry.of(file.name) for file in _scan(self.here)}:
+        for entry in map(DiskEntry.of, [file.name for file in _scan(self.here)]):
             if entry is not None:
                 self.discard(entry)
 
@@ -359,7 +347,7 @@ class DiskFolder:
             file = next((f for f in _scan(folder.path) if _NAME.fullmatch(f.name)), None)
             with suppress(BadSlotFile):
                 if file is not None:
-                    with SlotFile(Path(file.path), ENTRY) as entry:
+                    with SpanFile(Path(file.path), ENTRY) as entry:
                         of = entry.head.get("of")
                         found += [of] if isinstance(of, dict) else []
         return found
@@ -378,14 +366,12 @@ def _scan(path: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _listed(folder: Path, changed: int, shunned: set[str], n_share: int) -> FolderIndex:
-    index, here = FolderIndex(changed), set(os.listdir(folder))
-    entries = {DiskEntry.of(name) for name in here}
-    for entry in entries:
+def _listed(folder: Path, changed: int, shunned: set[str]) -> FolderIndex:
+    index = FolderIndex(changed)
+    for entry in map(DiskEntry.of, os.listdir(folder)):
         if entry is None or entry.n > SEGMENT or entry.name in shunned:
             continue
-        if all(entry.share(i) in here for i in range(n_share)):
-            index.names.add(entry.name)
+        index.names.add(entry.name)
         if entry.kind == END:
             index.ends.setdefault(entry.parent, []).append(entry)
     return index

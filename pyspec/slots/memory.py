@@ -5,7 +5,7 @@ Everything is allocated once, at load. A page is written only by the slot that h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -23,6 +23,7 @@ from pyspec.slots.ring import RingRows
 from pyspec.slots.ring_pool import RingPool
 
 Like = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
+Keep = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class Memory:
         """Restore a checkpoint into any slot."""
         _copy(self._saved(slot, saved.n_past), saved.tensors, non_blocking=True)
 
-    # The parts of a slot's image (engine/loop/slot_image.py), on the host; with several ranks, each tensor of every rank.
+    # The parts of a record (engine/loop/span.py); with several ranks, each tensor of every rank.
 
     def pages_like(self, page_size: int, n_page: int) -> list[Like]:
         """Shapes and types of `read_pages` for `n_page` pages."""
@@ -117,28 +118,22 @@ class Memory:
         """Shapes and types of `read_state` for a checkpoint at `n_past` tokens."""
         return [(tuple(t.shape), t.dtype) for t in self.saved_like(n_past)]
 
-    def read_pages(self, page_size: int, pages: Sequence[int]) -> list[Tensor]:
-        """These pages of all paged memory."""
-        return read_planes(planes_of(self.paged, page_size), pages)
+    def read_pages(self, page_size: int, pages: Sequence[int], keep: Keep = Tensor.cpu) -> list[Tensor]:
+        """Copies of these pages of all paged memory, each put where it is wanted by `keep`."""
+        return read_planes(planes_of(self.paged, page_size), pages, keep)
 
     def write_pages(self, page_size: int, pages: Sequence[int], content: Iterator[Tensor]) -> None:
         """Write the result of `read_pages` into these pages."""
         write_planes(planes_of(self.paged, page_size), pages, content)
 
-    def read_state(self, saved: Checkpoint) -> list[Tensor]:
-        """A checkpoint's tensors."""
-        return [t.cpu() for t in saved.tensors]
+    def read_state(self, saved: Checkpoint, keep: Keep = Tensor.cpu) -> list[Tensor]:
+        """A checkpoint's tensors, each put where it is wanted by `keep`."""
+        return [keep(t) for t in saved.tensors]
 
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
         """A checkpoint of the tensors from `read_state`."""
-        return self.make_own_state(n_past, content)
-
-    def make_own_state(
-        self, n_past: int, content: Iterator[Tensor], elsewhere: object = None
-    ) -> Checkpoint:
-        """A checkpoint of this rank's tensors. elsewhere: the other ranks' part."""
         like = self.saved_like(n_past)
-        return Checkpoint(n_past, _copies([next(content) for _ in like], like), elsewhere)
+        return Checkpoint(n_past, _copies([next(content) for _ in like], like))
 
     def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
         """Copy page `old` to page `new` of `parts`: our paged memory and any that shares its page numbers."""
@@ -183,10 +178,10 @@ def planes_of(parts: Iterable[PartMemory], page_size: int) -> list[Tensor]:
     ]
 
 
-def read_planes(planes: Iterable[Tensor], pages: Sequence[int]) -> list[Tensor]:
-    """These pages of each plane, on the host."""
+def read_planes(planes: Iterable[Tensor], pages: Sequence[int], keep: Keep) -> list[Tensor]:
+    """Copies of these pages of each plane, each put where it is wanted by `keep`."""
     at = torch.tensor(pages, dtype=torch.int64)
-    return [plane[at.to(plane.device)].cpu() for plane in planes]
+    return [keep(plane[at.to(plane.device)]) for plane in planes]
 
 
 def write_planes(planes: Iterable[Tensor], pages: Sequence[int], content: Iterator[Tensor]) -> None:

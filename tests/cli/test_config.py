@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyspec.cli import main
-from pyspec.cli.flags import llama_flags
+from pyspec.cli.flags import honoured_flags, llama_flags
 
 
 def shown(*args: str, **env: str) -> dict[str, dict[str, object]]:
@@ -49,7 +49,8 @@ def test_a_setting_that_is_wrong_is_refused_as_the_server_would():
 
 def test_the_table_of_flags_is_for_people_and_programs():
     rows = json.loads(CliRunner().invoke(main, ["config", "flags", "--json"]).stdout)
-    assert {name for row in rows for name in row["names"]} == set(llama_flags())
+    honoured = {name for flag in honoured_flags() for name in flag.names}
+    assert {name for row in rows for name in row["names"]} == honoured | set(llama_flags())
     assert all(row["why"] for row in rows if row["fate"] != "honoured")
     assert "--rope-scale" in CliRunner().invoke(main, ["config", "flags"]).stdout
 

@@ -162,7 +162,7 @@ def test_settings_from_python_are_held_against_the_same_ranges(rule: Rule) -> No
             settings_from({rule.name: value})
         except ConfigError as e:
             assert (
-                str(e).startswith((rule.title, "-b is", "-np"))
+                str(e).startswith((rule.spelt, "-b is", "-np"))
                 and "want" in str(e)
                 and "\n" not in str(e)
             )

@@ -16,7 +16,7 @@ from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Decoder
-from pyspec.models.mtp_block import MtpBlock, MtpOfBlock
+from pyspec.models.mtp_block import MtpBlock
 from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights
@@ -55,7 +55,7 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
         own_memory(plan, table, options, target.device),
     )
     spec = target.config.mtp
-    assert isinstance(spec, MtpOfBlock)
+    assert spec is not None
     block = MappedBlock(spec, weights, memory, target, options.head)
     block.to_target = own_tokens(target.n_vocab, EVERY)
     block.best = BestDrafts(target.device, block.to_target)

@@ -15,7 +15,7 @@ from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Decoder
-from pyspec.models.mtp_block import MtpBlock, MtpOfBlock
+from pyspec.models.mtp_block import MtpBlock
 from pyspec.models.target import Out, Target
 from pyspec.models.weights import Weights
 from pyspec.slots.table import SlotTable
@@ -45,7 +45,7 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
         own_memory(plan, table, options, target.device),
     )
     spec = target.config.mtp
-    assert isinstance(spec, MtpOfBlock)
+    assert spec is not None
     block = TappedBlock(spec, weights, memory, target, options.head)
     block.final = target.norm
     return Chain(block, plan, table, target.device, options.settings.draft_p_min)

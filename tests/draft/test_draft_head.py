@@ -24,7 +24,8 @@ from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models import coarse
-from pyspec.models.matrices import Dense, Matrix, Unpacked
+from pyspec.models.matrices import Dense, Unpacked
+from pyspec.models.target import Matrix
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Q4_0 = GGMLType.Q4_0

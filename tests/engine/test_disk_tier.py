@@ -310,7 +310,7 @@ def test_what_fails_while_a_prompt_is_restored_costs_its_tokens(
             raise RuntimeError("a bug")
 
         with monkeypatch.context() as patch:
-            for name in ("read", "fill"):
+            for name in ("read", "place"):
                 patch.setattr(e.loop.disk.codec, name, fails)
                 e.loop.table.clear()
                 got = e.generate(PROMPT, params=GREEDY, max_tokens=3)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from sampling import few
 
+from pyspec.config import LoadOptions
 from pyspec.cuda.kernel_context import current
 from pyspec.engine.api import Engine
-from pyspec.engine.options import LoadOptions
 
 Bits = list[tuple[float, ...]]
 PROMPT = "Once upon a time there was a river, and beside the river there stood a house of seven stones and one door"

@@ -11,22 +11,21 @@ from typing import get_type_hints
 
 import pytest
 
-from pyspec.config import EngineSettings
+from pyspec.config import EngineSettings, LoadOptions
 from pyspec.engine import options
 from pyspec.engine.api import Engine
 from pyspec.engine.options import (
     GenerateOptions,
     GrammarOptions,
-    LoadOptions,
     RequestOptions,
-    SamplingOptions,
     by_settings,
     with_arguments,
 )
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import docs_of
-from pyspec.request import Request, SamplingParams
+from pyspec.request import Request, SamplingOptions, SamplingParams
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "shown", "grammar"} | {
     "client", "group", "think_budget", "prompt_logprobs",
 }  # fmt: skip
@@ -174,6 +173,17 @@ def test_settings_are_taken_by_the_long_names_of_their_flags():
     assert by_settings({"spec_fixed": True, "warmup": False, "np": 2}) == {
         "n_draft_fixed": True, "warm_up": False, "np": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("spec_type", ["none", "suffix"])
+def test_a_setting_of_suffix_drafts_without_any_is_told_in_a_line(
+    spec_type: str, caplog: pytest.LogCaptureFixture
+):
+    values = {"ctx": 64, "device": "cpu", "warm_up": False, "suffix_n_max": 9, "spec_type": spec_type}
+    with Engine.load(FIXTURES / "llama.gguf", **values):  # type: ignore[arg-type]
+        told = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
+    wanted = "--spec-suffix-n-max has no effect: there are no suffix drafts (--spec-type suffix, or TYPE,suffix)"
+    assert told == ([wanted] if spec_type == "none" else [])
 
 
 def test_a_bias_may_be_a_mapping_as_openais_clients_send_it():

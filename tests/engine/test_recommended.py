@@ -25,8 +25,9 @@ def said(**values: object) -> SamplingParams:
 
 
 def test_every_key_of_llama_cpp_is_read() -> None:
-    numbers = {name: 2 if isinstance(getattr(PLAIN, name), int) else 0.375 for name in KEYS.values()}
-    assert said(**{key: numbers[name] for key, name in KEYS.items()}) == replace(PLAIN, **numbers)
+    names = {key: rule.name for key, rule in KEYS.items()}
+    numbers = {name: 2 if isinstance(getattr(PLAIN, name), int) else 0.375 for name in names.values()}
+    assert said(**{key: numbers[name] for key, name in names.items()}) == replace(PLAIN, **numbers)
     assert len(KEYS) == 11 and said() == PLAIN
 
 

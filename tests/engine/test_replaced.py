@@ -350,37 +350,6 @@ time.sleep(60)
     wait_for(is_gone)
 
 
-def test_a_spare_process_takes_over(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervising, "SPARE_AFTER_S", 0.05)
-    with start(plants) as (engine, supervisor):
-        supervisor._launcher.keeps_spare = True
-        ears = eight(engine)
-        for _ in range(2):
-            wait_for(lambda: supervisor._launcher.spare is not None)
-            spare = supervisor._launcher.spare
-            DISASTERS["killed"](plants, supervisor)
-            wait_for(lambda spare=spare: supervisor._child is spare)
-        for ear in ears:
-            ear.check()
-        wait_for(lambda: supervisor._launcher.spare is not None)
-        last = supervisor._launcher.spare
-    assert last is not None and last.process.poll() is not None, "it goes with the engine"
-
-
-@pytest.mark.slow
-def test_a_spare_that_died_is_not_waited_for(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervising, "SPARE_AFTER_S", 0.05)
-    with start(plants) as (engine, supervisor):
-        supervisor._launcher.keeps_spare = True
-        ear = Ear(engine, n=400)
-        wait_for(lambda: supervisor._launcher.spare is not None)
-        assert supervisor._launcher.spare is not None
-        supervisor._launcher.spare.process.kill()
-        supervisor._launcher.spare.process.wait()
-        DISASTERS["killed"](plants, supervisor)
-        ear.check()
-
-
 def test_a_seed_is_drawn_once(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ear = Ear(engine, params=SamplingParams(), n=100)

@@ -22,7 +22,7 @@ from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.errors import BadSlotFile, PyspecError, RequestError
 from pyspec.request import Delta
 from pyspec.slot_action import SlotAction, SlotAnswer
-from pyspec.slots.slot_file import write
+from pyspec.slots.span_file import CHUNK, DIGEST, SLOT, VERSION, digest, write
 
 QWEN35, NEMOTRON, LLAMA = (
     FIXTURES / "qwen35.gguf",
@@ -151,32 +151,11 @@ def test_a_file_with_windows_goes_back_into_rings_of_its_size(
         e.restore_slot(0, tmp_path / "a.slot")
 
 
-def test_a_file_of_an_older_version_is_restored_as_what_it_has(engine: Engine, tmp_path: Path) -> None:
-    prompt = PROMPT[:50]
-    engine.generate(prompt, params=GREEDY, max_tokens=8, slot=0)
-    actions = SlotActions(engine.loop.imager(), engine.info)
-    image = actions.imager.take(0)
-    assert [s.has_logits for s in image.states].count(True) == 1
-    content, at = list(image.content), len(image.content) - sum(s.n_tensor for s in image.states)
-    for state in image.states:
-        at += state.n_tensor
-        if state.has_logits:
-            at -= 1
-            del content[at]
-    old = replace(
-        image, states=tuple(replace(s, has_logits=False) for s in image.states), content=content
-    )
-    head, pieces = actions.imager.encode(old)
-    head["states"] = [row[:3] for row in head["states"]]
-    write(tmp_path / "old.slot", {"of": actions.identity(), **head}, pieces)
-    engine.erase_slot(0)
-    assert engine.restore_slot(1, tmp_path / "old.slot").n_tokens == len(prompt) + 7
-    assert engine.loop.table.find([*prompt, 9, 9]).n == len(prompt)
-    engine.loop.cache.check(now=True)
-    engine.save_slot(1, tmp_path / "new.slot")
-    engine.erase_slot(1)
-    assert engine.restore_slot(1, tmp_path / "new.slot").n_tokens == len(prompt) + 7
-    engine.erase_slot(1)  # the engine is other tests', too
+def test_a_file_of_an_older_version_is_refused_as_that(engine: Engine, saved: Path) -> None:
+    data = saved.read_bytes()
+    saved.write_bytes(data[:8] + struct.pack("<I", 1) + data[12:])
+    with pytest.raises(BadSlotFile, match="it has version 1; this program reads version 2"):
+        engine.restore_slot(1, saved)
 
 
 @pytest.fixture(scope="module")
@@ -270,9 +249,9 @@ def test_a_disk_that_takes_no_more_is_said_to_be_that(
     def fail(*where: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("pyspec.slots.slot_file._write", fail)
+    monkeypatch.setattr("pyspec.slots.span_file._write", fail)
     with pytest.raises(PyspecError, match=f"slot file a can not be written: {os.strerror(number)}") as e:
-        write(tmp_path / "a", {}, [])
+        write(tmp_path / "a", {}, [], SLOT)
     assert e.value.status == status and not list(tmp_path.iterdir())
 
 
@@ -344,14 +323,12 @@ def test_every_flipped_byte_is_refused_with_its_place(engine: Engine, saved: Pat
 
 def signed(data: bytes, head: bytes) -> bytes:
     """The file with another head and right digests, as an attacker would write it."""
-    from pyspec.slots.slot_file import CHUNK, DIGEST, _digest
-
     (n,) = struct.unpack_from("<I", data, 12)
     content = data[16 + n + DIGEST :]
-    start = struct.pack("<8sII", b"PYSPSLOT", 1, len(head)) + head
-    key = _digest(start)
+    start = struct.pack("<8sII", b"PYSPSLOT", VERSION, len(head)) + head
+    key = digest(start)
     chunks = [content[i : i + CHUNK + DIGEST][:-DIGEST] for i in range(0, len(content), CHUNK + DIGEST)]
-    return start + key + b"".join(c + _digest(c, key, i) for i, c in enumerate(chunks))
+    return start + key + b"".join(c + digest(c, key, i) for i, c in enumerate(chunks))
 
 
 def test_files_that_are_signed_and_wrong_never_crash(engine: Engine, saved: Path) -> None:
@@ -385,7 +362,7 @@ def test_files_that_are_signed_and_wrong_never_crash(engine: Engine, saved: Path
         for _ in range(6):
             at = rng.randrange(n)
             mutants.append(signed(data, head[:at] + word + head[at + rng.randrange(9) :]))
-        for name in (b'"tokens":', b'"states":'):
+        for name in (b'"first":', b'"tokens":', b'"states":'):
             at = head.index(name) + len(name)
             mutants.append(signed(data, head[:at] + word + head[at + 2 :]))
             mutants.append(signed(data, head[:at] + word + b"}"))

@@ -29,7 +29,7 @@ import torch
 
 from pyspec.engine.api import Engine
 from pyspec.errors import BadSlotFile
-from pyspec.slots.slot_file import CHUNK, DIGEST, MAGIC, VERSION, _digest
+from pyspec.slots.span_file import CHUNK, DIGEST, SLOT, VERSION, digest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = {
@@ -90,10 +90,10 @@ def signed(head: dict[str, Any] | bytes, content: bytes) -> bytes:
         if isinstance(head, bytes)
         else json.dumps(head, separators=(",", ":")).encode("utf-8", "surrogatepass")
     )
-    start = struct.pack("<8sII", MAGIC, VERSION, len(text)) + text
-    key = _digest(start)
+    start = struct.pack("<8sII", SLOT.magic, VERSION, len(text)) + text
+    key = digest(start)
     chunks = (content[i : i + CHUNK] for i in range(0, len(content), CHUNK))
-    return start + key + b"".join(c + _digest(c, key, i) for i, c in enumerate(chunks))
+    return start + key + b"".join(c + digest(c, key, i) for i, c in enumerate(chunks))
 
 
 def parted(data: bytes) -> tuple[dict[str, Any], bytes]:

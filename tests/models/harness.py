@@ -12,9 +12,10 @@ from pyspec.config import EngineSettings
 from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
+from pyspec.models.checks import check_tensors
+from pyspec.models.decoder import Decoder
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.target import Out
-from pyspec.models.wants import check_tensors
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat
@@ -54,7 +55,7 @@ class Bench:
             ),
             DEVICE,
         )
-        self.target = config.build(Weights(self.file, DEVICE, dense, rope=rope), self.memory)
+        self.target = Decoder(config, Weights(self.file, DEVICE, dense, rope=rope), self.memory)
         for slot in self.table.slots:
             self.table.acquire(slot, n_ctx)
 

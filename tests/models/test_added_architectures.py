@@ -19,8 +19,9 @@ from pyspec.errors import BadGGUF, BadTensors, ModelError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
-from pyspec.models.decoder import ModelSpec
-from pyspec.models.wants import check_tensors
+from pyspec.models.checks import check_tensors
+from pyspec.models.kernels import needs_of_model
+from pyspec.models.model import ModelSpec
 from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -88,7 +89,6 @@ def bound(name: str) -> float:
 def spec_of(path: Path) -> ModelSpec:
     with open_gguf(path) as file:
         config = read_config(file)
-    assert isinstance(config, ModelSpec)
     return config
 
 
@@ -168,7 +168,8 @@ def test_memory_is_planned_as_it_is_taken(name: str) -> None:
     assert plan_memory(d).kv == sum(t.nbytes for part in taken.paged for t in part.tensors())
     assumed = describe(path, replace(settings, device="auto"), AssumedGpu(free=1 << 40))
     assert plan_memory(assumed).kv == plan_memory(d).kv
-    assert spec_of(path).captures_prompts == (name in CAPTURED)
+    needs = needs_of_model(assumed.own, assumed.file, assumed.on, 1, 64)
+    assert needs.holds_prompts == (name in CAPTURED)
 
 
 # -- gemma3's formulas -----------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from pyspec.models.blocks.mla import Mla
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.short_conv import ShortConv
-from pyspec.models.decoder import ModelSpec
+from pyspec.models.checks import check_tensors
+from pyspec.models.model import ModelSpec
 from pyspec.models.rope import NO_ROPE, QueryTemperature
-from pyspec.models.wants import check_tensors
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,6 @@ def spec_of(path: Path) -> ModelSpec:
     with open_gguf(path) as file:
         config = read_config(file)
         check_tensors(file, config.tensors(file))
-    assert isinstance(config, ModelSpec)
     return config
 
 

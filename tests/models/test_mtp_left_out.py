@@ -10,7 +10,7 @@ import pytest
 from pyspec import synth
 from pyspec.gguf import ValueType, open_gguf
 from pyspec.models import read_config
-from pyspec.models.wants import check_tensors
+from pyspec.models.checks import check_tensors
 from pyspec.synth import layout
 from pyspec.synth.dims import TINY, Dims
 from pyspec.synth.layout import Key, Parts

@@ -12,7 +12,8 @@ from harness import DEVICE, FIXTURES, Bench
 from pyspec.cuda.ops.streams.ref import StreamMix
 from pyspec.models import streams as bound_streams
 from pyspec.models.block import BlockSpec, Mix
-from pyspec.models.decoder import Decoder, ModelSpec
+from pyspec.models.decoder import Decoder
+from pyspec.models.kernels import needs_of_model
 from pyspec.models.part import LoadTypes
 from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.weights import Weights
@@ -34,7 +35,6 @@ def test_two_even_streams_are_one_stream(name: str, monkeypatch: pytest.MonkeyPa
     bench = Bench(path)
     want = bench.forward(bench.seq(0, tokens), taps=(1,))
     config = bench.target.config
-    assert isinstance(config, ModelSpec)
     streams, made = Residual(2, n_iter=3, floor=0.0), even(2, config.n_embd)
     head = StreamMix(made.fn[:2], made.scale[:1], made.base[:2])
     mixes = {HEAD_MIX: head}
@@ -62,7 +62,6 @@ def test_two_even_streams_are_one_stream(name: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_model_of_streams_wants_their_coefficients_and_room_for_their_rows() -> None:
     config = Bench(FIXTURES / "llama.gguf").target.config
-    assert isinstance(config, ModelSpec)
     streams = Residual(4, n_iter=3, floor=1e-6)
     mixed = [
         BlockSpec(tuple(replace(p, mix=Mix(f"hc_{p.norm}", 4)) for p in b.parts)) for b in config.blocks
@@ -77,5 +76,5 @@ def test_a_model_of_streams_wants_their_coefficients_and_room_for_their_rows() -
         f"{name}_{x}.weight" for name in ("output_hc", *parts) for x in ("fn", "base", "scale")
     }
     on = LoadTypes(torch.device("cpu"), KvFormat.both(F32), None)
-    assert model.scratch_bytes(file, on, 2, 64) == 2 * 4 * 3 * 4 * config.n_embd
-    assert config.scratch_bytes(file, on, 2, 64) == 0
+    assert needs_of_model(model, file, on, 2, 64).scratch == 2 * 4 * 3 * 4 * config.n_embd
+    assert needs_of_model(config, file, on, 2, 64).scratch == 0

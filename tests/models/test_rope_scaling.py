@@ -20,7 +20,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.blocks.sparse_attention import TailRope
 from pyspec.models.rope import RopeFlags, RopeScaling, RopeSpec, read_scaling
-from pyspec.models.ropes import Rope
+from pyspec.models.ropes import Rope, flags_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "make"))
@@ -37,8 +37,8 @@ def changed(to: Path, model: str, fields: dict[str, object]) -> Path:
         return rewrite(source, to / "m.gguf", change=keys_of(file.architecture, fields), add=add)
 
 
-def flags_of(flags: Mapping[str, object], n_ctx: int = N_CTX) -> RopeFlags:
-    return RopeFlags.of(settings_from(dict(flags, ctx=n_ctx)))
+def flags_given(flags: Mapping[str, object], n_ctx: int = N_CTX) -> RopeFlags:
+    return flags_of(settings_from(dict(flags, ctx=n_ctx)))
 
 
 @pytest.mark.parametrize("chunk", [120, 17])
@@ -58,7 +58,7 @@ def test_stretched_rope_gives_llama_cpp_log_probabilities(name: str, chunk: int,
 def test_flags_and_longrope_give_llama_cpp_log_probabilities(name: str, tmp_path: Path) -> None:
     model, fields, flags = FLAG_CASES[name]
     tokens = np.load(FIXTURES / f"{model}.npz")["tokens"].tolist()
-    bench = Bench(changed(tmp_path, model, dict(fields)), rope=flags_of(flags))
+    bench = Bench(changed(tmp_path, model, dict(fields)), rope=flags_given(flags))
     got = bench.feed(0, tokens)[-1].log_softmax(-1)
     want = torch.from_numpy(np.load(FIXTURES / "rope_scaling.npz")[name])
     # llama.cpp's gelu is a table
@@ -105,8 +105,8 @@ def test_divisors_that_mean_nothing_are_refused(wrong: float, tmp_path: Path) ->
         FIXTURES / "llama.gguf", tmp_path / "m.gguf", change=keys_of("llama", LONGROPE), add=add
     )
     with pytest.raises(BadTensors, match=r"rope_factors_long\.weight has numbers that are not positive"):
-        Bench(path, rope=flags_of({}))
-    Bench(path, rope=flags_of({}, n_ctx=32))  # which reads the others
+        Bench(path, rope=flags_given({}))
+    Bench(path, rope=flags_given({}, n_ctx=32))  # which reads the others
 
 
 def test_keys_that_llama_cpp_does_not_read_are_told(
@@ -149,13 +149,13 @@ def test_a_base_of_one_turns_all_dimensions_alike_however_rope_is_stretched() ->
 def test_flags_change_the_two_ropes_of_deepseek4_as_llama_cpp_does() -> None:
     """Compared with llama.cpp once, with a vocabulary for the fixture: a base is that of blocks without compressed rows, the rest is of the others."""
     plain, stretched = TailRope(64, 1e4), TailRope(64, 1.6e5, 16.0, 4096)
-    flags = flags_of(
+    flags = flags_given(
         {"rope_scale": 32.0, "rope_freq_base": 2e4, "yarn_orig_ctx": 64, "yarn_beta_fast": 8.0}
     )
     assert plain.flagged(flags) == TailRope(64, 2e4)
     assert stretched.flagged(flags) == TailRope(64, 1.6e5, 32.0, 64, beta_fast=8.0)
-    even = stretched.flagged(flags_of({"rope_scaling": "linear"}))
+    even = stretched.flagged(flags_given({"rope_scaling": "linear"}))
     assert torch.allclose(even.freq(), TailRope(64, 1.6e5).freq() / 16)
     assert torch.equal(
-        stretched.flagged(flags_of({"rope_scaling": "none"})).freq(), TailRope(64, 1.6e5).freq()
+        stretched.flagged(flags_given({"rope_scaling": "none"})).freq(), TailRope(64, 1.6e5).freq()
     )

@@ -15,7 +15,8 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.rank import Rank
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.cuts import check_ranks
+from pyspec.models.checks import check_ranks
+from pyspec.models.decoder import Decoder
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat
@@ -54,7 +55,7 @@ class RankBench:
         sizes = CacheSizes(2, self.table.n_alloc_row, self.table.page_size, 9, KvFormat.named("f32"))
         self.memory = allocate(self.own.parts(), sizes, CPU)
         self.weights = Weights(self.file, CPU, dense, ranks=ranks, cuts=cuts)
-        self.target = config.build(self.weights, self.memory)
+        self.target = Decoder(config, self.weights, self.memory)
         for slot in self.table.slots:
             self.table.acquire(slot, 256)
 

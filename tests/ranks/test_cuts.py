@@ -14,17 +14,8 @@ from pyspec.cuda.rank import Rank
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, open_gguf
 from pyspec.models import cuts, read_config
-from pyspec.models.cuts import (
-    Cut,
-    KeyGroups,
-    Keys,
-    Readers,
-    Units,
-    check_ranks,
-    each_of,
-    share_of,
-    surplus,
-)
+from pyspec.models.checks import check_ranks
+from pyspec.models.cuts import Cut, KeyGroups, Keys, Readers, Units, each_of, share_of, surplus
 from pyspec.models.weights import cuts_of
 
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"

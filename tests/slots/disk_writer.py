@@ -1,8 +1,8 @@
 """A process that forks writers into one folder of the disk's prefix cache, kills each at a random point, and reads everything back.
 
-    python disk_writer.py FOLDER N_KILL SEED MIB N_SHARE
+    python disk_writer.py FOLDER N_KILL SEED MIB N_WRITER
 
-With several shares each has a writer, as each rank does, and one or all of them are killed. It writes a JSON object: the kills, those in the middle of a file, the entries that were read, and those whose content was wrong.
+Several writers write the same texts at the same time, as engines of one model do, and all of them are killed. It writes a JSON object: the kills, those in the middle of a file, the entries that were read, and those whose content was wrong.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 
 from pyspec.errors import BadSlotFile
-from pyspec.slots import disk_folder, slot_file
+from pyspec.slots import disk_folder, span_file
 from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder
-from pyspec.slots.slot_file import Bytes
+from pyspec.slots.span_file import Bytes
 
 IDENTITY = {"model": "a"}
 
 
-def content_of(entry: DiskEntry, share: int) -> Bytes:
+def content_of(entry: DiskEntry) -> Bytes:
     """The only right content of an entry: of a size that differs from one to the next, over one chunk for some."""
     n = 5000 + int(entry.key[:6], 16) % (3 << 19)
-    return np.frombuffer(shake_128(entry.share(share).encode()).digest(n), np.uint8)
+    return np.frombuffer(shake_128(entry.name.encode()).digest(n), np.uint8)
 
 
 def entries_of(folder: DiskFolder, seed: int) -> list[tuple[int, DiskEntry]]:
@@ -44,7 +44,7 @@ def write_texts(folder: DiskFolder, seed: int) -> None:
     """Write text after text, for ever."""
     while True:
         for at, entry in entries_of(folder, seed):
-            content = content_of(entry, folder.share)
+            content = content_of(entry)
             folder.write(
                 at, entry, {"n": content.size}, [content[:1000], content[1000:]], time.time_ns()
             )
@@ -66,29 +66,18 @@ def kill_at_call(n: int) -> None:
 
     for name in ("replace", "fsync", "utime", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
-    kind = slot_file.ENTRY
-    digest = counted(kind.digest)  # called before each piece is written
-    patched = slot_file.FileKind(kind.name, kind.magic, kind.version, digest, kind.syncs)  # type: ignore[arg-type]
-    disk_folder.ENTRY = patched
+    span_file.digest = counted(span_file.digest)  # type: ignore[assignment]  # called before each piece is written
 
 
 def read_all(folder: DiskFolder) -> tuple[int, int]:
-    """(entries that are believed: the files of all ranks are whole; those of them that are wrong)."""
+    """(entries that are believed, those of them that are wrong)."""
     n_read = n_wrong = 0
-    shares = [
-        DiskFolder(folder.path, IDENTITY, folder.limit, i, folder.n_share) for i in range(folder.n_share)
-    ]
     for name in sorted(folder.index().names):
         entry = DiskEntry.of(name)
         assert entry is not None and entry.kind in ("pages", END)
-        contents = [content_in(share, entry) for share in shares]
-        if any(content is None for content in contents):
-            continue
-        n_read += 1
-        n_wrong += not all(
-            np.array_equal(content, content_of(entry, i))  # type: ignore[arg-type]
-            for i, content in enumerate(contents)
-        )
+        if (content := content_in(folder, entry)) is not None:
+            n_read += 1
+            n_wrong += not np.array_equal(content, content_of(entry))
     return n_read, n_wrong
 
 
@@ -99,38 +88,37 @@ def content_in(folder: DiskFolder, entry: DiskEntry) -> Bytes | None:
         if file is None:
             return None
         with file:
-            (content,) = file.read([file.head["n"]])
+            return file.read(file.head["n"])
     except BadSlotFile:
         return None
-    return content
 
 
-def begin_writer(path: Path, mib: int, share: int, n_share: int, seed: int, at_call: int) -> int:
-    """Fork a process that writes a rank's files, and kills itself at a call of the system unless that is 0. Returns its id."""
+def begin_writer(path: Path, mib: int, seed: int, at_call: int) -> int:
+    """Fork a process that writes texts, and kills itself at a call of the system unless that is 0. Returns its id."""
     pid = os.fork()
     if pid == 0:
         if at_call:
             kill_at_call(at_call)
-        write_texts(DiskFolder(path, IDENTITY, mib << 20, share, n_share), seed)
+        write_texts(DiskFolder(path, IDENTITY, mib << 20), seed)
     return pid
 
 
-def main(path: Path, n_kill: int, seed: int, mib: int, n_share: int) -> dict[str, int]:
+def main(path: Path, n_kill: int, seed: int, mib: int, n_writer: int) -> dict[str, int]:
     rng = random.Random(seed)
-    if n_share == 1:
+    if n_writer == 1:
         disk_folder.YOUNG_S = (
             0.0  # one writer after the other: none can be taken for dead before it has its lock
         )
-    folder = DiskFolder(path, IDENTITY, mib << 20, 0, n_share)
+    folder = DiskFolder(path, IDENTITY, mib << 20)
     found = {"kills": 0, "halves": 0, "read": 0, "wrong": 0, "most_bytes": 0}
     for i in range(n_kill):
         hidden = {f for f in path.rglob(".*") if f.is_file()}
-        at_calls = [rng.randrange(1, 40) if i % 2 else 0 for _ in range(n_share)]
+        at_calls = [rng.randrange(1, 40) if i % 2 else 0 for _ in range(n_writer)]
         text = rng.randrange(1000)
-        pids = [begin_writer(path, mib, share, n_share, text, at) for share, at in enumerate(at_calls)]
+        pids = [begin_writer(path, mib, text, at) for at in at_calls]
         if not i % 2:
             time.sleep(rng.random() * 0.03)
-            for pid in rng.sample(pids, n_share):
+            for pid in rng.sample(pids, n_writer):
                 os.kill(pid, signal.SIGKILL)
         for pid in pids:
             _, status = os.waitpid(pid, 0)

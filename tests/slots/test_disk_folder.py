@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 
 from pyspec.errors import BadSlotFile, StorageFull
-from pyspec.slots import disk_folder
 from pyspec.slots.disk_folder import END, PAGES, SEGMENT, DiskEntry, DiskFolder
-from pyspec.slots.slot_file import CHUNK, Bytes, SlotFile, write
+from pyspec.slots.span_file import CHUNK, ENTRY, SLOT, Bytes, SpanFile, write
 
 ROOT = Path(__file__).parents[2]
 TOKENS = tuple(random.Random(3).choices(range(50_000), k=3 * SEGMENT + 99))
@@ -57,7 +56,7 @@ def read(folder: DiskFolder, entry: DiskEntry) -> Bytes | None:
     if file is None:
         return None
     with file:
-        return file.read([file.head["n"]])[0]
+        return file.read(file.head["n"])
 
 
 def test_a_prompt_finds_the_longest_text_that_begins_like_it(tmp_path: Path) -> None:
@@ -138,10 +137,10 @@ def test_a_torn_or_changed_file_is_never_believed(tmp_path: Path) -> None:
     path.write_bytes(good[:at] + good[at + piece :] + good[at : at + piece])
     with pytest.raises(BadSlotFile):
         read(folder, entry)
-    path.write_bytes(good[:8] + b"\x02" + good[9:])
-    with pytest.raises(BadSlotFile, match="version 2"):
+    path.write_bytes(good[:8] + b"\x01" + good[9:])
+    with pytest.raises(BadSlotFile, match="version 1; this program reads version 2"):
         read(folder, entry)
-    write(path, {"of": folder.identity, "entry": entry.name, "n": 3}, [np.zeros(3, np.uint8)])
+    write(path, {"of": folder.identity, "entry": entry.name, "n": 3}, [np.zeros(3, np.uint8)], SLOT)
     with pytest.raises(BadSlotFile, match="not a cache file"):  # a slot's
         read(folder, entry)
     folder.discard(entry)
@@ -234,7 +233,7 @@ def test_an_entry_may_vanish_while_it_is_read(tmp_path: Path) -> None:
     other.forget(TOKENS)
     assert not list(folder.here.iterdir())
     with file:
-        assert np.array_equal(file.read([3000])[0], bytes_of(entry))
+        assert np.array_equal(file.read(3000), bytes_of(entry))
     assert folder.open(entry) is None
     for _ in range(3):
         other.discard(entry)
@@ -302,11 +301,11 @@ def test_files_are_read_while_others_are_written_and_removed(tmp_path: Path) -> 
     assert n_bytes <= 6 * 30_000, "each writer counts the other's files"
 
 
-def kill_writers(folder: Path, n_kill: int, seed: int, n_share: int = 1) -> dict[str, int]:
+def kill_writers(folder: Path, n_kill: int, seed: int, n_writer: int = 1) -> dict[str, int]:
     command = [sys.executable, str(Path(__file__).with_name("disk_writer.py")), str(folder)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, str(n_kill), str(seed), "9", str(n_share)],
+        [*command, str(n_kill), str(seed), "9", str(n_writer)],
         env=env,
         capture_output=True,
         text=True,
@@ -327,78 +326,54 @@ def test_nothing_wrong_is_read_after_a_writer_was_killed(tmp_path: Path, n_kill:
     for name in folder.index().names:
         entry = DiskEntry.of(name)
         assert entry is not None and entry.kind in (PAGES, END)
-        SlotFile(folder.here / name, disk_folder.ENTRY).__exit__(None, None, None)
+        SpanFile(folder.here / name, ENTRY).__exit__(None, None, None)
 
 
-# -- several ranks --------------------------------------------------------------------------------------------------
+# -- others' files --------------------------------------------------------------------------------------------------
 
 
-def shares_of(path: Path, n: int, limit: int = 64 * MIB) -> list[DiskFolder]:
-    return [DiskFolder(path, {"model": "a", "ranks": n}, limit, i, n) for i in range(n)]
-
-
-def test_an_entry_exists_once_every_rank_has_stored_its_file(tmp_path: Path) -> None:
-    folders = shares_of(tmp_path, 3)
-    for i, folder in enumerate(folders):
-        assert folder.find(TOKENS, 0, at_end=True) is None
-        assert len(put(folder, ends=(3 * SEGMENT + 90,))) == 4, "each rank writes its own"
-        assert folder.find(TOKENS[: 2 * SEGMENT], 0, at_end=False) is None or i == 2
-    hit = folders[1].find(TOKENS, 0, at_end=True)
-    assert hit is not None and hit.n == 3 * SEGMENT + 90
-    assert len(list(folders[0].here.iterdir())) == 3 * 4
-    for folder in folders:
-        assert read(folder, hit.pages[1]) is not None
-
-
-@pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_share_that_is_gone_ends_the_text_for_all(tmp_path: Path, missing: int) -> None:
-    folders = shares_of(tmp_path, 3)
-    for folder in folders:
-        entries = put(folder, ends=(3 * SEGMENT + 90,))
-    (folders[0].here / entries[1].share(missing)).unlink()
-    for folder in folders:
-        folder.list_again()
-        assert folder.find(TOKENS, 0, at_end=True) is None
-        hit = folder.find(TOKENS, 0, at_end=False)
-        assert hit is not None and hit.n == SEGMENT
-    assert [e for _, e in folders[0].missing(folders[0].chain(TOKENS), len(TOKENS), (), 1)] == [
-        entries[1]
-    ]
-    folders[2].forget(TOKENS)
-    assert not list(folders[0].here.iterdir()), "the files that were left of it, too"
-
-
-def test_a_share_in_another_ranks_place_is_not_believed(tmp_path: Path) -> None:
-    folders = shares_of(tmp_path, 2)
-    for folder in folders:
-        (entry, *_) = put(folder)
-    os.replace(folders[0].here / entry.share(0), folders[0].here / entry.share(1))
-    with pytest.raises(BadSlotFile, match="another entry's content"):
-        folders[1].open(entry)
-    folders[1].discard(entry)
-    assert not [f for f in folders[0].here.iterdir() if f.name.startswith(entry.name)]
+def of_ranks(path: Path, n: int) -> DiskFolder:
+    return DiskFolder(path, {"model": "a", "ranks": n}, 64 * MIB)
 
 
 def test_entries_of_other_ranks_are_known_by_their_settings(tmp_path: Path) -> None:
-    for folder in shares_of(tmp_path, 2):
-        put(folder)
+    put(of_ranks(tmp_path, 2))
     alone = folder_of(tmp_path)
     assert alone.find(TOKENS, 0, at_end=False) is None
     assert [of["ranks"] for of in alone.others()] == [2]
     put(alone)
-    (three, *_) = shares_of(tmp_path, 3)
-    assert sorted(of.get("ranks", 1) for of in three.others()) == [1, 2]
+    assert sorted(of.get("ranks", 1) for of in of_ranks(tmp_path, 3).others()) == [1, 2]
+
+
+def test_files_of_earlier_versions_are_no_entries_and_go_first(tmp_path: Path) -> None:
+    """One for each rank among them: in a folder of their own, because the version is a part of the identity."""
+    older = tmp_path / ("a" * 32)
+    older.mkdir()
+    folder = folder_of(tmp_path, limit=16_000)
+    (entry, *_) = put(folder, TOKENS[:SEGMENT])
+    data = (folder.here / entry.name).read_bytes()
+    for name in (entry.name, f"{entry.name}.1", f"{entry.name}.12"):
+        (older / name).write_bytes(data[:8] + b"\x01" + data[9:])
+        os.utime(older / name, (1e9, 1e9))
+    assert folder.others() == [] and len(folder.index().names) == 1
+    os.link(folder.here / entry.name, folder.here / f"{entry.name}.1")
+    folder.list_again()
+    assert folder.index().names == {entry.name}
+    other = tuple(reversed(TOKENS))
+    put(folder_of(tmp_path, limit=16_000), other)
+    assert not list(older.iterdir()), "they count, and were used least recently"
+    assert folder.find((*other, 1), 0, at_end=False) is not None
 
 
 @pytest.mark.parametrize(
-    ("n_kill", "n_share"), [(6, 2), pytest.param(100, 2, marks=SLOW), pytest.param(70, 3, marks=SLOW)]
+    ("n_kill", "n_writer"), [(6, 2), pytest.param(100, 2, marks=SLOW), pytest.param(70, 3, marks=SLOW)]
 )
-def test_nothing_wrong_is_read_after_ranks_were_killed(
-    tmp_path: Path, n_kill: int, n_share: int
+def test_nothing_wrong_is_read_after_writers_of_the_same_texts_were_killed(
+    tmp_path: Path, n_kill: int, n_writer: int
 ) -> None:
-    found = kill_writers(tmp_path, n_kill, n_kill, n_share)
+    found = kill_writers(tmp_path, n_kill, n_kill, n_writer)
     # how many entries are whole depends on the machine's load
-    assert found["kills"] == n_kill * n_share and found["wrong"] == 0 and found["read"] > 0
+    assert found["kills"] == n_kill * n_writer and found["wrong"] == 0 and found["read"] > 0
     assert found["halves"] >= n_kill // 8, "many die in the middle of a file"
     most = 3 << 19  # bytes of an entry: what each writer adds before it counts the others' files
-    assert found["most_bytes"] <= 9 * MIB + n_share * most
+    assert found["most_bytes"] <= 9 * MIB + n_writer * most

@@ -65,6 +65,7 @@ from pyspec.engine.recommended import recommended
 from pyspec.errors import ConfigError, RankLost
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.types import file_type_words
+from pyspec.models.decoder import Decoder
 from pyspec.models.gathered import Gathered
 from pyspec.models.rope import stretch_words
 from pyspec.models.target import Target
@@ -188,7 +189,7 @@ def build(
         weights = Weights(
             d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts, rope=d.rope
         )
-        target = d.config.build(weights, memory)
+        target = Decoder(d.config, weights, memory)
         if ranks is not None:
             memory = lead_ranks(target, memory, ranks.send)
     with _timed("drafter", d.device, release=True), _few_threads(d):
@@ -212,7 +213,7 @@ def build(
     if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
         learned.recall()
     info = info_of(d, plan)
-    disk = open_disk(loop, d.settings, info, ranks) if d.settings.cache_disk else None
+    disk = open_disk(loop, d.settings, info) if d.settings.cache_disk else None
     loop.use_disk(disk)
     if missing := unmet_tiers(d.device):
         log.warning("--kernels %s: %s", d.settings.kernels, missing)
@@ -306,6 +307,10 @@ def _loop(
 
 
 def _suffixes(s: EngineSettings) -> SuffixDrafts | None:
+    for flag in s.idle_flags:
+        log.warning(
+            "%s has no effect: there are no suffix drafts (--spec-type suffix, or TYPE,suffix)", flag
+        )
     if not s.n_suffix:
         return None
     return SuffixDrafts(

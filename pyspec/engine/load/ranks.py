@@ -26,14 +26,7 @@ from pyspec.cuda.collective import JOIN_S, Collective
 from pyspec.cuda.rank import Rank
 from pyspec.device.lead import Leader, Send, TpMemory
 from pyspec.engine.children import child_environment, pair
-from pyspec.engine.messages import (
-    EntryNews,
-    Link,
-    LoadShare,
-    LogLine,
-    ShareFailed,
-    ShareState,
-)
+from pyspec.engine.messages import Link, LoadShare, LogLine, ShareFailed, ShareState
 from pyspec.engine.plan.describe import Description, arena_pages, rank_devices
 from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.engine.plan.planned_bytes import attention_bytes
@@ -56,15 +49,9 @@ OPERATION_S = 900.0  # longest sum; a supervisor is less patient (watchdog.py)
 class RankProcess:
     """One other rank."""
 
-    def __init__(
-        self,
-        index: int,
-        command: Sequence[str],
-        notify: Callable[[], None],
-        on_news: Callable[[int, EntryNews], None] = lambda index, news: None,
-    ) -> None:
+    def __init__(self, index: int, command: Sequence[str], notify: Callable[[], None]) -> None:
         ours, theirs = pair()
-        self.index, self.link, self._notify, self._on_news = index, Link(ours), notify, on_news
+        self.index, self.link, self._notify = index, Link(ours), notify
         self.state, self.received = "starts", time.monotonic()
         self.error: PyspecError | None = None
         self.is_over = self.has_spoken = False
@@ -86,8 +73,6 @@ class RankProcess:
                 self._notify()
             elif isinstance(message, ShareFailed):
                 self.error = message.error
-            elif isinstance(message, EntryNews):
-                self._on_news(self.index, message)
             elif isinstance(message, LogLine):
                 logging.getLogger(message.name).log(
                     message.level, "rank %d: %s", self.index, message.text
@@ -142,10 +127,6 @@ class Ranks:
     def when_lost(self, do: Callable[[PyspecError], None]) -> None:
         """Call `do` with the reason as soon as a rank is gone, on another thread."""
         self._state.on_lost = do
-
-    def when_heard(self, do: Callable[[int, EntryNews], None]) -> None:
-        """Call `do` with a rank's index and its news of the cache on disk, on another thread."""
-        self._state.on_news = do
 
     def load(self, share: LoadShare, devices: Sequence[torch.device]) -> Collective:
         """Load the shares on all ranks, and meet them. Raises a rank's refusal, or RankLost."""
@@ -226,7 +207,6 @@ class _Watched:
         self.changed = threading.Condition()
         self.error: PyspecError | None = None
         self.on_lost: Callable[[PyspecError], None] | None = None
-        self.on_news: Callable[[int, EntryNews], None] = lambda index, news: None
         self.closing = False
         self._blind_since: float | None = (
             None  # when ranks reported a loss, while the lost one is not found
@@ -235,11 +215,8 @@ class _Watched:
         self.collective: Callable[[], Collective | None] = lambda: None
         self.processes: list[RankProcess] = []
         for i in range(1, n):
-            self.processes.append(RankProcess(i, command, self._look_soon, self._hear))
+            self.processes.append(RankProcess(i, command, self._look_soon))
         threading.Thread(target=self._watch, name="pyspec-ranks", daemon=True).start()
-
-    def _hear(self, index: int, news: EntryNews) -> None:
-        self.on_news(index, news)
 
     def _look_soon(self) -> None:
         with self.changed:

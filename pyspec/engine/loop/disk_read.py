@@ -7,23 +7,31 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
 from pyspec.cache import n_cores
-from pyspec.engine.loop.disk_entry import EntryCodec, Piece, RestoredState
-from pyspec.engine.loop.disk_share import OtherShares
+from pyspec.engine.loop.span import Span, SpanCodec
 from pyspec.errors import BadSlotFile
 from pyspec.repeats import limited
 from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder, DiskHit
-from pyspec.slots.slot_file import Bytes
+from pyspec.slots.span_file import Bytes
+from pyspec.slots.states import Saved
 from pyspec.slots.table import Slot
 
 log = limited(__name__)
 
 MOST_READ = 256 << 20  # bytes of host memory for what is read and not in a slot yet
 TRIES = 4  # times that a prompt is looked up: each damaged file that is found costs one
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """An entry's content, checked. buffer: the reader's memory that holds it, to be given back; None: its own."""
+
+    span: Span
+    buffer: Bytes | None
 
 
 @dataclass(eq=False)
@@ -43,46 +51,40 @@ class Restore:
     found: DiskHit | None = None
     is_read: bool = False
     is_stopped: bool = False
-    state: RestoredState | None = None
+    state: Saved | None = None
     advanced: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class EntryReader:
-    """others   the other ranks' shares of each entry, if there are any
-    worth    least number of tokens that are read
+    """worth    least number of tokens that are read
     on_read  called when a piece is there
     n_bytes  that were read
-    buffers  memory for whole segments, of which there are `n_buffer`
+    buffers  memory for whole segments
     """
 
-    def __init__(
-        self, codec: EntryCodec, others: OtherShares | None, worth: int, on_read: Callable[[], None]
-    ) -> None:
-        self.codec, self.others, self.worth, self._on_read = codec, others, worth, on_read
+    def __init__(self, codec: SpanCodec, worth: int, on_read: Callable[[], None]) -> None:
+        self.codec, self.worth, self._on_read = codec, worth, on_read
         self.n_bytes = 0
         self._is_closed = False
         self._count = threading.Lock()
-        n_byte, n_reader = codec.segment_bytes, max(1, min(4, n_cores() // 2))
+        n_byte, n_reader = codec.bytes_of(SEGMENT), max(1, min(4, n_cores() // 2))
         self.buffers: SimpleQueue[Bytes] = SimpleQueue()
-        self.n_buffer = max(2, min(n_reader + 2, MOST_READ // max(n_byte, 1)))
-        for _ in range(self.n_buffer):
+        for _ in range(max(2, min(n_reader + 2, MOST_READ // max(n_byte, 1)))):
             self.buffers.put(codec.host(n_byte))
         self._readers = ThreadPoolExecutor(n_reader, "pyspec-disk-read")
 
-    def give_back(self, piece: Piece) -> None:
-        """The memory of a piece is free again. What was not placed is dropped on the other ranks."""
-        if piece.buffer is not None:
-            self.buffers.put(piece.buffer)
-        if self.others is not None:
-            self.others.drop(piece.number)
+    def give_back(self, buffer: Bytes | None) -> None:
+        """The memory of a piece is free again."""
+        if buffer is not None:
+            self.buffers.put(buffer)
 
     def stop(self, restore: Restore) -> None:
         """Take nothing more for a prompt."""
         with restore.lock:
             restore.is_stopped = True
         while restore.pieces:
-            self.give_back(restore.pieces.popleft())
+            self.give_back(restore.pieces.popleft().buffer)
 
     def close(self) -> None:
         """End the threads."""
@@ -113,37 +115,49 @@ class EntryReader:
         return all([*self._readers.map(read, numbers, found.pages)]) and not restore.is_stopped
 
     def _read_one(self, folder: DiskFolder, restore: Restore, i: int, entry: DiskEntry) -> bool:
-        """Read and check the entry behind segment `i`, on every rank, and offer it to the engine's thread."""
-        buffer = self._take_buffer(restore) if entry.kind != END else None
-        piece, number = None, -1
-        is_wanted = lambda: not (restore.is_stopped or self._is_closed)  # noqa: E731
+        """Read the entry behind segment `i`, and offer it to the engine's thread."""
+        buffer, span = self._take_buffer(restore) if entry.kind != END else None, None
         try:
-            if not is_wanted():
-                return False
-            tokens = restore.tokens[i * SEGMENT : i * SEGMENT + entry.n]
-            if self.others is not None:
-                number = self.others.read(entry, i, tokens)
-            file = folder.open(entry)
-            if file is None:  # another engine has removed it
-                folder.list_again()
-            else:
-                with file:
-                    piece = self.codec.read(file, entry, i, tokens, buffer)
-            if self.others is not None:
-                has_all = self.others.wait(number, is_wanted)
-                piece = replace(piece, number=number) if piece is not None and has_all else None
-                if not has_all:
-                    folder.list_again()
+            if not (restore.is_stopped or self._is_closed):
+                span = self._checked(folder, restore.tokens, i, entry, buffer)
         except BadSlotFile as e:
             log.warning("the prefix cache on disk: %s; it is ignored and removed", e)
             folder.discard(entry)
-            piece = None
         finally:
-            if piece is None and self.others is not None:
-                self.others.drop(number)
-            if buffer is not None and (piece is None or piece.buffer is None):
-                self.buffers.put(buffer)
-        return piece is not None and self._offer(restore, piece)
+            if span is None:
+                self.give_back(buffer)
+        return span is not None and self._offer(restore, Piece(span, buffer))
+
+    def _checked(
+        self, folder: DiskFolder, text: Sequence[int], i: int, entry: DiskEntry, into: Bytes | None
+    ) -> Span | None:
+        """The content of an entry, which is behind segment `i` of a text. None if it is gone. Raises BadSlotFile."""
+        file = folder.open(entry)
+        if file is None:  # another engine has removed it
+            folder.list_again()
+            return None
+        with file:
+            first = i * SEGMENT
+            span = self.codec.read(file, first, entry.n, into)
+            if span.content[0].tolist() != list(text[first : first + entry.n]):
+                raise file.bad("it has other tokens than its name says")
+            states = [state.n_past for state in span.states]
+            wanted = [span.end] if entry.kind == END else []
+            if states != wanted and (states or self.codec.memory.needs_state):
+                raise file.bad("it has not the state that it should have")
+        return span
+
+    def _offer(self, restore: Restore, piece: Piece) -> bool:
+        assert piece.span.whole is not None
+        with self._count:
+            self.n_bytes += piece.span.whole.numel()
+        with restore.lock:
+            if restore.is_stopped:
+                self.give_back(piece.buffer)
+                return False
+            restore.pieces.append(piece)
+        self._on_read()
+        return True
 
     def _take_buffer(self, restore: Restore) -> Bytes | None:
         while not restore.is_stopped and not self._is_closed:
@@ -152,14 +166,3 @@ class EntryReader:
             except Empty:
                 continue
         return None
-
-    def _offer(self, restore: Restore, piece: Piece) -> bool:
-        with self._count:
-            self.n_bytes += piece.content.size
-        with restore.lock:
-            if restore.is_stopped:
-                self.give_back(piece)
-                return False
-            restore.pieces.append(piece)
-        self._on_read()
-        return True

@@ -12,28 +12,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from torch import Tensor
-
 from pyspec.device.worker import Worker, is_device_error, stamp
 from pyspec.engine.aside import AsideThread
-from pyspec.engine.loop.disk_entry import (
-    EntryCodec,
-    KeptText,
-    Piece,
-    RestoredState,
-    WantedEntry,
-    host_copies,
-)
-from pyspec.engine.loop.disk_read import EntryReader, Restore
-from pyspec.engine.loop.disk_share import OtherShares
+from pyspec.engine.loop.disk_read import EntryReader, Piece, Restore
+from pyspec.engine.loop.span import Span, SpanCodec, encoded, host_copies
 from pyspec.errors import PyspecError
 from pyspec.repeats import limited
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.disk_folder import END, SEGMENT, DiskFolder
+from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder
 from pyspec.slots.prefix import Hit
 from pyspec.slots.states import Saved, bytes_of
 from pyspec.slots.table import Slot
@@ -44,14 +35,32 @@ MOST_TEXTS = 64  # texts that wait to be compared with the folder; the oldest on
 MOST_IN_FLIGHT = 256 << 20  # bytes of host memory for what is copied and not written yet
 SHARE, MOST_SHARE_S = 0.1, 0.1  # of the time of a round that copies beside it take; most seconds of them
 PATIENCE_S = 10.0  # without an answer of the disk, after which a request goes on without it
-FLUSH_TICK_S = 0.01
 REST_S = 60.0  # after a failure, in which nothing is written, or read
+
+
+@dataclass(frozen=True, slots=True)
+class KeptText:
+    """A text in the prefix tree, whose first `n` tokens are worth keeping. ends: places where entries end besides whole segments."""
+
+    tokens: tuple[int, ...]
+    n: int
+    ends: tuple[int, ...]
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedEntry:
+    """An entry that the folder lacks. at: tokens of the text up to its end; used: when the text was, in nanoseconds."""
+
+    text: KeptText
+    at: int
+    entry: DiskEntry
+    used: int
 
 
 class DiskTier:
     """open_folder  opens the folder, on the tier's own thread: naming a model reads parts of its file
     worth        least number of tokens that are written, or read
-    others       the other ranks' shares of each entry, if there are any
     on_work      called from other threads when `step` has something to do
     """
 
@@ -61,16 +70,13 @@ class DiskTier:
         worker: Worker,
         cache: PrefixCache,
         worth: int,
-        others: OtherShares | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.codec, self.cache, self.worth, self.clock = EntryCodec.of(worker), cache, worth, clock
-        self.table, self.worker, self.others = worker.table, worker, others
-        if others is not None:
-            others.on_written = self._others_wrote
+        self.codec, self.cache, self.worth, self.clock = SpanCodec(worker), cache, worth, clock
+        self.table, self.worker = worker.table, worker
         self.on_work: Callable[[], None] = lambda: None
         self.folder: DiskFolder | None = None
-        self._n_written = 0  # bytes
+        self.written_bytes = 0
         self._open_folder = open_folder
         self._opened, self._arrived = threading.Event(), threading.Event()
         self._texts: deque[KeptText] = deque(maxlen=MOST_TEXTS)
@@ -84,7 +90,7 @@ class DiskTier:
         self._is_closed = False
         self._failure = ""  # the reason why the last write failed
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.reader = EntryReader(self.codec, others, worth, self._has_read)
+        self.reader = EntryReader(self.codec, worth, self._has_read)
         self._thread = AsideThread(self._run, "pyspec-disk")
         self._thread.start()
 
@@ -109,8 +115,7 @@ class DiskTier:
     @property
     def has_work(self) -> bool:
         """`step` has something to copy."""
-        most = max(self._in_flight, 0 if self.others is None else self.others.in_flight // self.others.n)
-        return self._copying is not None or (bool(self._wants) and most < MOST_IN_FLIGHT)
+        return self._copying is not None or (bool(self._wants) and self._in_flight < MOST_IN_FLIGHT)
 
     def step(self) -> None:
         """Start the copy of one piece to host memory, and of more within a share of the time of a round."""
@@ -142,34 +147,25 @@ class DiskTier:
         if n == at and entry.kind == END:
             state = next((s for s in (node.states.get(at) for node in nodes) if s is not None), None)
             saved = state.content if state is not None and isinstance(state.content, Saved) else None
-        is_empty = entry.n == 0 and saved is None
-        if (
-            n < at
-            or is_empty
-            or (entry.kind == END and saved is None and self.worker.memory.needs_state)
-        ):
+        lacks_state = entry.kind == END and saved is None and self.worker.memory.needs_state
+        if n < at or lacks_state or (entry.n == 0 and saved is None):
             self._known.discard(entry.name)
             return
-        first = (at - entry.n) // self.table.page_size
-        pages = [node.page for node in nodes[first:]] if entry.n else []
-        head: dict[str, Any] = {}
-        tensors = self.codec.taken(pages)
-        if entry.kind == END:
-            kept = (None, None) if saved is None else (saved.checkpoint, saved.draft)
-            head, more = self.codec.state_of(*kept)
-            tensors += more
-        n_bytes = bytes_of(tensors)
+        first, n_page = at - entry.n, self.table.pages_for(entry.n)
+        behind = first // self.table.page_size
+        pages = [node.page for node in nodes[behind : behind + n_page]]
+        states = [] if saved is None else [replace(saved, logits=None)]
+        span = self.codec.take(want.text.tokens[first:at], pages, states, lambda t: t, first)
+        n_bytes = bytes_of(span)
         self._count_in_flight(n_bytes)
         try:
-            if self.others is not None:
-                self.others.store(want, pages, saved, n_bytes)
-            here = yield from host_copies(tensors)
+            here = yield from host_copies(span)
             copied = stamp(self.worker.device)
         except BaseException:
             self._known.discard(entry.name)
             self._count_in_flight(-n_bytes)
             raise
-        self._tasks.put(partial(self._write, want, head, here, copied))
+        self._tasks.put(partial(self._write, want, here, copied))
 
     # -- writing: on the tier's thread ----------------------------------------------------------------------------
 
@@ -177,8 +173,6 @@ class DiskTier:
         try:
             self.folder = self._open_folder()
             self.folder.prepare()
-            if self.others is not None:
-                self.others.open(self.folder, self.reader.n_buffer)
             log.info("the prefix cache on disk: %s, %d MiB used", self.folder.path, self.n_bytes >> 20)
             for words in unlike(self.folder):
                 log.info("the prefix cache on disk: %s", words)
@@ -207,22 +201,18 @@ class DiskTier:
         if self._wants:
             self.on_work()
 
-    def _write(
-        self, want: WantedEntry, head: dict[str, Any], tensors: list[Tensor], copied: Any
-    ) -> None:
+    def _write(self, want: WantedEntry, span: Span, copied: Any) -> None:
         try:
             if self.folder is not None and self.clock() >= self._no_write_until:
                 if copied is not None:
                     copied.synchronize()
-                tokens = want.text.tokens[want.at - want.entry.n : want.at]
-                pieces = self.codec.pieces(tokens, tensors)
-                self._n_written += self.folder.write(want.at, want.entry, head, pieces, want.used)
+                self.written_bytes += self.folder.write(want.at, want.entry, *encoded(span), want.used)
                 self._failure = ""
         except PyspecError as e:
             self._can_not_write(str(e))
         finally:
             self._known.discard(want.entry.name)
-            self._count_in_flight(-bytes_of(tensors))
+            self._count_in_flight(-bytes_of(span))
             self.on_work()
 
     def _can_not_write(self, why: str) -> None:
@@ -231,12 +221,6 @@ class DiskTier:
         level = logging.DEBUG if reason == self._failure else logging.WARNING
         log.log(level, "the prefix cache on disk: %s; nothing is written until that works", why)
         self._failure = reason
-
-    def _others_wrote(self, failure: str) -> None:
-        """Another rank has written its share, or could not. On a thread of its link."""
-        if failure:
-            self._can_not_write(failure)
-        self.on_work()
 
     def _count_in_flight(self, n_bytes: int) -> None:
         with self._count:
@@ -256,16 +240,12 @@ class DiskTier:
         """Remove the entries of a text."""
         first = tuple(tokens[:SEGMENT])
         self._drop(lambda text: text.salt == salt and text.tokens[:SEGMENT] == first)
-        if self.others is not None:
-            self.others.forget(tokens, salt)
         self._tasks.put(lambda: None if self.folder is None else self.folder.forget(tokens, salt))
 
     def clear(self) -> None:
         """Remove all entries that engines with these models and settings have written."""
         self._texts.clear()
         self._drop(lambda text: True)
-        if self.others is not None:
-            self.others.forget(None)
         self._tasks.put(lambda: None if self.folder is None else self.folder.clear())
 
     # -- reading: on the engine's thread --------------------------------------------------------------------------
@@ -320,7 +300,7 @@ class DiskTier:
     def _put(self, restore: Restore, piece: Piece) -> bool:
         """Returns False if that failed, for want of memory perhaps: the model reads the prompt then."""
         try:
-            restore.state = self._place(restore.slot, piece) or restore.state
+            restore.state = self._place(restore.slot, piece.span) or restore.state
         except Exception as e:
             if is_device_error(e):
                 raise
@@ -329,16 +309,21 @@ class DiskTier:
             self.stop(restore)
             return False
         finally:
-            self.reader.give_back(piece)
+            self.reader.give_back(piece.buffer)
         restore.heard = self.clock()
         return True
 
-    def _place(self, slot: Slot, piece: Piece) -> RestoredState | None:
-        run, elsewhere = self.codec.place(slot, piece), None
-        if self.others is not None:
-            has_state = piece.entry.kind == END and self.worker.memory.needs_state
-            elsewhere = self.others.place(piece.number, run, has_state=has_state)
-        return self.codec.fill(piece, run, elsewhere)
+    def _place(self, slot: Slot, span: Span) -> Saved | None:
+        """Write an entry into the slot's pages, but those that other slots read. Returns its state, if it has one."""
+        self.table.grow(slot, span.end)
+        first, n_page = span.first // self.table.page_size, self.table.pages_for(span.n_token)
+        shared = min(max(0, len(slot.nodes) - first), n_page)
+        here = span.on(self.worker.device)
+        self.codec.place(here, slot.pages[first + shared : first + n_page], shared)
+        for head, tensors in self.codec.states(here):
+            draft, _ = self.codec.extras(head, tensors)
+            return Saved(self.worker.memory.make_state(head.n_past, iter(tensors)), draft)
+        return None
 
     def finish(self, restore: Restore) -> object | None:
         """Give the slot the tokens that were restored, and their state. Returns the drafter's share."""
@@ -346,11 +331,10 @@ class DiskTier:
         if restore.is_stopped or found is None or found.n <= slot.n_past:
             self.stop(restore)
             return None
-        state = (
-            state if found.end is not None and state is not None and state.n_past == found.n else None
-        )
+        if found.end is None or state is None or state.checkpoint.n_past != found.n:
+            state = None
         if self.worker.memory.needs_state:
-            if state is None or state.checkpoint is None:
+            if state is None:
                 return None
             self.worker.memory.restore(slot.index, state.checkpoint)
         slot.tokens[:] = restore.tokens[: found.n]
@@ -384,13 +368,8 @@ class DiskTier:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that were read, by all ranks."""
-        return self.reader.n_bytes + (0 if self.others is None else self.others.read_bytes)
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of the files that were written, by all ranks."""
-        return self._n_written + (0 if self.others is None else self.others.written_bytes)
+        """Bytes that were read."""
+        return self.reader.n_bytes
 
     def flush(self, limit_s: float) -> None:
         """Copy and write what requests have left, within a limit. Called on the engine's thread when it ends."""
@@ -402,8 +381,6 @@ class DiskTier:
                 break
             while self.has_work:
                 self.step()
-        while self.others is not None and self.others.in_flight and time.monotonic() < until:
-            time.sleep(FLUSH_TICK_S)  # they end with this rank
 
     def join(self, limit_s: float) -> None:
         """Wait for the thread that writes, after `close`."""

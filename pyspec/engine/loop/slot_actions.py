@@ -10,15 +10,16 @@ from typing import Any
 from pyspec.device.worker import is_device_error
 from pyspec.engine.aside import AsideThread
 from pyspec.engine.loop.job import blamed
-from pyspec.engine.loop.slot_image import Image, SlotImager
+from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
+from pyspec.engine.loop.span import Span, encoded
 from pyspec.errors import PyspecError, RequestError
 from pyspec.gguf.reader import fingerprint
 from pyspec.repeats import limited
 from pyspec.request import EngineInfo
 from pyspec.slot_action import SlotAction, SlotReport, check_action
 from pyspec.slots.prefix import Owner
-from pyspec.slots.slot_file import SlotFile, write
+from pyspec.slots.span_file import SLOT, SpanFile, write
 from pyspec.slots.table import SlotTable
 
 log = limited(__name__)
@@ -82,16 +83,16 @@ class SlotActions:
 
     # -- aside ----------------------------------------------------------------------------------------------------
 
-    def _write(self, action: SlotAction, image: Image, began: float, on_answer: OnAnswer) -> None:
-        head, pieces = self.imager.encode(image)
+    def _write(self, action: SlotAction, image: Span, began: float, on_answer: OnAnswer) -> None:
+        head, pieces = encoded(image)
         of = self.identity() | ({"salt": action.cache_salt} if action.cache_salt else {})
-        n_bytes = write(Path(action.path), {"of": of, **head}, pieces)
+        n_bytes = write(Path(action.path), {"of": of, **head}, pieces, SLOT)
         log.info("slot %d: %d tokens are saved, %d bytes", action.slot, image.n_token, n_bytes)
         on_answer(SlotReport(action.slot, image.n_token, n_bytes, _since(began)))
 
     def _read(self, action: SlotAction, on_answer: OnAnswer, add: Callable[[SlotTask], None]) -> None:
         began = time.perf_counter()
-        with SlotFile(Path(action.path)) as file:
+        with SpanFile(Path(action.path), SLOT) as file:
             self._compare(file, action.cache_salt)
             image, n_bytes = self.imager.decode(file, self.info.n_vocab, self.info.n_ctx), file.size
         read_ms = _since(began)
@@ -107,10 +108,10 @@ class SlotActions:
     def identity(self) -> dict[str, Any]:
         """Models and layout that a file belongs to."""
         if self._identity is None:
-            self._identity = {**models_of(self.info), **self.imager.layout()}
+            self._identity = {**models_of(self.info), **self.imager.codec.layout()}
         return self._identity
 
-    def _compare(self, file: SlotFile, salt: str) -> None:
+    def _compare(self, file: SpanFile, salt: str) -> None:
         of = file.head.get("of")
         if not isinstance(of, dict):
             raise file.bad("it does not name its model")

@@ -30,6 +30,7 @@ from pyspec.engine.plan.describe import Description, describe, rings_of
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
+from pyspec.models.kernels import of_model
 from pyspec.models.part import LoadTypes, Request
 from pyspec.models.wants import EMBEDDING, WHOLE, Want, scale_of
 from pyspec.models.weights import PLAIN
@@ -44,7 +45,7 @@ ORDER = {
 def asks_of(d: Description) -> list[Request]:
     """(op, spec), each once."""
     on = d.on
-    found = [*_embedding(d), *_products(d, on), *_rings(d), *d.own.requests(d.file, on)]
+    found = [*_embedding(d), *_products(d, on), *_rings(d), *of_model(d.own, d.file, on)]
     found += [*_head_copy(d), *d.draft.requests(replace(on, kv=d.draft_kv, n_rank=d.draft.n_rank))]
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
     found.sort(key=lambda ask: ORDER.get(ask[0].name, 0))

@@ -19,11 +19,12 @@ from pyspec.engine.plan.memory_plan import AssumedGpu, pick_dense
 from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
-from pyspec.models.cuts import check_ranks, surplus
+from pyspec.models.checks import check_ranks, check_read, check_tensors
+from pyspec.models.cuts import surplus
+from pyspec.models.model import ModelSpec
 from pyspec.models.part import LoadTypes
 from pyspec.models.rope import RopeFlags, trained_length
-from pyspec.models.target import ModelConfig
-from pyspec.models.wants import check_read, check_tensors
+from pyspec.models.ropes import flags_of
 from pyspec.models.weights import cuts_of
 from pyspec.registry import architecture_module
 from pyspec.sample.synth import synth_of
@@ -59,7 +60,7 @@ class Description:
     settings: EngineSettings
     device: torch.device
     file: GGUFFile
-    config: ModelConfig
+    config: ModelSpec
     n_ctx_train: int
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -77,7 +78,7 @@ class Description:
     @property
     def rope(self) -> RopeFlags:
         """Flags of rope."""
-        return RopeFlags.of(replace(self.settings, ctx=self.n_ctx))
+        return flags_of(replace(self.settings, ctx=self.n_ctx))
 
     @property
     def kv(self) -> KvFormat:
@@ -108,7 +109,7 @@ class Description:
         return overhang_of(self.draft)
 
     @property
-    def own(self) -> ModelConfig:
+    def own(self) -> ModelSpec:
         """The model of each rank; with one rank the model itself."""
         return self.config.share(self.settings.tp)
 
@@ -170,7 +171,7 @@ def describe(
             100 * more,
             settings.tp,
         )
-    n_ctx_train = trained_length(file, config.n_ctx_train, RopeFlags.of(settings))
+    n_ctx_train = trained_length(file, config.n_ctx_train, flags_of(settings))
     n_ctx = max_context(settings, n_ctx_train)
     dense = pick_dense(file, device, settings.weights)
     is_streamed = device.type == "cuda" and dense is None
@@ -202,7 +203,7 @@ def describe(
     )
 
 
-def of_one_type(config: ModelConfig, settings: EngineSettings) -> EngineSettings:
+def of_one_type(config: ModelSpec, settings: EngineSettings) -> EngineSettings:
     """The settings with one type of keys and values where a model's keys are its values: that of keys."""
     k, v = settings.kv_type, settings.kv_type_v
     kept = (part for layer in config.parts() for part in layer.values())

@@ -15,7 +15,7 @@ from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.read_ahead import held_bytes
 from pyspec.models.wants import WHOLE
-from pyspec.models.weight_bytes import row_bytes, weight_bytes
+from pyspec.models.weight_bytes import weight_bytes
 from pyspec.slots.arena import PROMPTS
 from pyspec.slots.parts import CacheSizes, LayerParts, kept
 
@@ -142,7 +142,8 @@ def checkpoint_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> int:
 class ForwardSizes:
     """The sizes that determine the memory of forwards.
 
-    n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
+    n_row       rows of the largest forward
+    row         bytes of each while it runs (`models.kernels.ForwardNeeds`)
     graph_rows  rows of all graphs together: their logits, hidden states and taps have fixed places
     graph_most  rows of the largest of them
     prompt_rows  the same of graphs of prompts, which have logits of one row
@@ -155,9 +156,9 @@ class ForwardSizes:
     """
 
     n_row: int
+    row: int
     n_embd: int
     n_hidden: int
-    n_ff: int
     n_vocab: int
     n_column: int
     graph_rows: int
@@ -172,14 +173,13 @@ class ForwardSizes:
 
 def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
     """(activations, workspace): memory of forwards besides weights and slots."""
-    row = row_bytes(s.n_ff, s.n_embd)
-    activations = s.n_row * (row + s.n_tap * s.n_embd * 4)
+    activations = s.n_row * (s.row + s.n_tap * s.n_embd * 4)
     activations += (s.large_rows + 2 * s.shared_rows) * 4 * s.n_vocab
     results = s.graph_rows * 4 * s.n_column + (s.graph_rows + s.prompt_rows) * 4 * (
         s.n_hidden + s.n_tap * s.n_embd
     )
     # and the temporary memory of each graph, apart from the others'
-    results += int(GRAPH_LOSS * (s.graph_most + (PROMPTS[-1] if s.prompt_rows else 0)) * row)
+    results += int(GRAPH_LOSS * (s.graph_most + (PROMPTS[-1] if s.prompt_rows else 0)) * s.row)
     held = 2 * s.n_held * s.n_tap * s.n_embd * 4
     return activations + held + (s.key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
 

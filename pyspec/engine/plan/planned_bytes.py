@@ -26,6 +26,7 @@ from pyspec.engine.plan.memory_plan import (
     workspace_bytes,
 )
 from pyspec.models import coarse
+from pyspec.models.kernels import ForwardNeeds, needs_of_model
 from pyspec.models.part import AttentionShape
 from pyspec.models.wants import HEAD
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
@@ -49,7 +50,8 @@ def plan_memory(d: Description) -> MemoryPlan:
     unread = _unread(d)
     read = [t for name, t in shares.items() if name not in unread]
     read += draft_shares.values()
-    activations, workspace = _workspace(d)
+    needs = _needs(d)
+    activations, workspace = _workspace(d, needs)
     workspace += attention_bytes(d)
     if d.is_cuda:
         workspace += rank_bytes(s.tp) if s.tp > 1 else 0
@@ -63,7 +65,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared, draft_shares),
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
-        activations=activations + _scratch(d) + _ring_tables(d),
+        activations=activations + needs.scratch + _ring_tables(d),
         workspace=workspace,
         divides_draft=d.draft.n_rank > 1,
     )
@@ -170,7 +172,7 @@ def start_bytes(d: Description) -> int:
     return min(MOST_STARTS, max(1, d.settings.np // 4)) * (own + _share_bytes(d) + 4 * d.own.n_vocab)
 
 
-def _workspace(d: Description) -> tuple[int, int]:
+def _workspace(d: Description, needs: ForwardNeeds) -> tuple[int, int]:
     """(activations, workspace): bytes of forwards besides weights and slots."""
     s, c = d.settings, d.own
     most = most_rows(s.np, d.width)
@@ -183,14 +185,14 @@ def _workspace(d: Description) -> tuple[int, int]:
     large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
     sizes = ForwardSizes(
         n_row=d.batch,
+        row=needs.row,
         n_embd=c.n_embd,
         n_hidden=c.n_hidden,
-        n_ff=c.n_ff,
         n_vocab=c.n_vocab,
         n_column=-(-c.n_vocab // s.tp),
         graph_rows=sum(bucket_of(n, most) or n for n, _ in graphs),
         graph_most=max((bucket_of(n, most) or n for n, _ in graphs), default=0),
-        prompt_rows=_prompt_rows(d),
+        prompt_rows=_prompt_rows(d) if needs.holds_prompts else 0,
         large_rows=large,
         shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,
         n_tap=len(d.draft.taps),
@@ -208,8 +210,8 @@ def _library_bytes(attention: Iterable[AttentionShape], kv: KvFormat) -> int:
 
 
 def _prompt_rows(d: Description) -> int:
-    """Rows of all graphs of prompts, if the model has any."""
-    if not d.is_cuda or d.settings.exact or not d.own.captures_prompts:
+    """Rows of all graphs of prompts."""
+    if not d.is_cuda or d.settings.exact:
         return 0
     most, tp = min(d.batch, d.n_ctx), d.settings.tp
     if tp > 1:  # NCCL's sums are in no such graph
@@ -217,11 +219,11 @@ def _prompt_rows(d: Description) -> int:
     return sum(n for n in PROMPTS if n <= most)
 
 
-def _scratch(d: Description) -> int:
-    """Bytes of an architecture's mixers while a forward runs."""
+def _needs(d: Description) -> ForwardNeeds:
+    """Those of the largest forward, a graph's padding included."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
     n_row = max(d.batch, bucket_of(n_row, most) or n_row)
-    return d.own.scratch_bytes(d.file, d.on, n_row, d.n_ctx + d.n_overhang)
+    return needs_of_model(d.own, d.file, d.on, n_row, d.n_ctx + d.n_overhang)
 
 
 def _ring_tables(d: Description) -> int:

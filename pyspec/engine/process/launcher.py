@@ -1,4 +1,4 @@
-"""Starts engine processes: with a spare that has done its imports, and without kernels that failed before."""
+"""Starts engine processes, without kernels that failed before."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,6 @@ class Launcher:
 
     demoted      modules of ops whose implementations failed while they ran
     is_examined  the last process runs every kernel alone
-    keeps_spare  None: decided when the engine's device is known
     """
 
     def __init__(
@@ -42,8 +40,6 @@ class Launcher:
         self.path, self.settings = path, settings
         self.demoted: set[str] = set(settings.demoted)
         self.is_examined = False
-        self.keeps_spare: bool | None = None
-        self.spare: EngineProcess | None = None
         self._new = lambda: EngineProcess(command, on_message, on_end)
         self._failures: list[float] = []  # times of device failures
         self._load_s = 0.0  # seconds of the first load
@@ -59,7 +55,7 @@ class Launcher:
                 "the engine failed twice: for a while it is a slow one that finds out whether a kernel does it"
             )
         try:
-            child = self._process()
+            child = self._new()
         except OSError as e:
             return DeviceError(f"no process can be started for the engine: {e}")
         settings = replace(
@@ -79,8 +75,6 @@ class Launcher:
         ):  # checked again: Ready may have been the process's last message
             self._load_s = self._load_s or time.monotonic() - child.began
             self._ctx = self._ctx or child.answer.info.n_ctx
-            if self.keeps_spare is None:
-                self.keeps_spare = not child.answer.info.device.startswith("cpu")
             return child
         return self._give_up(child)
 
@@ -108,24 +102,6 @@ class Launcher:
             self.demoted |= new
             self._failures.clear()
         return bool(new)
-
-    def keep_spare(self) -> None:
-        """Start a spare process, because imports take seconds. Only beside a GPU: elsewhere a spare takes the model's memory."""
-        if self.spare is None and self.keeps_spare:
-            with suppress(OSError):
-                self.spare = self._new()
-
-    def close(self) -> None:
-        """End the spare."""
-        if self.spare is not None:
-            self.spare.end()
-
-    def _process(self) -> EngineProcess:
-        spare, self.spare = self.spare, None
-        if spare is not None and not spare.is_gone:
-            spare.began = spare.received = time.monotonic()
-            return spare
-        return self._new()
 
     def _wants_examination(self) -> bool:
         """Two device failures in a short time, of unknown cause."""

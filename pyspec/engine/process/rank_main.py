@@ -27,13 +27,11 @@ from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.op import tiers_of
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.rank import Rank
-from pyspec.device.commands import OfDisk
 from pyspec.device.follow import Follower
 from pyspec.device.worker import failure_of
 from pyspec.draft.choice import plan_draft
 from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
-from pyspec.engine.loop.disk_share import DiskShare
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
 from pyspec.engine.plan.describe import batch_of
 from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
@@ -41,7 +39,8 @@ from pyspec.engine.process.engine_main import log_to
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.rope import RopeFlags
+from pyspec.models.decoder import Decoder
+from pyspec.models.ropes import flags_of
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import Arena
@@ -85,8 +84,8 @@ def load(share: LoadShare, link: Link) -> Follower:
     memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width, device), device)
     dense = getattr(torch, share.dense) if share.dense else None
     cuts = cuts_of(config.tensors(file))
-    weights = Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts, rope=RopeFlags.of(s))
-    target = config.build(weights, memory)
+    weights = Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts, rope=flags_of(s))
+    target = Decoder(config, weights, memory)
     drafts = _load_drafts(share, target, table) if share.divides_draft else None
     attend_plan.reserve(device, share.n_attention)
     prepare.settle(attend_plan.late(device))
@@ -121,13 +120,9 @@ def run(link: Link, descriptor: int) -> None:
         with context.current():
             follower = load(share, link)
             link.send(ShareState("loaded"))
-            disk = DiskShare(follower, share.index, share.settings.tp, link.send)
             while (command := link.receive()) is not None:
                 with gpu_lock(follower.target.device):
-                    if isinstance(command, OfDisk):
-                        disk.obey(command)
-                    else:
-                        follower.obey(command)
+                    follower.obey(command)
     except PyspecError as e:
         _fail(link, e)
     except Exception as e:

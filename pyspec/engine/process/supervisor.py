@@ -55,7 +55,6 @@ BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load afte
 N_LOAD = 3  # failed first loads after which the supervisor gives up
 N_LOAD_AGAIN = 5  # failed later loads after which requests fail; a dead engine may free its memory late
 EXAMINED_S = 120.0  # seconds of an examined engine, which is slow
-SPARE_AFTER_S = 5.0  # an engine has other work first
 CLOSE_S = 5.0
 
 
@@ -433,8 +432,6 @@ class Supervisor:
                 )
             if (end := self._watchdog.look(child, self.info.device)) is not None:
                 return end
-            if age > SPARE_AFTER_S:
-                self._launcher.keep_spare()
             with self._lock:
                 if (
                     child.fatal is None and not self._closing and not child.is_gone
@@ -493,7 +490,6 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Fail every request: no engine runs any more."""
-        self._launcher.close()
         with self._lock:
             self._state = "stopped"
             self._error = self._error or Unavailable("the engine was closed")

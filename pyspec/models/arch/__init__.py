@@ -1,1 +1,1 @@
-"""One module an architecture: `read(file) -> ModelConfig`, mostly a list of blocks."""
+"""One module an architecture: `read(file) -> ModelSpec`, mostly a list of blocks."""

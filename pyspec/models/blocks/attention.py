@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.hadamard.ref import HadamardSpec
-from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.attend.spec import AttendSpec
+from pyspec.cuda.ops.hadamard.spec import HadamardSpec
+from pyspec.cuda.ops.rope_kv.spec import RopeKvSpec
 from pyspec.forward.call import Value, Weight
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Divided, Keys, Readers
@@ -48,10 +48,6 @@ class Attention(Plain):
     norms_v: bool = False
     may_share_keys: bool = False
     reads: int | None = None
-
-    @property
-    def captures_prompts(self) -> bool:
-        return self.window == 0  # graphs of prompts attend by the library, which has no windows
 
     @property
     def attends(self) -> AttentionShape:
@@ -187,9 +183,7 @@ class Attention(Plain):
     def _row_normed(self, f: Forward, y: Value) -> Value:
         names, widths = [f"attn_{x}_norm.weight" for x in "qk"], self.row_widths
         if f.at.n_rank > 1:
-            from pyspec.models.rank_norms import RankNorms
-
-            both = f.read(RankNorms, *names, widths=widths, eps=f.eps)
+            both = Weight("rank_norms", tuple(names), (("widths", widths), ("eps", f.eps)))
             return f.op("rank_norms", both, y, shape=y.shape)
         q, k, v = f.split(y, (*widths, widths[1]))
         q, k = (f.norm_apart(x, f.vector(name)) for x, name in zip((q, k), names, strict=True))

@@ -28,10 +28,6 @@ class Convolved(Plain):
     group: int
 
     @property
-    def captures_prompts(self) -> bool:
-        return self.part.captures_prompts
-
-    @property
     def attends(self) -> AttentionShape | None:
         return self.part.attends
 

@@ -27,7 +27,6 @@ class DeltaNet(Plain):
     """
 
     shape: GdnShape
-    captures_prompts = True
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd

@@ -17,7 +17,6 @@ class LayerInput(Plain):
 
     layer: int
     n: int
-    captures_prompts = True
 
     def tensors(self, at: Place) -> dict[str, Want]:
         return {

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.hadamard.ref import HadamardSpec
+from pyspec.cuda.ops.attend.spec import AttendSpec
+from pyspec.cuda.ops.hadamard.spec import HadamardSpec
 from pyspec.cuda.ops.rope_latent.ref import RopeLatentSpec
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward

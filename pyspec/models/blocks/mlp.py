@@ -28,7 +28,6 @@ class Mlp(Plain):
     n_ff: int
     act: Act = "silu"
     block: int = 1
-    captures_prompts = True
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values", block=self.block),)

@@ -19,10 +19,6 @@ class Together(Plain):
 
     of: BlockSpec
 
-    @property
-    def captures_prompts(self) -> bool:
-        return self.of.captures_prompts
-
     def tensors(self, at: Place) -> dict[str, Want]:
         return self.of.tensors(at)
 

@@ -8,57 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from pyspec.errors import RequestError
+from pyspec.ranges import Real, rules_of
 from pyspec.registry import SUFFIX, spelt_here, split_spec_type
-from pyspec.request import DEFAULT_SAMPLERS, EngineInfo, SamplingParams
-from pyspec.samplers import sampler_of
-from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, TextBody
+from pyspec.request import DEFAULT_SAMPLERS, LAST, SAMPLERS, EngineInfo, SamplingParams, sampler_of
+from pyspec.server.api.schema import SAMPLING, SEED_MAX, ChatBody, Generate, TextBody
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.tokenizer import Tokenizer
 
-PLAIN_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "min_keep",
-    "repeat_penalty",
-    "repeat_last_n",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "ignore_eos",
-    "min_tokens",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "dynatemp_range",
-    "dynatemp_exponent",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "adaptive_target",
-    "adaptive_decay",
-)
 # JSON has 1 for 1.0
-_DEFAULTS = SamplingParams()
-FLOATS = frozenset(name for name in PLAIN_FIELDS if isinstance(getattr(_DEFAULTS, name), float))
-OFF: dict[str, dict[str, Any]] = {
-    "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    "dry": {"dry_multiplier": 0.0},
-    "top_n_sigma": {"top_n_sigma": -1.0},
-    "top_k": {"top_k": 0},
-    "typ_p": {"typical_p": 1.0},
-    "top_p": {"top_p": 1.0},
-    "min_p": {"min_p": 0.0},
-    "xtc": {"xtc_probability": 0.0},
-    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
-    "adaptive_p": {"adaptive_target": -1.0},
-}
-"""Values that switch a sampler off."""
+FLOATS = frozenset(rule.name for rule in rules_of(SamplingParams) if isinstance(rule.kind, Real))
 
 
 def sampling_params(
@@ -67,7 +25,7 @@ def sampling_params(
     settings: ServerSettings,
 ) -> SamplingParams:
     """The body's parameters over the server's defaults."""
-    said = {name: getattr(body, name) for name in PLAIN_FIELDS if getattr(body, name) is not None}
+    said = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
     if said.get("top_k", 0) < 0:  # vLLM's spelling of "all"
         said["top_k"] = 0
     for name in said.keys() & FLOATS:
@@ -80,8 +38,6 @@ def sampling_params(
         said["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     if body.seed is not None:
         said["seed"] = seed_of(body.seed)
-    if body.temperature is not None:
-        said["temperature"] = float(body.temperature)
     if body.samplers is not None:
         said |= chain_of(body.samplers)
     if body.logit_bias:
@@ -98,11 +54,11 @@ def chain_of(samplers: list[str] | str) -> dict[str, Any]:
     """
     names = [_named(name) for name in samplers]
     # adaptive_p picks, so it is last
-    order = tuple(dict.fromkeys(name for name in names if name != "adaptive_p"))
+    order = tuple(dict.fromkeys(name for name in names if name != LAST))
     values: dict[str, Any] = {}
-    for name, neutral in OFF.items():
+    for name, sampler in SAMPLERS.items():
         if name not in names:
-            values |= neutral
+            values |= sampler.off
     is_default = order == tuple(n for n in DEFAULT_SAMPLERS if n in order)
     return values | {"samplers": () if is_default else order}
 
@@ -110,7 +66,7 @@ def chain_of(samplers: list[str] | str) -> dict[str, Any]:
 def _named(name: str) -> str:
     known = sampler_of(name)
     if not known:
-        raise RequestError(f"samplers: {name[:40]!r} is not known; there are {', '.join(OFF)}")
+        raise RequestError(f"samplers: {name[:40]!r} is not known; there are {', '.join(SAMPLERS)}")
     return known
 
 
@@ -238,34 +194,9 @@ def settings_dict(params: SamplingParams, eog_ids: Sequence[int] = ()) -> dict[s
     bias = dict(params.logit_bias) | banned
     return {
         "seed": SEED_MAX if params.seed == -1 else params.seed,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "typical_p": params.typical_p,
-        "repeat_last_n": params.repeat_last_n,
-        "repeat_penalty": params.repeat_penalty,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "dry_multiplier": params.dry_multiplier,
-        "dry_base": params.dry_base,
-        "dry_allowed_length": params.dry_allowed_length,
-        "dry_penalty_last_n": params.dry_penalty_last_n,
+        **{name: getattr(params, name) for name in SAMPLING},
         "dry_sequence_breakers": list(params.dry_sequence_breakers),
-        "min_keep": params.min_keep,
-        "min_tokens": params.min_tokens,
-        "top_n_sigma": params.top_n_sigma,
-        "xtc_probability": params.xtc_probability,
-        "xtc_threshold": params.xtc_threshold,
-        "dynatemp_range": params.dynatemp_range,
-        "dynatemp_exponent": params.dynatemp_exponent,
-        "mirostat": params.mirostat,
-        "mirostat_tau": params.mirostat_tau,
-        "mirostat_eta": params.mirostat_eta,
-        "adaptive_target": params.adaptive_target,
-        "adaptive_decay": params.adaptive_decay,
         "n_probs": params.logprobs or 0,
-        "ignore_eos": params.ignore_eos,
         "logit_bias": [
             {"token": id_, "bias": None if value == -math.inf else value} for id_, value in bias.items()
         ],

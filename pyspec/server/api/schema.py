@@ -19,15 +19,16 @@ from pydantic import (
     PrivateAttr,
     ValidationError,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import PydanticCustomError
 
 from pyspec.errors import RequestError
-from pyspec.ranges import printable
+from pyspec.ranges import INT32, SWITCH, Kind, Real, Whole, printable, rules_of
+from pyspec.request import SamplingParams
 
-INT32 = 2**31 - 1
 SEED_MAX = 2**32 - 1
 
 
@@ -197,8 +198,6 @@ Content = Annotated[
     AfterValidator(_check_content),
     WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _PART}]}),
 ]
-Share = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-100, le=100)]
 Window = Annotated[int, Field(ge=-1, le=INT32), WHOLE]
 Count = Annotated[int, Field(ge=0, le=INT32), WHOLE]
 Choices = Annotated[int, Field(ge=1, le=1024), WHOLE]
@@ -213,11 +212,33 @@ class Body(BaseModel):
 AnyBody = TypeVar("AnyBody", bound=Body)
 
 
+def _field_of(kind: Kind) -> Any:
+    """A field of a body for the legal values of a parameter; None for other kinds than numbers and switches."""
+    if isinstance(kind, Whole):
+        return Annotated[int, Field(ge=kind.low, le=kind.high), WHOLE]
+    if isinstance(kind, Real):
+        return Annotated[float, Field(ge=kind.low, le=kind.high)]
+    return bool if kind is SWITCH else None
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Generate(Body):
+OTHERWISE = ("seed", "logprobs", "post_sampling")
+"""Sampling parameters that bodies spell or bound in another way."""
+SAMPLING = {
+    rule.name: field
+    for rule in rules_of(SamplingParams)
+    if rule.name not in OTHERWISE and (field := _field_of(rule.kind)) is not None
+}
+"""The types of the others that are numbers or switches."""
+Sampling: Any = create_model(
+    "Sampling", __base__=Body, **{name: (field | None, None) for name, field in SAMPLING.items()}
+)
+
+
+class Generate(Sampling):
     """The common fields of all generation routes. None: not given, so the server's default applies."""
 
     model: str | None = None
@@ -230,20 +251,6 @@ class Generate(Body):
     n_cmpl: Choices | None = None
     best_of: Choices | None = None
     prompt_logprobs: Count | None = None
-    temperature: Annotated[float, Field(ge=-100, le=100)] | None = None
-    top_k: Window | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    typical_p: Share | None = None
-    min_keep: Count | None = None
-    repeat_penalty: Annotated[float, Field(ge=1e-6, le=100)] | None = None
-    repeat_last_n: Window | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
-    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
-    dry_allowed_length: Count | None = None
-    dry_penalty_last_n: Window | None = None
     dry_sequence_breakers: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=64)]], Field(fail_fast=True)] | None
     ) = None
@@ -252,23 +259,11 @@ class Generate(Body):
         | Annotated[str, Field(max_length=64)]
         | None
     ) = None
-    min_tokens: Count | None = None
-    top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    dynatemp_range: Annotated[float, Field(ge=0, le=100)] | None = None
-    dynatemp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2), WHOLE] | None = None
-    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat_eta: Annotated[float, Field(ge=0, le=1)] | None = None
-    adaptive_target: Annotated[float, Field(ge=-1, le=1)] | None = None
-    adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] | None = None
     post_sampling_probs: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), WHOLE] | None = None
     stop: Stop | None = None
     logit_bias: Bias | None = None
     n_probs: Count | None = None
-    ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     id_slot: Window | None = None
     return_tokens: bool | None = None

@@ -14,7 +14,6 @@ A sink is one more key of its head for the softmax, with this logit and no value
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Concatenate, TypeAlias
 
 import torch
@@ -23,8 +22,8 @@ from torch import Tensor
 
 from pyspec.cuda.guard import Guard
 from pyspec.cuda.kernel_context import current
-from pyspec.slots.kv import KvFormat, KVPool
-from pyspec.slots.kv_types import PLAIN
+from pyspec.cuda.ops.attend.spec import AttendSpec as AttendSpec
+from pyspec.slots.kv import KVPool
 
 if TYPE_CHECKING:
     from pyspec.slots.batch import Batch
@@ -33,28 +32,6 @@ GUARD = Guard(4)
 
 Attend: TypeAlias = "Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]"
 """attend(q, pool, batch, window=0, sinks=None) -> out; one that fetches ahead takes `after`, too (fuse.py)"""
-
-
-@dataclass(frozen=True, slots=True)
-class AttendSpec:
-    """`kv` is the pool's format (slots.kv); with `has_sinks` every call has them.
-
-    n_value  keys are the values, too: that many of their first dims. 0: values stand apart, and are as wide
-    """
-
-    device: torch.device
-    n_head: int
-    n_kv_head: int
-    head_dim: int
-    scale: float
-    kv: KvFormat = PLAIN
-    has_sinks: bool = False
-    n_value: int = 0
-
-    @property
-    def value_dim(self) -> int:
-        """Dims of a value."""
-        return self.n_value or self.head_dim
 
 
 def key_rows(batch: Batch, seq: int, first: int = 0) -> Tensor:

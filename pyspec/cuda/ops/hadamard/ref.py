@@ -9,22 +9,12 @@ All implementations add in one order, so they give the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda.ops.hadamard.spec import HadamardSpec as HadamardSpec
 from pyspec.slots.kv_codes import turned
-
-
-@dataclass(frozen=True, slots=True)
-class HadamardSpec:
-    """Heads of `dim` dims, of which every `n`, a power of two, are turned together."""
-
-    device: torch.device
-    dim: int
-    n: int
-
 
 Hadamard = Callable[[Tensor], Tensor]
 

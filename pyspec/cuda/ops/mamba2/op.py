@@ -31,4 +31,5 @@ mamba2: Op[mamba2_ref.Mamba2Spec, mamba2_ref.Mamba2] = Op(
     mamba2_ref.check,
     guard=mamba2_ref.GUARD,
     shapes=shapes,
+    in_prompts=False,
 )

@@ -42,4 +42,5 @@ moe_route: Op[moe_ref.RouteSpec, moe_ref.Route] = Op(
     ],
     moe_route_cuda.check,
     shapes=shapes,
+    in_prompts=False,
 )

@@ -69,4 +69,5 @@ rope_latent: Op[RopeLatentSpec, RopeLatent] = Op(
     check,
     guard=rope_latent_ref.GUARD,
     shapes=shapes,
+    in_prompts=False,
 )

@@ -34,4 +34,5 @@ short_conv: Op[short_conv_ref.ShortConvSpec, short_conv_ref.ShortConv] = Op(
     short_conv_ref.check,
     guard=short_conv_ref.GUARD,
     shapes=shapes,
+    in_prompts=False,
 )
