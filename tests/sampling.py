@@ -6,6 +6,7 @@ Many tests have more cases than are worth a run each time. The other cases are m
   than two things to meet. `@pytest.mark.sampled(1)` keeps every value once; `most=2` keeps two of these, where each takes long.
 * A parameter `arch` of a test that compiles is sampled by NEIGHBOURS: code that compiles for the oldest and for ours compiles for similar ones.
 * `few(values, *kept)` keeps the named values; `slow(*values)` is one case that it leaves out.
+* Cases of a card (tests/kernels/machines.py) are never left out.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
         if compiles and item.callspec.params.get("arch") in NEIGHBOURS:
             item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("sampled")
-        if mark is not None and item.get_closest_marker("slow") is None:
+        if mark is not None and not any(map(item.get_closest_marker, ("slow", "card"))):
             tests.setdefault(item.nodeid.partition("[")[0], []).append((item, mark))
     for same in tests.values():
         cases = [{name: repr(value) for name, value in item.callspec.params.items()} for item, _ in same]

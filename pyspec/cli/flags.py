@@ -454,9 +454,10 @@ def gathered(kind: type[Any]) -> Callable[[F], F]:
             own = {name: values.pop(name) for name in makes}
             return function(flags=kind(**own), **values)
 
+        made: Any = folded
         for name, make in reversed(makes.items()):
-            folded = make(name)(folded)
-        return folded  # type: ignore[return-value]  # click calls it by names
+            made = make(name)(made)
+        return made
 
     return decorate
 

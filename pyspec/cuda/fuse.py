@@ -103,11 +103,11 @@ def writes_rows(route: object) -> bool:
     return has(route, "writes_rows")
 
 
-def both(main: Any, beside: object) -> Callable[..., None] | None:
+def both(main: Any, beside: Any) -> Callable[..., None] | None:
     """Two compressors of the same tokens in one launch; None where they run one after the other."""
-    if has(main, "with_beside") and type(main) is type(beside):
-        return main.with_beside(beside)
-    return None
+    is_one_kind = has(main, "with_beside") and type(main) is type(beside)
+    joined: Callable[..., None] | None = main.with_beside(beside) if is_one_kind else None
+    return joined
 
 
 def handing(first: Any, next: Product, bound: float) -> Handing | None:
@@ -197,10 +197,10 @@ def added(
     ):
         to = product.reads(len(x))
         if 0 < len(x) <= product.most_ready(read[1]) and launch.takes(to):
-            made: Tensor = launch.added_into(x, weight, stream, factor, to, read[1])
-            return made
-    plain: Tensor = launch.added(x, weight, stream, factor)
-    return plain
+            ready: Tensor = launch.added_into(x, weight, stream, factor, to, read[1])
+            return ready
+    done: Tensor = launch.added(x, weight, stream, factor)
+    return done
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------

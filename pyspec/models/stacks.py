@@ -83,6 +83,6 @@ def named_experts(w: Weights, name: str, *, n_expert: int) -> Tensor:
 
 def norm_of_router(w: Weights, name: str) -> Tensor:
     """Weights of a norm that are this tensor's over the root of their number."""
-    scale = w.vector(name)
-    unit: float = len(scale) ** -0.5
-    return scale * unit
+    scale: Tensor = w.vector(name)
+    made: Tensor = scale * len(scale) ** -0.5
+    return made

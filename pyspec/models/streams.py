@@ -181,7 +181,8 @@ class BoundStreams(BoundResidual):
 
     def merged(self, x: Tensor) -> Tensor:
         """Streams as one row each [row, n_embd], not normed."""
-        return self.streams.head(x, self.mix)
+        merged: Tensor = self.streams.head(x, self.mix)
+        return merged
 
     def _read(self, x: Tensor) -> Tensor:
         return self.norms(self.merged(x), self.norm)

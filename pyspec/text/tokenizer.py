@@ -6,14 +6,14 @@ Where a model's own tokenizer.json differs, llama.cpp decides: no Unicode normal
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import islice, repeat
 from typing import Literal
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HF
 
 from pyspec.errors import BadTokenizer, RequestError
@@ -372,14 +372,24 @@ def _begin_of(hf: HF, text: str, at: int) -> tuple[list[int], int]:
     size = PIECE_CHARS
     while at + size < len(text):
         piece = hf.encode_batch([text[at : at + size]], add_special_tokens=False)[0]
-        words, spans = piece.word_ids, piece.offsets
-        n, most = len(words) - 1, size - PIECE_TAIL
-        while n > 0 and (spans[n][0] > most or words[n] in (words[n - 1], None)):
-            n -= 1  # a word at the end of the piece may continue behind it
+        n = _last_word(piece, size - PIECE_TAIL)  # a word at the end of the piece may continue behind it
         if n > 0:
-            return piece.ids[:n], at + spans[n][0]
+            return piece.ids[:n], at + _begin(piece, n)
         size *= 16
     return hf.encode_batch_fast([text[at:]], add_special_tokens=False)[0].ids, len(text)
+
+
+def _last_word(piece: Encoding, most: int) -> int:
+    """The first token of the last word that begins within `most` characters; 0 if there is none. Few tokens are looked at, because
+    lists of a million places are made and freed while no other thread runs."""
+    n = bisect_right(range(len(piece)), most, key=lambda i: _begin(piece, i))
+    word = piece.token_to_word(n - 1) if n else None
+    return 0 if word is None else (piece.word_to_tokens(word) or (0, 0))[0]
+
+
+def _begin(piece: Encoding, token: int) -> int:
+    """The place in the text at which a token begins."""
+    return (piece.token_to_chars(token) or (0, 0))[0]
 
 
 def _begins(texts: Sequence[str], start: str) -> bool:

@@ -12,6 +12,7 @@ from draft_fakes import Fickle
 from engine_rig import FIXTURES, Heard, Rig, rig
 from harness import Bench
 from known_texts import continuation, known_texts
+from llama_cases import check_chained_steps
 
 from pyspec.draft.chain import Chain
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
@@ -49,30 +50,7 @@ def test_rows_are_llama_cpps(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [1, 37, 120])
 def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:
-    """The prompt in chunks, then one draft: tokens and states of every step."""
-    data = np.load(FIXTURES / f"{name}.npz")
-    tokens, chain = data["tokens"].tolist(), data["chain_tokens"].tolist()
-    bench, drafter = load(name)
-    slot = bench.table.slots[0]
-    drafter.begin(slot, None)
-    for i in range(0, len(tokens), chunk):
-        seq = bench.seq(0, tokens[i : i + chunk])
-        batch = lay_out(bench.table, [seq], CPU)
-        drafter.observe(batch, [seq.width], bench.target.forward(batch))
-        bench.commit(seq, seq.width)
-    states: list[torch.Tensor] = []
-    forward = drafter.block.forward
-
-    def watch(batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        out = forward(batch, hidden)
-        states.append(out[-1])
-        return out
-
-    drafter.block.forward = watch  # type: ignore[method-assign]
-    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0].tokens[:3] == chain[1:]
-    assert (torch.stack(states) - torch.from_numpy(data["chain_hidden"])).abs().max() < 1e-3
-    logits = drafter.block.head(torch.stack(states))
-    assert (logits - torch.from_numpy(data["chain_logits"])).abs().max() < 1e-3
+    check_chained_steps(*load(name), name, chunk, 1e-3)
 
 
 def exact_rows_of(r: Rig, h: Heard) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:

@@ -142,8 +142,8 @@ def test_a_broken_drafter_is_told_to_whoever_names_it_and_stops_nobody_else(
 
 
 def test_what_a_module_loads_has_to_be_a_drafter(own: Path) -> None:
-    module(own, "table", READS_ITS_FILE.replace('kind="table"', 'kind="thing"'))
-    module(own, "thing", "from table import plan, recognises\nload = lambda *given: object()\n")
+    text = READS_ITS_FILE.replace('kind="table"', 'kind="thing"')
+    module(own, "thing", f"{text}\nload = lambda *given: object()\n")
     path = own_file(own / "table.gguf", 3, [1, 2])
     with pytest.raises(ConfigError, match=r"it loads no pyspec\.draft\.drafter\.Drafter"):
         rig(DEMO, spec_type="thing", draft_path=path)

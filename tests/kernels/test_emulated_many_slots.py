@@ -1,4 +1,4 @@
-"""Rounds of 64 slots with drafts, and a prompt's many rows: every kernel that runs for them, thread by thread on the CPU.
+"""Rounds of 64 slots with drafts, and a prompt's many rows: every kernel that runs for them, thread by thread on the CPU (recurrences: recurrent).
 
 A DFlash verify of blocks of 16 has 17 rows a slot, one of MTP with three drafts four, a plain round one. Here batches run as they are, without
 a graph's padding.
@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
+from machines import off
 from torch import Tensor
 
 from pyspec.cuda import faults, streamed
@@ -22,20 +23,12 @@ from pyspec.cuda.ops.best import cuda as best_cuda
 from pyspec.cuda.ops.best.ref import BestSpec, TorchBest
 from pyspec.cuda.ops.embed import cuda as embed_cuda
 from pyspec.cuda.ops.embed.ref import EmbedSpec, TorchEmbed
-from pyspec.cuda.ops.gdn import cuda as gdn_cuda
-from pyspec.cuda.ops.gdn import ref as gdn_ref
-from pyspec.cuda.ops.gdn.ref import GdnSpec
-from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import random_matrix
 from pyspec.cuda.ops.linear.pack import unpack
 from pyspec.cuda.ops.linear.ref import LinearSpec
-from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
-from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
-from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
-from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
@@ -49,10 +42,7 @@ from pyspec.cuda.ops.rope_kv.ref import bind as rope_kv_reference
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm
 from pyspec.gguf import GGMLType
-from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat, KVPool
-from pyspec.slots.recurrent import StateLayer
-from pyspec.slots.table import SlotTable
 
 pytestmark = needs_compiler
 N_SLOT = 64
@@ -67,26 +57,6 @@ Q8_0 = GGMLType.Q8_0
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-def verify(width: int, folds: bool) -> Batch:
-    """Rows of every slot in any order, after a verify of which one row up to all were kept."""
-    order = torch.randperm(N_SLOT, generator=torch.Generator().manual_seed(width)).tolist()
-    seqs = [
-        Seq(
-            slot,
-            0,
-            [0] * width,
-            SeqMode.KEEP if width == 1 else SeqMode.VERIFY,
-            n_fold=slot % width + 1 if folds else 0,
-        )
-        for slot in order
-    ]
-    return lay_out(SlotTable(N_SLOT, 8 * N_SLOT, 64), seqs, CPU)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------
@@ -114,49 +84,6 @@ def test_attention_of_draft_blocks_and_of_more_sequences_than_are_split(kind: st
         got = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch)
         assert faults.record(CPU).tolist() == [0] * 5
     assert worst(got, want) < TOLERANCE[case.dtype]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_gated_delta_net_of_64_slots(kind: str) -> None:
-    width, shape = WIDTHS[kind], GdnShape(1, 2, 128, 4, 128 * 4)
-    layers = [StateLayer(shape, N_SLOT, width, CPU) for _ in "ab"]
-    weights = -0.1 * drawn(2).abs(), drawn(2, seed=1), drawn(shape.n_channel, 4, seed=2)
-    spec = GdnSpec(CPU, shape, 1e-6)
-    with emulated_gpu():
-        own, other = gdn_cuda.bind(spec), gdn_ref.bind(spec)
-        for step in range(2):
-            batch = verify(width, folds=step > 0 and width > 1)
-            rows = [drawn(batch.n_row, n, seed=3 + step) for n in (shape.n_channel, 2, 2)]
-            got, want = (
-                run(*rows, *weights, layer, batch)
-                for run, layer in zip((own, other), layers, strict=True)
-            )
-            assert off(got, want) < 1e-5
-        assert faults.record(CPU).tolist() == [0] * 5
-    assert off(layers[0].state, layers[1].state) < 1e-5 and layers[0].state.flatten(1).any(1).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_mamba2_of_64_slots(kind: str) -> None:
-    width, shape = WIDTHS[kind], Mamba2Shape(4, 32, 4, 32, 4)
-    layers = [StateLayer(shape, N_SLOT, width, CPU) for _ in "ab"]
-    p, spec = (
-        mamba2_ref.make_params(shape, torch.Generator().manual_seed(1), CPU),
-        Mamba2Spec(CPU, shape),
-    )
-    with emulated_gpu():
-        own, other = mamba2_cuda.bind(spec), mamba2_ref.bind(spec)
-        for step in range(2):
-            batch = verify(width, folds=step > 0 and width > 1)
-            m, dt = drawn(batch.n_row, shape.n_channel + 4, seed=3 + step).split([shape.n_channel, 4], 1)
-            got, want = (
-                run(m, dt, p, layer, batch) for run, layer in zip((own, other), layers, strict=True)
-            )
-            assert off(got, want) < 1e-5
-        assert faults.record(CPU).tolist() == [0] * 5
-    assert off(layers[0].state, layers[1].state) < 1e-5 and layers[0].state.flatten(1).any(1).all()
 
 
 # -- products ----------------------------------------------------------------------------------------------------

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_attend_emulated as attend
-import test_best_emulated as best
-import test_gdn_emulated as gdn
-import test_heads_emulated as heads
-import test_index_rows_emulated as index_rows
-import test_latent_emulated as latent
+import test_attend_cuda as attend
+import test_best_cuda as best
+import test_gdn_cuda as gdn
+import test_heads_cuda as heads
+import test_index_rows_cuda as index_rows
+import test_latent_cuda as latent
 import test_linear_emulated as linear
-import test_mamba2_chunk_emulated as mamba2_chunk
+import test_mamba2_cuda as mamba2
 import test_moe_route_emulated as route
-import test_norms_emulated as norms
+import test_norms_cuda as norms
+import test_recurrent_cuda as recurrent
 import test_rope_latent_emulated as rope_latent
-import test_rows_emulated as rows
-import test_short_conv_emulated as short_conv
-import test_wgmma_emulated as wgmma
-from emulated.gpu import emulated_gpu
+import test_rows_cuda as rows
+import test_wgmma_cuda as wgmma
 from emulated.machine import needs_compiler
+from machines import CPU, EMULATED, Machine
 
 from pyspec.cuda import jit
 from pyspec.cuda.ops.linear import cuda as linear_cuda
@@ -32,8 +32,12 @@ from pyspec.gguf import GGMLType
 pytestmark = [needs_compiler, pytest.mark.slow]
 
 
+def of(seed: int) -> Machine:
+    return Machine("emulated", CPU, seed)
+
+
 def attended(name: str, seed: int) -> None:
-    attend.test_every_row_is_the_references_and_padding_comes_out_as_zeros(name, seed)
+    attend.test_every_row_is_the_references_and_padding_comes_out_as_zeros(of(seed), name)
 
 
 def multiplied(way: str, seed: int) -> None:
@@ -41,24 +45,47 @@ def multiplied(way: str, seed: int) -> None:
 
 
 def prompted(seed: int) -> None:
-    mamba2_chunk.test_chunked_prompts_follow_the_reference("narrow", seed)
+    mamba2.test_chunked_prompts_follow_the_reference(of(seed), "narrow")
 
 
 def latently(name: str, seed: int) -> None:
-    latent.test_every_row_is_the_references_and_padding_comes_out_as_zeros(name, seed)
+    latent.test_every_row_is_the_references_and_padding_comes_out_as_zeros(of(seed), name)
 
 
 def convolved(seed: int) -> None:
-    with emulated_gpu(seed=seed):
-        short_conv.test_outputs_and_windows_have_the_same_bits_however_tokens_came()
+    recurrent.test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_to_the_bit(
+        of(seed), "short_conv"
+    )
+
+
+def rounds_of_gdn(seed: int) -> None:
+    op = gdn.op_of(1, 1, columns=2, chunked=gdn.NEVER)
+    gdn.test_ragged_rounds_follow_the_reference(of(seed), op, gdn.ROUNDS)
+
+
+def prompts_of_gdn(seed: int) -> None:
+    op = gdn.op_of(1, 2, columns=2, chunked=63)
+    gdn.test_chunked_prompts_follow_the_reference(of(seed), op, gdn.PROMPTS, (9, 0))
+
+
+def rows_of_gdn(seed: int) -> None:
+    gdn.test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
+        of(seed), gdn.op_of(1, 1, columns=2), gdn.PREPARED
+    )
+
+
+def warpgroups(_: int) -> None:
+    wgmma.test_products_equal_float64(EMULATED, GGMLType.Q8_0, 264, 1024, (35,))
 
 
 def indexed(_: int) -> None:
-    index_rows.test_warpgroups_score_tiles_of_every_size([(900, 40)], 3)  # more rows than the ring has
+    index_rows.test_warpgroups_score_tiles_of_every_size(
+        EMULATED, [(900, 40)], 3
+    )  # more rows than the ring has
 
 
 MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
-    ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(384, PrepKind.PLAIN, seed)),
+    ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(of(seed), 384, PrepKind.PLAIN)),
     # keys and values of 16 bits, of bytes, and of fewer bits, in this order
     *(
         ("attend", "wait_oldest();", i, lambda seed, name=name: attended(name, seed))
@@ -79,15 +106,15 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     *(("attend_latent", "__syncthreads();", i, lambda seed: latently("ragged", seed)) for i in (0, 1, 2, 3, 5, 6, 7)),
     ("attend_latent", "if (BUFFERS == 1) __syncthreads();", 0, lambda seed: latently("q8_0", seed)),
     ("rope_latent", "__syncwarp();", 0, lambda seed: rope_latent.test_it_passes_the_ops_check("f16", (3, 128, 40, 24), seed > 0)),
-    ("heads", "copies_wait<0>();", 0, lambda seed: heads.test_products_are_the_references("Q5_K")),
-    ("heads", "__syncthreads();", 0, lambda seed: heads.test_products_are_the_references("Q5_K")),
+    ("heads", "copies_wait<0>();", 0, lambda seed: heads.test_products_are_the_references(of(seed), heads.spec_of("Q5_K"))),
+    ("heads", "__syncthreads();", 0, lambda seed: heads.test_products_are_the_references(of(seed), heads.spec_of("Q5_K"))),
     ("moe_route", "__syncthreads();", 4, lambda seed: route.test_of_groups_with_equal_sums_the_first_are_kept("groups of more than a warp")),
     ("moe_route", "__syncthreads();", 3, lambda seed: route.test_routes_are_the_references("groups of more than a warp")),
     ("short_conv", "__syncthreads();", 0, convolved),
-    ("best", "__syncthreads();", 0, best.test_tokens_and_values_are_the_references),
-    ("best", "__syncthreads();", 1, best.test_tokens_and_values_are_the_references),
-    ("best", "if (is_last) tickets[row] = 0;", 0, best.test_tokens_and_values_are_the_references),
-    ("norms", "__syncthreads();", 0, lambda seed: norms.test_rows_are_the_references(2048, False, seed)),
+    ("best", "__syncthreads();", 0, lambda seed: best.test_tokens_and_values_are_the_references(EMULATED, seed, best.FEW)),
+    ("best", "__syncthreads();", 1, lambda seed: best.test_tokens_and_values_are_the_references(EMULATED, seed, best.FEW)),
+    ("best", "if (is_last) tickets[row] = 0;", 0, lambda seed: best.test_tokens_and_values_are_the_references(EMULATED, seed, best.FEW)),
+    ("norms", "__syncthreads();", 0, lambda seed: norms.test_rows_are_the_references(of(seed), 2048, False)),
     ("attend_plain", "__syncthreads();", 0, lambda seed: attended("f32", seed)),
     ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied("linear", seed)),
     ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied("linear_sm90", seed)),
@@ -103,20 +130,20 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
             ("barrier_arrive(empty + at.slot * 8);", 0),
         )
     ),
-    ("gdn", "__syncthreads();", 0, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
-    ("gdn", "__syncthreads();", 1, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
+    ("gdn", "__syncthreads();", 0, rounds_of_gdn),
+    ("gdn", "__syncthreads();", 1, rounds_of_gdn),
     *(
-        ("gdn", text, which, lambda seed: gdn.test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone((1, 1), 2, seed))
+        ("gdn", text, which, rows_of_gdn)
         for text, which in (("__syncthreads();", 2), ("barrier_wait(barrier, j / 2 % 2);", 0), ("out.meet();", 0))
     ),
-    ("gdn_chunk", "copies_wait<1>();", 0, lambda seed: gdn.test_chunked_prompts_follow_the_reference((1, 2), (9, 0), seed)),
+    ("gdn_chunk", "copies_wait<1>();", 0, prompts_of_gdn),
     ("mamba2_chunk", "__syncthreads();", 0, prompted),
     *(("mamba2_chunk", "copies_wait<0>();", i, prompted) for i in range(4)),
     *(("mamba2_chunk", f"  meet_{who}();", i, prompted) for who in ("keepers", "makers") for i in (0, 1)),
-    ("linear_wgmma", "wgmma_wait<0>();", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
-    ("linear_wgmma", "barrier_wait(b.full + b.stage * 8, b.parity);", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
+    ("linear_wgmma", "wgmma_wait<0>();", 0, warpgroups),
+    ("linear_wgmma", "barrier_wait(b.full + b.stage * 8, b.parity);", 0, warpgroups),
     *(
-        ("linear_wgmma", text, which, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0))
+        ("linear_wgmma", text, which, warpgroups)
         for text, which in (
             ("barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);", 1),  # of rows
             ("barrier_wait(b.empty + b.stage * 8, b.parity ^ 1);", 0),

@@ -11,7 +11,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from harness import DEVICE, FIXTURES, Bench, near
+from harness import DEVICE, Bench
+from llama_cases import (
+    ATOL,
+    bench_of,
+    check_chained_steps,
+    check_chunks,
+    check_hidden,
+    check_mtp_rows,
+    check_ragged_slots,
+    check_refused_rows,
+    check_rounding,
+    check_verifies,
+    expected,
+)
 
 from pyspec.cuda import faults
 from pyspec.cuda.ops.norms.op import norms
@@ -19,13 +32,11 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain
 from pyspec.errors import OutOfBounds
 from pyspec.models.mtp_block import MtpBlock
-from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.drafts import DraftRequest
+from pyspec.slots.batch import Seq, SeqMode, lay_out
 
 WITH_MTP = ["nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
 MODELS = ["nemotron_dense", "nemotron_differ", *WITH_MTP]
 MODEL = "nemotron_latent"
-ATOL = 3e-4  # CPUs round products of few rows differently: 1.0e-4 has been seen
 
 
 @pytest.fixture(autouse=True)
@@ -36,14 +47,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(n)
 
 
-def expected(name: str = MODEL) -> dict[str, np.ndarray]:
-    return dict(np.load(FIXTURES / f"{name}.npz"))
-
-
-def bench_of(name: str = MODEL, **options: object) -> Bench:
-    return Bench(FIXTURES / f"{name}.gguf", **options)  # type: ignore[arg-type]
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
@@ -51,41 +54,23 @@ def bench_of(name: str = MODEL, **options: object) -> Bench:
 def test_prefill_in_any_chunks_gives_llama_cpp_logits(
     name: str, chunk: int, dense: torch.dtype | None
 ) -> None:
-    data = expected(name)
-    tokens, bench = data["tokens"].tolist(), bench_of(name, dense=dense)
-    got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
     # One choice at its 12th token turns, and the states remember
-    turned = 0.6 if name == "nemotron_latent_q8_0" else 0.1
-    assert near(got, torch.from_numpy(data["logits"]), dense, ATOL, turned)
+    check_chunks(name, chunk, dense, 0.6 if name == "nemotron_latent_q8_0" else 0.1)
 
 
 @pytest.mark.sampled(1, most=8)
 @pytest.mark.parametrize("width", range(1, 18))
 @pytest.mark.parametrize("name", ["nemotron_dense", "nemotron_latent"])
 def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:
-    data = expected(name)
-    tokens, bench = data["tokens"].tolist(), bench_of(name)
-    got = torch.cat(
-        [bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)]
-    )
-    assert (got - torch.from_numpy(data["logits"])).abs().max() < ATOL
+    check_verifies(name, width)
 
 
 def test_hidden_states_are_after_the_final_norm() -> None:
-    data, bench = expected(), bench_of()
-    out = bench.forward(bench.seq(0, data["tokens"].tolist()))
-    assert (out.hidden.cpu() - torch.from_numpy(data["hidden"])).abs().max() < ATOL
+    check_hidden(MODEL)
 
 
 def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
-    """llama.cpp rounds activations, which flips near ties of the router; we may not be farther from it than that."""
-    data = expected("nemotron_latent_q8_0")
-    exact, rounded = (
-        torch.from_numpy(data[k]).double().log_softmax(-1) for k in ("logits", "quantised_logits")
-    )
-    got = bench_of("nemotron_latent_q8_0").feed(0, data["tokens"].tolist()).double().log_softmax(-1)
-    ours, theirs = (float((rounded.exp() * (rounded - q)).sum(-1).mean()) for q in (got, exact))
-    assert ours < 1.1 * theirs + 1e-4
+    check_rounding("nemotron_latent_q8_0")
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
@@ -95,19 +80,11 @@ def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
     ("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w]
 )
 def test_s6_refused_rows_leave_no_trace(width: int, kept: int) -> None:
-    data, bench = expected(), bench_of()
-    tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
-    bench.feed(0, tokens[:20])
-    wrong = [(t + 7) % 300 for t in tokens[20 + kept : 20 + width]]
-    seq = bench.seq(0, tokens[20 : 20 + kept] + wrong, keep=False)
-    bench.forward(seq)
-    bench.commit(seq, kept)
-    for at in range(20 + kept, 25 + kept):
-        assert (bench.feed(0, [tokens[at]]) - want[at]).abs().max() < ATOL
+    check_refused_rows(MODEL, width, kept, 5)
 
 
 def test_s2_any_order_of_prompt_verify_full_accept_and_refusal_follows_the_plain_path() -> None:
-    data, bench, rng = expected(), bench_of(), np.random.default_rng(3)
+    data, bench, rng = expected(MODEL), bench_of(MODEL), np.random.default_rng(3)
     tokens, want, at = data["tokens"].tolist(), torch.from_numpy(data["logits"]), 0
     while at < 110:
         kind = rng.integers(5)
@@ -128,7 +105,7 @@ def test_s2_any_order_of_prompt_verify_full_accept_and_refusal_follows_the_plain
 
 def test_s1_a_verify_leaves_the_stored_state_where_it_was() -> None:
     """State and window stand at the committed length before the fold, whatever lies in records."""
-    data, bench = expected(), bench_of()
+    data, bench = expected(MODEL), bench_of(MODEL)
     bench.feed(0, data["tokens"][:30].tolist())
     layers = bench.memory.states.values()
     before = [(x.state.clone(), x.conv[:, :3].clone()) for x in layers]
@@ -153,7 +130,7 @@ def refused(bench: Bench, *seqs: Seq) -> tuple[OutOfBounds, slice]:
 
 @pytest.mark.parametrize("n_fold", [-1, 10, 2**31 - 1])
 def test_s3_a_wild_fold_count_names_its_slot_and_writes_nothing(n_fold: int) -> None:
-    data, bench = expected(), bench_of(n_slot=2, width=9)
+    data, bench = expected(MODEL), bench_of(MODEL, n_slot=2, width=9)
     bench.feed(1, data["tokens"][:8].tolist())
     bench.forward(bench.seq(1, data["tokens"][8:14].tolist(), keep=False))
     before = [t.clone() for layer in bench.memory.states.values() for t in layer.tensors()]
@@ -164,14 +141,14 @@ def test_s3_a_wild_fold_count_names_its_slot_and_writes_nothing(n_fold: int) -> 
 
 
 def test_s3_a_verify_wider_than_the_records_is_refused() -> None:
-    bench = bench_of(width=4)
+    bench = bench_of(MODEL, width=4)
     error, _ = refused(bench, bench.seq(0, [1] * 5, keep=False))
     assert error.slot == 0
 
 
 def test_s5_a_slot_given_up_in_a_verify_serves_the_next_as_if_new() -> None:
-    data = expected()
-    tokens, want, bench = data["tokens"].tolist(), torch.from_numpy(data["logits"]), bench_of()
+    data = expected(MODEL)
+    tokens, want, bench = data["tokens"].tolist(), torch.from_numpy(data["logits"]), bench_of(MODEL)
     bench.feed(0, [7] * 33)
     bench.forward(bench.seq(0, [9, 8, 7], keep=False))
     bench.table.slots[0].tokens.clear()
@@ -188,10 +165,8 @@ def test_s5_a_slot_given_up_in_a_verify_serves_the_next_as_if_new() -> None:
 
 
 def test_s7_ragged_slots_do_not_touch_each_other() -> None:
-    """Eight slots, five busy with widths from 1 to 9 in changing order. Idle slots, free pages, dead records are NaN."""
-    data = expected()
-    tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
-    bench, at = bench_of(n_slot=8), [0] * 5
+    """Idle slots, free pages, dead records are NaN."""
+    bench = bench_of(MODEL, n_slot=8)
     for pool in bench.memory.kv.values():
         pool.k.fill_(float("nan"))
         pool.v.fill_(float("nan"))
@@ -200,24 +175,19 @@ def test_s7_ragged_slots_do_not_touch_each_other() -> None:
             t.fill_(float("nan"))
         for t in layer.tensors():
             t[5:].fill_(float("nan"))
-    for rnd, order in enumerate(itertools.islice(itertools.permutations(range(5)), 0, 120, 13)):
-        seqs = [bench.seq(s, tokens[at[s] : at[s] + 1 + (2 * s + rnd) % 9], keep=s == 0) for s in order]
-        logits, row = bench.forward(*seqs).logits.cpu(), 0
-        for seq in seqs:
-            first = at[seq.slot]
-            assert (logits[row : row + seq.width] - want[first : first + seq.width]).abs().max() < ATOL
-            row += seq.width
-            kept = seq.width if seq.keep else 1 + rnd % seq.width
-            bench.commit(seq, kept)
-            at[seq.slot] += kept
+    check_ragged_slots(bench, MODEL)
     assert all(layer.state[5:].isnan().all() for layer in bench.memory.states.values()), (
         "an idle slot was written"
     )
 
 
 def test_s8_a_verify_beside_a_long_prompt_still_rolls_back() -> None:
-    data = expected()
-    tokens, want, bench = data["tokens"].tolist(), torch.from_numpy(data["logits"]), bench_of(n_slot=3)
+    data = expected(MODEL)
+    tokens, want, bench = (
+        data["tokens"].tolist(),
+        torch.from_numpy(data["logits"]),
+        bench_of(MODEL, n_slot=3),
+    )
     bench.feed(1, tokens[:10])
     verify = bench.seq(1, [*tokens[10:12], 5, 6, 7], keep=False)
     prompts = [bench.seq(0, tokens[:70]), bench.seq(2, tokens[:23])]
@@ -239,8 +209,12 @@ def test_s8_a_verify_beside_a_long_prompt_still_rolls_back() -> None:
 
 def test_a_checkpoint_taken_after_a_fold_serves_two_slots() -> None:
     """P2: the copy stands at exactly its tokens, and slots that go on from it do not change it."""
-    data = expected()
-    tokens, want, bench = data["tokens"].tolist(), torch.from_numpy(data["logits"]), bench_of(n_slot=3)
+    data = expected(MODEL)
+    tokens, want, bench = (
+        data["tokens"].tolist(),
+        torch.from_numpy(data["logits"]),
+        bench_of(MODEL, n_slot=3),
+    )
     bench.feed(0, tokens[:32])
     seq = bench.seq(0, [*tokens[32:35], 1, 2], keep=False)
     bench.forward(seq)
@@ -283,42 +257,12 @@ def mtp_of(name: str, *, layer_norm: bool = True) -> tuple[Bench, Chain]:
 
 @pytest.mark.parametrize("name", WITH_MTP)
 def test_mtp_rows_are_llama_cpps(name: str) -> None:
-    """The block alone: it is given llama.cpp's hidden states."""
-    data = expected(name)
-    bench, drafter = mtp_of(name)
-    hidden = torch.from_numpy(data["hidden"]).to(DEVICE)
-    before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
-    got = drafter.block.forward(
-        lay_out(bench.table, [Seq(0, 0, data["tokens"].tolist())], DEVICE), before
-    )
-    assert (got.cpu() - torch.from_numpy(data["mtp_hidden"])).abs().max() < ATOL
-    assert (drafter.block.head(got).cpu() - torch.from_numpy(data["mtp_logits"])).abs().max() < ATOL
+    check_mtp_rows(*mtp_of(name), name)
 
 
 @pytest.mark.parametrize("name", WITH_MTP)
 def test_chained_mtp_steps_are_llama_cpps(name: str) -> None:
-    """Behind the whole model, whose rounding the block adds its own to."""
-    data = expected(name)
-    tokens, chain = data["tokens"].tolist(), data["chain_tokens"].tolist()
-    bench, drafter = mtp_of(name)
-    slot = bench.table.slots[0]
-    drafter.begin(slot, None)
-    for i in range(0, len(tokens), 37):
-        seq = bench.seq(0, tokens[i : i + 37])
-        batch = lay_out(bench.table, [seq], DEVICE)
-        drafter.observe(batch, [seq.width], bench.target.forward(batch))
-        bench.commit(seq, seq.width)
-    states: list[torch.Tensor] = []
-    forward = drafter.block.forward
-
-    def watch(batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        out = forward(batch, hidden)
-        states.append(out[-1])
-        return out
-
-    drafter.block.forward = watch  # type: ignore[method-assign]
-    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0].tokens[:3] == chain[1:]
-    assert (torch.stack(states).cpu() - torch.from_numpy(data["chain_hidden"])).abs().max() < 5 * ATOL
+    check_chained_steps(*mtp_of(name), name)
 
 
 def test_without_a_word_the_block_ends_in_rmsnorm() -> None:

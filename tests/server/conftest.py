@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from server_client import App
 from server_fakes import FakeEngine
 from server_live import Live, wait_for
 
@@ -17,6 +18,11 @@ def engine() -> Iterator[FakeEngine]:
     fake = FakeEngine()
     yield fake
     fake.close()
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> App:
+    return App(create_app(engine, ServerSettings()))
 
 
 @pytest.fixture

@@ -50,6 +50,17 @@ class App:
         assert response.headers["content-type"].startswith("text/event-stream")
         return list(parse_events(response.content))
 
+    def named_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Events of a stream in which each has its type as its name."""
+        response = self.post(path, body | {"stream": True})
+        assert response.status_code == 200, response.text
+        found = []
+        for block in response.text.strip().split("\n\n"):
+            name, data = block.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
+        return found
+
 
 def parse_events(raw: bytes) -> Iterator[Any]:
     """Data of each event, fed a byte at a time as a slow wire would; JSON decoded, [DONE] as it is."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from server_fakes import FakeEngine
 
-from pyspec.server.http.serve import Server
+from pyspec.server.app import create_app
+from pyspec.server.http.serve import Server, bind, make_server
+from pyspec.server.settings import Limits, ServerSettings
+
+if TYPE_CHECKING:
+    from pyspec.engine.api import Engine
 
 
 @dataclass
@@ -33,3 +40,17 @@ def wait_for(claim: Callable[[], bool], timeout_s: float = 60.0) -> float:
         assert time.monotonic() - start < timeout_s, "it did not happen in time"
         time.sleep(0.005)
     return time.monotonic() - start
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    """The address of a server for a loaded engine, in a thread."""
+    settings = ServerSettings(port=0, limits=Limits(drain_s=0.2))
+    with bind(settings) as sock:
+        server = make_server(create_app(engine, settings), settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        wait_for(lambda: server.started)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -34,21 +33,8 @@ def client(serve: Callable[..., Live]) -> Iterator[anthropic.Anthropic]:
         yield found
 
 
-@pytest.fixture
-def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings()))
-
-
 def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Events of a stream; each has its type as its name."""
-    response = app.post("/v1/messages", body | {"stream": True})
-    assert response.status_code == 200, response.text
-    found = []
-    for block in response.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return app.named_events("/v1/messages", body)
 
 
 def test_models_are_listed_in_anthropics_form(client: anthropic.Anthropic, app: App) -> None:

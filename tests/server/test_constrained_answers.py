@@ -12,14 +12,11 @@ import jsonschema
 import openai
 import pytest
 from server_fakes import FakeEngine
-from server_live import Live, wait_for
+from server_live import Live, serving, wait_for
 
 from pyspec.engine.api import Engine
 from pyspec.errors import ConfigError, RequestError
 from pyspec.request import Grammar
-from pyspec.server.app import create_app
-from pyspec.server.http.serve import bind, make_server
-from pyspec.server.settings import Limits, ServerSettings
 
 PERSON = {
     "type": "object",
@@ -132,15 +129,8 @@ def loaded() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def url(loaded: Engine) -> Iterator[str]:
-    settings = ServerSettings(port=0, limits=Limits(drain_s=0.2))
-    with bind(settings) as sock:
-        server = make_server(create_app(loaded, settings), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        wait_for(lambda: server.started)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    with serving(loaded) as found:
+        yield found
 
 
 def test_a_schema_holds_over_http_streamed_or_whole(url: str) -> None:

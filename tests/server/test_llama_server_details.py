@@ -9,9 +9,6 @@ import pytest
 from server_client import App
 from server_fakes import FakeEngine
 
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
-
 BODY: dict[str, Any] = {"prompt": "x", "n_predict": 8}
 SETTINGS = """seed temperature dynatemp_range dynatemp_exponent top_k top_p min_p top_n_sigma xtc_probability xtc_threshold
 typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty dry_multiplier dry_base dry_allowed_length
@@ -19,11 +16,6 @@ dry_penalty_last_n dry_sequence_breakers mirostat mirostat_tau mirostat_eta adap
 n_predict n_keep n_discard ignore_eos stream logit_bias n_probs min_keep grammar grammar_lazy grammar_triggers
 preserved_tokens chat_format reasoning_format reasoning_in_content samplers speculative.types timings_per_token
 post_sampling_probs backend_sampling lora"""
-
-
-@pytest.fixture
-def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings()))
 
 
 @pytest.mark.parametrize(

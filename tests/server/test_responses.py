@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +13,7 @@ from server_live import Live
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.responses import to_chat
-from pyspec.server.app import create_app
-from pyspec.server.settings import Limits, ServerSettings
+from pyspec.server.settings import Limits
 from pyspec.text.left_out import NO_IMAGE
 
 LIMITS = Limits()
@@ -28,21 +26,8 @@ def client(serve: Callable[..., Live]) -> Iterator[openai.OpenAI]:
         yield found
 
 
-@pytest.fixture
-def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings()))
-
-
 def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Events of a stream; each has its type as its name."""
-    response = app.post("/v1/responses", body | {"stream": True})
-    assert response.status_code == 200, response.text
-    found = []
-    for block in response.text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
+    return app.named_events("/v1/responses", body)
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------

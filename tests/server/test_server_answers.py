@@ -10,15 +10,7 @@ import pytest
 from server_client import App
 from server_fakes import BOS, FakeEngine, Script
 
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
-
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@pytest.fixture
-def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings()))
 
 
 def chat_text(events: list[Any]) -> str:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
-from server_live import wait_for
+from server_live import serving, wait_for
 
 from pyspec.engine.api import Engine
-from pyspec.server.app import create_app
-from pyspec.server.http.serve import bind, make_server
-from pyspec.server.settings import Limits, ServerSettings
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -28,15 +24,8 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def url(engine: Engine) -> Iterator[str]:
-    settings = ServerSettings(port=0, limits=Limits(drain_s=0.2))
-    with bind(settings) as sock:
-        server = make_server(create_app(engine, settings), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        wait_for(lambda: server.started)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    with serving(engine) as found:
+        yield found
 
 
 def test_the_text_over_http_is_the_engines_own(engine: Engine, url: str) -> None:

@@ -8,14 +8,6 @@ import pytest
 from server_client import App
 from server_fakes import BOS, FakeEngine
 
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
-
-
-@pytest.fixture
-def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings()))
-
 
 def test_a_loglikelihood_request_of_lm_eval_gets_what_it_reads(app: App, engine: FakeEngine) -> None:
     """The body of its local-completions model, and the fields that it reads of each choice."""

@@ -24,11 +24,6 @@ from pyspec.server.settings import Limits, ServerSettings
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.fixture
-def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings()))
-
-
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error = response.json()["error"]

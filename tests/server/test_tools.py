@@ -53,11 +53,6 @@ def client(engine: FakeEngine, serve: Callable[..., Live]) -> Iterator[openai.Op
         yield found
 
 
-@pytest.fixture
-def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings()))
-
-
 def ask(app: App, status: int = 200, **body: Any) -> Any:
     response = app.post("/v1/chat/completions", {"messages": HELLO} | body)
     assert response.status_code == status, response.text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,6 +128,8 @@ FORMS: dict[str, Forms] = {
             "<arg_key>NAME</arg_key>\n<arg_value>", "<arg_key>NAME</arg_key><arg_value>", "<arg_key>NAME</arg_key>", "<arg_key>NAME</arg_key></arg_key><arg_value>",
             "<arg_key><arg_key>NAME</arg_key><arg_value>", "<arg_key>NAME<arg_value>", "<tool_call>NAME</arg_key><arg_value>", "NAME</arg_key><arg_value>",
             "<arg_key>NAME</arg_key><arg_value><arg_value>", "<arg_key>NAME</arg_value><arg_value>", "<arg_key>NAME</arg_key>\n<arg_key>", "<arg_value>NAME</arg_key><arg_value>",
+            "<arg_key>NAME: <arg_value>", "<arg_key>NAME</arg_key>: <arg_value>", "NAME=<arg_value>", "<arg_key>NAME:</arg_key><arg_value>",
+            "<arg_key>NAME</arg_key\n<arg_value>", "<arg_key>NAME/arg_key><arg_value>", "<arg_key>NAME</arg_key><arg_value", "<arg_key>NAME</arg_key>arg_value>",
         ),
         "value_end": (
             "</arg_value>\n", "</arg_value>", "</arg_value></arg_value>", "</arg_value\n", "</arg_key>", "\n",
@@ -519,6 +522,29 @@ def test_an_argument_that_is_nullable_in_openapis_words_may_be_null() -> None:
         assert '"null"' in source and "nullable" not in source
 
 
+@pytest.mark.parametrize(
+    "word", ["gap", "name", "word", "tail", "attributes", "sign", "number", "ahead", "over"]
+)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_tool_and_an_argument_may_have_any_word_as_a_name(name: str, word: str) -> None:
+    """Marks around names of no offered tool have to be exact, whatever the offered ones are called."""
+    markup = AnswerMarkup(calls=dialects.dialect(name), tools={word: _tool(**{word: "string"})})
+    rng = random.Random(59)
+    for i in range(24):
+        form = chosen(FORMS[name], rng, i % 3)
+        if not form["head"].startswith("<"):
+            form["open"] = FORMS[name]["open"][0]
+        if form["value_end"] == "\n" and not form["end"] + form["close"]:
+            form["close"] = FORMS[name]["close"][0]
+        inside = elements(form, (word, {word: "Bern"}))
+        end = "" if inside.endswith("\n") else "\n"
+        text = f"{form['open']}\n{inside}{end}{form['close']}"
+        assert read(markup, text, 5) == ([(word, {word: "Bern"})], ""), text
+        if form["head"].startswith("<"):
+            other = text.replace(f"={word}", "=other").replace(f'"{word}', '"other')
+            assert read(markup, f"Write {other}", 5)[0] in ([], [("other", {"other": "Bern"})]), other
+
+
 BERN, BERN_3 = {"place": "Bern"}, {"place": "Bern", "days": 3}
 XML = "<tool_call>\n<function=look>\n<parameter=place>\nBern\n</parameter>\n</function>\n</tool_call>"
 OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
@@ -532,6 +558,11 @@ OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
     ("minimax_m2", '<minimax:tool_call>\n<invoke  name="look">\n<param name="place">Bern</parameter>\n</invoke>\n</tool_call>', [("look", BERN)]),
     ("glm45", '<tool_call>look<arg_key>"place"</arg_key><arg_value>Bern</arg_value></tool_call>', [("look", BERN)]),
     ("glm45", "<tool_call>look<arg_key>place><arg_value>Bern<arg_value></tool_call>", [("look", BERN)]),
+    *(("glm45", f"<tool_call>look\n{key}Bern</arg_value>\n</tool_call>", [("look", BERN)]) for key in (
+        "<arg_key>place: <arg_value>", "<arg_key>place: ", "place: <arg_value>", "<arg_key>place</arg_key>: <arg_value>", "<arg_key>place</arg_key", "<arg_key>place =\n<arg_value>",
+    )),
+    ("glm45", "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>Bern</arg_value>\ndays: <arg_value>3</arg_value></tool_call>", [("look", BERN_3)]),
+    ("minimax_m2", '<minimax:tool_call>\n<invoke name="look">\n<parameter name="place"Bern</parameter>\n<parameter name="days"3</parameter>\n</invoke>\n</minimax:tool_call>', [("look", BERN_3)]),
     *(("hermes", f"<tool_call>\n{body}\n</tool_call>", [("look", BERN)]) for body in (
         '{"type": "function", "function": {"name": "look", "arguments": {"place": "Bern"}}}', '{"function": "look", "arguments": {"place": "Bern"}}',
         '{"name": "look", "place": "Bern"}', '{"name": "look", "input": {"place": "Bern"}}', '```json\n{"name": "look", "arguments": {"place": "Bern"}}\n```',
@@ -555,6 +586,44 @@ OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
 @pytest.mark.parametrize(("name", "text", "calls"), OTHERWISE)
 def test_calls_of_offered_tools_in_other_forms(name: str, text: str, calls: list[Call]) -> None:
     check(name, text, calls, "")
+
+
+MARK = re.compile(r"<[^<>]*>|\[TOOL_CALLS\]|\[ARGS\]|functools\[")
+LOST = {
+    "deepseek_v3": {DEEPSEEK[1], DEEPSEEK[2]},
+    "deepseek_v32": set(),
+    "firefunction_v2": {"functools["},
+    "functionary_v31": set(),
+    "gemma4": {"<|tool_call>"},
+    "glm45": {"<tool_call>"},
+    "granite": {"<|tool_call|>"},
+    "hermes": {"<tool_call>"},
+    "kimi_k2": {KIMI[1], KIMI[2]},
+    "lfm2": {"<|tool_call_start|>"},
+    "llama3_json": {"<|python_tag|>"},
+    "minimax_m2": set(),
+    "mistral": {"[TOOL_CALLS]"},
+    "mistral_args": {"[TOOL_CALLS]", "[ARGS]"},
+    "nemotron_v2": {"<TOOLCALL>"},
+    "qwen3_coder": set(),
+}
+"""Marks without which, or without whose last sign, a text is no call: docs/agents.md says so."""
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_mark_without_its_last_sign_is_read_or_nothing_is_a_call(name: str) -> None:
+    call: Call = ("look", {"place": "Bern by the river", "days": 3})
+    text, markup = written(name, call), AnswerMarkup(calls=dialects.dialect(name), tools=TOOLS)
+    lost = set()
+    for found in MARK.finditer(text):
+        cut = text[: found.end() - 1] + text[found.end() :]
+        one, whole = read(markup, cut, 1), read(markup, cut, len(cut))
+        assert one == whole, cut
+        if whole[0] == [call]:
+            continue
+        assert whole == ([], cut), f"{found.group()}: arguments are lost without a word"
+        lost.add(found.group())
+    assert lost == LOST[name]
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "kimi_k2", "mistral_args"])

@@ -93,6 +93,8 @@ class Controller:
             self._question()
         # rounds without drafts so far, and rounds until some slots try
         self.silent, self.try_in = 0, TRY_FIRST
+        # slots whose try is not judged yet; tries that were right, less those that were not; the next choice tries again, whole
+        self._tried_slots, self._n_right, self.again = set[int](), 0, False
         # round, slots and result of the last `_would_pay`
         self.reading, self._would = DraftReading(), (-RETHINK, 0, False)
         self.pays: bool | None = None  # this choice drafts to gain tokens; None: it says nothing of that
@@ -171,8 +173,9 @@ class Controller:
             own = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
             if rests and not (self.pays and own):
                 self.pays = self._would_pay(caps)
-            is_due = self.silent >= self.try_in and (
-                self.try_in < TRY_FREE or self._may_ask(self.verify_ms(len(caps)))
+            is_due = self.again or (
+                self.silent >= self.try_in
+                and (self.try_in < TRY_FREE or self._may_ask(self.verify_ms(len(caps))))
             )
             if is_due or (rests and self.reading.is_hopeful):
                 tried = self._tried(own_caps, picked) if self.n_own else self._tried_offer(caps, picked)
@@ -335,16 +338,26 @@ class Controller:
         return self.asks.debt < LIMIT * plain_ms
 
     def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
-        """Have some slots draft, others each time: texts or times may have changed. caps: the drafter's own, of all slots."""
+        """Have some slots draft, others each time: texts or times may have changed. caps: the drafter's own, of all slots.
+
+        The first try has few tokens. If they are right, then only times speak against drafts, maybe those of sizes that few tokens do not
+        time: the next try is at once, and whole.
+        """
         able = [i for i, (slot, cap) in enumerate(caps) if cap and slot not in self.unread]
         n_unread = sum(slot in self.unread for slot, _ in caps)
         tried, before = picked.copy(), self._costs(caps, picked)
+        again, self.again = self.again, False
+        most = 1 if self.chained else self.n_own if again else ASK_DRAFT
+        slots = set[int]()
         for k in range(min(len(able), -(-(len(able) + n_unread) // TRY_SLOTS))):
             i = able[(self.n_round + k) % len(able)]
-            tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
+            tried[i] = min(caps[i][1], most)
             self.offered.pop(caps[i][0], None)
+            slots.add(caps[i][0])
         self.asks.add(self._costs(caps, tried) - before, self.verify_ms(len(caps)))
-        self.try_in = min(2 * self.try_in, TRY_LAST) if able else self.try_in
+        if able and not again:
+            self.try_in = min(2 * self.try_in, TRY_LAST)
+            self._tried_slots, self._n_right = slots, 0
         return tried
 
     def _tried_offer(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
@@ -471,6 +484,10 @@ class Controller:
         lane, beyond = self.lanes[slot], self.certainty.judge(slot, n_draft, n_accepted)
         self.texts.add(slot, n_draft, n_accepted, beyond)
         if n_draft:
+            if slot in self._tried_slots:
+                self._tried_slots.discard(slot)
+                self._n_right += 1 if n_accepted == n_draft else -1
+                self.again = not self._tried_slots and self._n_right > 0
             self.reading.judge(slot, n_accepted)
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted

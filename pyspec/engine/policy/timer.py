@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,20 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
+def _agree(times: Sequence[float], slack: float) -> bool:
+    """Most of these times, ascending, are near the least."""
+    return times[len(times) // 2] <= AGREE * times[0] + slack
+
+
 class Timer:
     """Milliseconds by size: the least of the last samples, because a busy machine only adds time.
 
-    A size is trusted from its second sample on, and needs a new sample if it is not used for long. Costs between trusted sizes are
-    interpolated. Kernels have steps; the warm-up has timed every size of a graph. It may have done so on a busy machine, though: a size
-    that only it has timed counts no more than the straight line through sizes that were in use since. Without one (large models on a CPU), times beyond the trusted
-    sizes lie on a straight line: through the least of single samples there, or through the smallest and the largest trusted size. A constant
-    would make drafts look free until two drafts have had the same size.
+    A time rises only to samples that agree with each other: those of other work do not. A size is trusted from its second sample on, and
+    needs a new sample if it is not used for long. Costs between trusted sizes are interpolated. Kernels have steps; the warm-up has timed
+    every size of a graph. It may have done so on a busy machine, though: a size that only it has timed counts no more than the straight line
+    through sizes that were in use since. Without one (large models on a CPU), times beyond the trusted sizes lie on a straight line: through
+    the least of single samples there, or through the smallest and the largest trusted size. A constant would make drafts look free until
+    two drafts have had the same size.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
@@ -55,7 +61,14 @@ class Timer:
         size = self.bucket(size)
         if self.knows(size) and FELL * ms < min(self.samples[size]):
             self._distrust(size)
-        self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
+        samples = self.samples.setdefault(size, deque(maxlen=N_SAMPLE))
+        if len(samples) == N_SAMPLE:
+            newer = sorted([*samples, ms][1:])
+            if samples[0] < newer[0] and not _agree(newer, 0.0):
+                del samples[
+                    1
+                ]  # in place of the least, which stands until newer ones agree that it is longer
+        samples.append(ms)
         self.fresh.add(size)
         if self._was_warmed and size not in self.used:
             self.used.add(size)
@@ -78,7 +91,7 @@ class Timer:
     def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
         """Most samples of a size are near the least."""
         times = sorted(self.samples.get(self.bucket(size), ()))
-        return len(times) >= n and times[len(times) // 2] <= AGREE * times[0] + slack
+        return len(times) >= n and _agree(times, slack)
 
     def mark_unverified(self, slack: float) -> None:
         """End the warm-up: forget sizes with few samples or with samples that do not agree."""

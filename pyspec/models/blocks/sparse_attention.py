@@ -200,8 +200,8 @@ class SparseAttention(Plain):
         choice = self.index_spec(f.device, f.kv.k.dtype)
         if choice is not None and (one := self.indexer) is not None:
             heads = f.view(index_q, f".view(-1, {one.n_head}, {one.dim})", (one.n_head, one.dim))
-            index = heads, rest[2], freq, f.kept(INDEX[0]), f.batch
-            chosen = f.op("index_rows", choice, *index, shape=(one.top_k,))
+            keys = heads, rest[2], freq, f.kept(INDEX[0]), f.batch
+            chosen = f.op("index_rows", choice, *keys, shape=(one.top_k,))
         tail = f.read(key_tail, "attn_kv_a_norm.weight", rope=self.rope)
         given = kv, tail, f.kept(WINDOW), pool, chosen, f.vector(SINKS), f.batch
         spec = self.attend_spec(f.device, f.kv.k.dtype, f.eps)

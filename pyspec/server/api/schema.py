@@ -233,9 +233,8 @@ SAMPLING = {
     if rule.name not in OTHERWISE and (field := _field_of(rule.kind)) is not None
 }
 """The types of the others that are numbers or switches."""
-Sampling: Any = create_model(
-    "Sampling", __base__=Body, **{name: (field | None, None) for name, field in SAMPLING.items()}
-)
+_SAMPLING: dict[str, Any] = {name: (field | None, None) for name, field in SAMPLING.items()}
+Sampling: Any = create_model("Sampling", __base__=Body, **_SAMPLING)
 
 
 class Generate(Sampling):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Literal
 
 Step = tuple[str, ...]
-"""Alternative texts, "" for none, or one of the kinds below."""
+"""Alternative texts, "" for none, or one of the kinds below, whose words no name can be."""
 
 Lookahead = tuple[Step, ...]
 """Consecutive steps."""
@@ -21,18 +23,20 @@ class Names(tuple[str, ...]):
         return super().__new__(cls, sorted(names, key=len, reverse=True))  # type: ignore[call-overload]
 
 
-GAP: Step = ("gap",)  # spaces and line ends, or nothing
-NAME: Step = ("name",)  # any name, which is wanted
-WORD: Step = ("word",)  # letters and digits
+GAP: Step = ("\0gap",)  # spaces and line ends, or nothing
+NAME: Step = ("\0name",)  # any name, which is wanted
+WORD: Step = ("\0word",)  # letters and digits
 # the rest of an end mark in any form: ">", "/>", "=name>", or up to the line's end
-TAIL: Step = ("tail",)
-ATTRIBUTES: Step = ("attributes",)  # the rest of a tag behind its name: ' string="true">'
-SIGN: Step = ("sign",)  # between a tag's word and a name: "=", " name=" and the like
-NUMBER: Step = ("number",)  # a number behind a name, or nothing
-AHEAD: Step = ("ahead",)  # what is behind it is seen, but not taken
-OVER: Step = ("over",)  # the answer's end
+TAIL: Step = ("\0tail",)
+ATTRIBUTES: Step = ("\0attributes",)  # the rest of a tag behind its name: ' string="true">'
+SIGN: Step = ("\0sign",)  # between a tag's word and a name: "=", " name=" and the like
+NUMBER: Step = ("\0number",)  # a number behind a name, or nothing
+AHEAD: Step = ("\0ahead",)  # what is behind it is seen, but not taken
+OVER: Step = ("\0over",)  # the answer's end
 
-_KINDS: dict[Step, tuple[re.Pattern[str], re.Pattern[str], int]] = {
+_Kind = tuple[re.Pattern[str], re.Pattern[str], int]
+_Places = dict[int, tuple[int, str, str]]  # by each place that is reached: what is found up to it
+_KINDS: dict[Step, _Kind] = {
     GAP: (re.compile(r"[ \t\r\n]*"), re.compile(r"\s*"), 64),
     NAME: (re.compile(r"[^<>\s\"'`=\\{}()|\[\]]*"), re.compile(r".+"), 128),
     WORD: (re.compile(r"[\w.-]*"), re.compile(r".+"), 64),
@@ -51,6 +55,7 @@ _KINDS: dict[Step, tuple[re.Pattern[str], re.Pattern[str], int]] = {
 }
 """The characters of which a kind may consist, the part of them that it is, and how many there are at most."""
 _KEPT, _end = (ATTRIBUTES, NUMBER), itemgetter(0)
+_FEW = 1024  # characters of texts that are worth a pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,44 +67,106 @@ class Found:
     attributes: str = ""
 
 
-def matches(
-    text: str, at: int, lookahead: Lookahead, *, is_over: bool, cut_fits: bool
-) -> Found | Literal[False] | None:
-    """Whether `lookahead` matches at `at`. None if that depends on text still to come."""
-    places, is_ahead = {at: (at, "", "")}, False  # what is found up to each place
-    for step in lookahead:
-        if step is AHEAD:
-            is_ahead = True
-            continue
-        waits, reached = None, dict[int, tuple[int, str, str]]()
-        kind = _KINDS.get(step) if len(step) == 1 else None
-        is_name = step is NAME or isinstance(step, Names)
-        for place, found in places.items():
-            ends: list[int | None]
-            if step is OVER:
-                ends = [] if place < len(text) else [place] if is_over else [None]
-            elif kind:
-                ends = _ends(text, place, step, kind, is_over)
+class Ahead:
+    """Look-aheads, of which the first that matches counts. Beginnings that they share are matched once."""
+
+    def __init__(self, lookaheads: Iterable[Lookahead]) -> None:
+        nodes: dict[tuple[int, bool, Step], int] = {}
+        self._nodes: list[_Node] = []
+        self._paths: list[list[int]] = []
+        for each in lookaheads:
+            at, is_ahead, path = -1, False, []
+            for step in each:
+                is_ahead = is_ahead or step is AHEAD
+                is_name = step is NAME or isinstance(step, Names)
+                at = nodes.setdefault((at, is_name, step), len(nodes))
+                if at == len(self._nodes):
+                    self._nodes.append(_node(step, is_ahead, is_name))
+                if step is not AHEAD:
+                    path.append(at)
+            self._paths.append(path)
+
+    def find(
+        self, text: str, at: int, *, is_over: bool, cut_fits: bool
+    ) -> Found | Literal[False] | None:
+        """The first that matches at `at`; False if none does. None if that depends on text still to come.
+
+        is_over   no text is to come
+        cut_fits  the text may end inside one, then
+        """
+        start: _Places = {at: (at, "", "")}
+        n = len(text)
+        reached: list[_Places | None] = [None] * len(self._nodes)
+        for path in self._paths:
+            places = start
+            for node in path:
+                found = reached[node]
+                if found is None:
+                    step = self._nodes[node]
+                    if step.texts and len(places) == 1:
+                        (place,) = places
+                        if n - place >= step.longest and not step.texts.match(text, place):
+                            reached[node] = {}
+                            break
+                    found, waits = _reach(text, places, step, is_over)
+                    if waits and not is_over:
+                        return None
+                    if waits and cut_fits:
+                        return Found(*waits)
+                    reached[node] = found
+                if not found:
+                    break
+                places = found
             else:
-                ends = _ends_of_texts(text, place, step)
-            for end in ends:
-                if end is None:
-                    waits = waits or found
-                elif end not in reached:
-                    _, name, attributes = found
-                    if is_name and not is_ahead:
-                        name = text[place:end]
-                    elif kind and not is_ahead and step in _KEPT:
-                        attributes = text[place:end]
-                    reached[end] = found if is_ahead else (end, name, attributes)
-        if waits and not is_over:
-            return None
-        if waits and cut_fits:
-            return Found(*waits)  # the answer ends inside the look-ahead
-        if not reached:
-            return False
-        places = reached
-    return Found(*max(places.values(), key=_end))
+                return Found(*max(places.values(), key=_end))
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A step. texts: a pattern of its texts, the longest of which has `longest` characters; None if one is empty, or there are many."""
+
+    step: Step
+    kind: _Kind | None
+    texts: re.Pattern[str] | None
+    longest: int
+    is_ahead: bool
+    is_name: bool
+
+
+@lru_cache(maxsize=1024)
+def _node(step: Step, is_ahead: bool, is_name: bool) -> _Node:
+    kind, longest = _KINDS.get(step) if len(step) == 1 else None, max(map(len, step), default=0)
+    is_few = not kind and step is not OVER and all(step) and len(step) * longest < _FEW
+    texts = re.compile("|".join(map(re.escape, step))) if is_few and step else None
+    return _Node(step, kind, texts, longest, is_ahead, is_name)
+
+
+def _reach(
+    text: str, places: _Places, node: _Node, is_over: bool
+) -> tuple[_Places, tuple[int, str, str] | None]:
+    """The places behind a step, and what is found before it where that depends on text still to come."""
+    step, kind, n = node.step, node.kind, len(text)
+    waits, reached = None, dict[int, tuple[int, str, str]]()
+    for place, found in places.items():
+        ends: list[int | None]
+        if step is OVER:
+            ends = [] if place < n else [place] if is_over else [None]
+        elif kind:
+            ends = _ends(text, place, step, kind, is_over)
+        else:
+            ends = _ends_of_texts(text, place, step)
+        for end in ends:
+            if end is None:
+                waits = waits or found
+            elif end not in reached:
+                _, name, attributes = found
+                if node.is_name and not node.is_ahead:
+                    name = text[place:end]
+                elif kind and not node.is_ahead and step in _KEPT:
+                    attributes = text[place:end]
+                reached[end] = found if node.is_ahead else (end, name, attributes)
+    return reached, waits
 
 
 def _ends_of_texts(text: str, at: int, step: Step) -> list[int | None]:
@@ -116,9 +183,7 @@ def _ends_of_texts(text: str, at: int, step: Step) -> list[int | None]:
     return [*ends, None] if is_cut else ends
 
 
-def _ends(
-    text: str, at: int, step: Step, kind: tuple[re.Pattern[str], re.Pattern[str], int], is_over: bool
-) -> list[int | None]:
+def _ends(text: str, at: int, step: Step, kind: _Kind, is_over: bool) -> list[int | None]:
     """The same of one of the kinds."""
     characters, pattern, most = kind
     run = characters.match(text, at)

@@ -26,6 +26,7 @@ from pyspec.text.markup.ahead import (
     OVER,
     SIGN,
     TAIL,
+    Ahead,
     Found,
     Lookahead,
     Names,
@@ -125,7 +126,10 @@ class Elements:
     ) -> Steps[str | None]:
         if not opened and not self._has_tags:
             return None
-        found = yield from reader.take(*self._begins(reader, tools, is_open=is_open))
+        key = (self.call_marks, is_open, reader.is_line)
+        found = yield from reader.take(
+            reader.known(key, lambda: self._begins(reader, tools, is_open=is_open))
+        )
         if not found:
             return None
         reader.begin_call(name := offered(found.name, tools))
@@ -206,14 +210,16 @@ class Elements:
         if reader.is_constrained:
             forms = known[:1]
         elif self._has_tags:
-            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1])
+            begins, sign, _, names, _ = known[-1]
+            quoted: Lookahead = (begins, sign, ('"', "'"), names, ('"', "'"), AHEAD, NAME)
+            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1], quoted)
         else:
             forms = known
         found = yield from reader.take(*forms)
         if not found and (yield from reader.take_mark(begin)):  # an unknown name
             ends = [mark for mark in (self.text, self.json, end) if mark]
-            name, mark = yield from reader.take_name((), *ends, most=NAME_CHARS)
-            if not mark:
+            name, mark = yield from reader.take_until("\n", *ends, most=NAME_CHARS)
+            if mark in ("", "\n"):
                 return None
             found = Found(0, name, mark)
             if value:
@@ -242,18 +248,24 @@ class Elements:
         value, depth, n_own = _Value(emit), 0, 0
         own = (f"<{name}", f"</{name}>")
         marks = self._marks(own)
-        closing: Lookahead = ((self.end,), GAP, self.close) if self.end else (self.close,)
+        forms: dict[tuple[bool, ...], Ahead] = {}
         while mark := (yield from reader.find(marks, value)):
             text = mark.lstrip("\n")
             lead: Lookahead = () if text == mark else (("\n",),)
-            if depth:  # behind the text of a whole call only the answer's end confirms it
-                ends = [(self.value_ends, TAIL, AHEAD, GAP, *closing, GAP, OVER)]
-            else:
-                is_line = bool(lead) or value.last == "\n"
-                is_word = value.last.isalnum() or value.last in CLOSING
-                by_name = () if n_own else own[1:]
-                ends = self._value_forms(tools, expected, by_name, is_line=is_line, is_word=is_word)
-            if (yield from reader.take(*((*lead, *end) for end in ends), cut_fits=True)):
+            is_line = bool(lead) or value.last == "\n"
+            is_word = value.last.isalnum() or value.last in CLOSING
+            key = (bool(lead), bool(depth), is_line, is_word, not n_own)
+            if key not in forms:
+                # behind the text of a whole call only the answer's end confirms it
+                ends = (
+                    [(self.value_ends, TAIL, AHEAD, GAP, *self._closing, GAP, OVER)]
+                    if depth
+                    else self._value_forms(
+                        tools, expected, () if n_own else own[1:], is_line=is_line, is_word=is_word
+                    )
+                )
+                forms[key] = Ahead((*lead, *end) for end in ends)
+            if (yield from reader.take(forms[key], cut_fits=True)):
                 return True
             if depth and text in self.close_ends:
                 depth -= 1
@@ -263,6 +275,10 @@ class Elements:
                 n_own = max(n_own + (1 if text == own[0] else -1), 0)
             value((yield from reader.take_mark(mark)))
         return False
+
+    @property
+    def _closing(self) -> Lookahead:
+        return ((self.end,), GAP, self.close) if self.end else (self.close,)
 
     @property
     def _any_call(self) -> Lookahead:
@@ -432,24 +448,32 @@ DSML = Elements(
 )
 
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+KEYS: Step = (KEY, KEY[:-1], KEY[1:])  # a bracket may be missing
+KEY_ENDS: Step = (END_KEY, END_KEY[:-1], END_KEY[1:])
+VALUES: Step = (VALUE, VALUE[:-1], VALUE[1:])
 
 
 def pairs(names: Step) -> tuple[Lookahead, ...]:
-    """A name and the mark of its value: as they should be, with other marks, and without the first one."""
-    exact = ((KEY,), names, (END_KEY,), GAP, (VALUE,))
-    marks = (
-        QUOTE,
-        names,
-        QUOTE,
+    """A name and the mark of its value: as they should be, with other marks, with a sign of JSON or Python between them, and without
+    the first one."""
+    exact: Lookahead = ((KEY,), names, (END_KEY,), GAP, (VALUE,))
+    begin: Lookahead = ((*KEYS, "<tool_call>", VALUE), GAP, (KEY, ""), GAP)
+    name: Lookahead = (QUOTE, names, QUOTE, GAP)
+    sign: Lookahead = (("", ":", "="), GAP)
+    marks: Lookahead = (
+        (*KEY_ENDS, END_VALUE, *VALUES, KEY, ">"),
         GAP,
-        (END_KEY, END_VALUE, VALUE, KEY, ">"),
+        (*KEY_ENDS, ""),
         GAP,
-        (END_KEY, ""),
-        GAP,
-        (VALUE, KEY, ""),
+        (*VALUES, KEY, ""),
     )
-    no_key = (names, GAP, (END_KEY, VALUE), GAP, (END_KEY, ""), GAP, (VALUE, ""))
-    return exact, ((KEY, "<tool_call>", VALUE), GAP, (KEY, ""), GAP, *marks), no_key
+    return (
+        exact,
+        (*begin, *name, (*KEY_ENDS, ""), GAP, *sign, VALUES),
+        (*begin, *name, *sign, *marks),
+        ((KEY,), GAP, *name, (":", "="), GAP),
+        (names, GAP, *sign, (*KEY_ENDS, VALUE), GAP, (*KEY_ENDS, ""), GAP, *sign, (VALUE, "")),
+    )
 
 
 GLM = Elements(

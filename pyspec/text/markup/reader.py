@@ -15,14 +15,14 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pyspec.text.markup.ahead import Found, Lookahead, matches
+from pyspec.text.markup.ahead import Ahead, Found, Lookahead
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
+"""A machine, or a step of one: it yields while it waits and returns its result."""
 Emit = Callable[[str], None]
 """Takes text as it is read."""
-"""A machine, or a step of one: it yields while it waits and returns its result."""
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
@@ -40,6 +40,7 @@ class AnswerReader:
     marks  in an answer of calls only: a mark cut off by the token limit is not content
     is_constrained  a grammar wrote the calls: marks are exact, and a value ends only where the grammar ended it
     is_line  the mark at hand begins a line
+    n_calls  the number of calls so far
     ids     of the calls so far, as far as the model wrote them
     ends    marks behind which JSON does not go on, whatever brackets are open
     stray  a redundant mark: the end of reasoning, behind a call that ended it already; or the end of a marked answer
@@ -54,8 +55,9 @@ class AnswerReader:
         self.stray = ""
         self.ends: tuple[str, ...] = ()
         self.room = NO_LIMIT
+        self._known: dict[object, Ahead] = {}
         self.parts: list[Part] = []
-        self._n_calls = 0
+        self.n_calls = 0
         self.ids = set[str]()
         self._new_id = new_id or _new_id
 
@@ -129,22 +131,27 @@ class AnswerReader:
                 return ""
             yield
 
-    def sees(self, *lookaheads: Lookahead, cut_fits: bool = False) -> Steps[Found | None]:
+    def sees(self, *lookaheads: Lookahead | Ahead, cut_fits: bool = False) -> Steps[Found | None]:
         """The first of these that follows; nothing is consumed. cut_fits: the answer may end inside it."""
-        for each in lookaheads:
-            while True:
-                found = matches(self._text, self._at, each, is_over=self.is_over, cut_fits=cut_fits)
-                if found is not None:
-                    break
-                yield
-            if found:
-                return found
-        return None
+        only = lookaheads[0] if lookaheads else ()
+        ahead = only if isinstance(only, Ahead) else Ahead(lookaheads)  # type: ignore[arg-type]
+        while True:
+            found = ahead.find(self._text, self._at, is_over=self.is_over, cut_fits=cut_fits)
+            if found is not None:
+                return found or None
+            yield
 
-    def take(self, *lookaheads: Lookahead, cut_fits: bool = False) -> Steps[Found | None]:
+    def take(self, *lookaheads: Lookahead | Ahead, cut_fits: bool = False) -> Steps[Found | None]:
         """Take the first of these that follows."""
         if found := (yield from self.sees(*lookaheads, cut_fits=cut_fits)):
             self._at = found.end
+        return found
+
+    def known(self, key: object, lookaheads: Callable[[], Iterable[Lookahead]]) -> Ahead:
+        """Look-aheads that an answer needs again and again. key: of those that are the same."""
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Ahead(lookaheads())
         return found
 
     def take_mark(self, *marks: str) -> Steps[str]:
@@ -164,25 +171,6 @@ class AnswerReader:
         found = yield from self.until(marks, emit)
         self._at -= len(found)
         return found
-
-    def take_name(self, names: Iterable[str], *ends: str, most: int) -> Steps[tuple[str, str]]:
-        """Take a name and the mark behind it: the longest of `names` that matches, else text up to a mark.
-
-        "" for the mark if there is none within `most` characters, or the line ends before it.
-        """
-        known = {name + end: (name, end) for name in names for end in ends}
-        while True:
-            ahead = self._text[self._at : self._at + 1024]
-            if not self.is_over and any(full != ahead and full.startswith(ahead) for full in known):
-                yield
-                continue
-            fits = [full for full in known if self._text.startswith(full, self._at)]
-            if fits:
-                self._at += len(longest := max(fits, key=len))
-                return known[longest]
-            break
-        name, found = yield from self.take_until("\n", *ends, most=most)
-        return (name, found) if found != "\n" else (name + found, "")
 
     def until(self, marks: tuple[str, ...], emit: Emit, most: int = NO_LIMIT) -> Steps[str]:
         """Pass on text up to the first of the marks, which is consumed and returned.
@@ -212,11 +200,6 @@ class AnswerReader:
         """True if all text so far is consumed."""
         return self._at >= len(self._text)
 
-    @property
-    def n_calls(self) -> int:
-        """The number of calls so far."""
-        return self._n_calls
-
     # -- parts out -----------------------------------------------------------------------------------------------
 
     def content(self, text: str) -> None:
@@ -233,13 +216,13 @@ class AnswerReader:
     def begin_call(self, name: str, id_: str = "") -> None:
         """id_: the model's id, if it wrote one."""
         self.ids.add(id_)
-        self.parts.append(CallBegin(self._n_calls, id_ or self._new_id(), name))
-        self._n_calls += 1
+        self.parts.append(CallBegin(self.n_calls, id_ or self._new_id(), name))
+        self.n_calls += 1
 
     def arguments(self, text: str) -> None:
         """A piece of the arguments of the last call."""
         if text:
-            self.parts.append(CallArguments(self._n_calls - 1, text))
+            self.parts.append(CallArguments(self.n_calls - 1, text))
 
 
 class Trimmed:

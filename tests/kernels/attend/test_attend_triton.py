@@ -7,15 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
+from attend_checks import (
+    check_company,
+    check_graph,
+    check_rows,
+    check_rows_without_keys,
+    check_wild_page,
+    run,
+)
+from machines import CPU, INTERPRETED
 from sampling import few
 
-from pyspec.cuda import faults
-from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.cases import CASES, MIXED, Case, Made, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import CASES, MIXED, Case, make, spec_of
 from pyspec.cuda.ops.attend.shared import Workspace
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -32,48 +38,26 @@ def small(case: Case) -> Case:
     )
 
 
-def run(case: Case, made: Made, q: torch.Tensor | None = None, batch: object = None) -> torch.Tensor:
-    attend = attend_triton.bind(spec_of(case, CPU))
-    return attend(made.q if q is None else q, made.pool, batch or made.batch, case.window, made.sinks)
-
-
-def compare(case: Case) -> None:
-    made = make(case, CPU)
-    n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case, CPU))(
-        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
-    )
-    out = run(case, made)
-    assert worst(out[:n], want) < case.tolerance
-    assert not out[n:].any()
-    assert faults.record(CPU).tolist() == [0] * 5
-
-
 def test_a_row_and_a_first_token_are_the_references() -> None:
-    compare(Case(4, 2, 64, torch.float16, [(37, 1), (0, 3)], pad=(2, 1), sinks=True))
+    case = Case(4, 2, 64, torch.float16, [(37, 1), (0, 3)], pad=(2, 1), sinks=True)
+    check_rows(INTERPRETED, attend_triton.bind, case)
 
 
 @pytest.mark.parametrize("name", MIXED)
 def test_keys_and_values_may_have_different_types(name: str) -> None:
-    compare(MIXED[name])
+    check_rows(INTERPRETED, attend_triton.bind, MIXED[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -> None:
-    compare(small(CASES[name]))
+    check_rows(INTERPRETED, attend_triton.bind, small(CASES[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one head a group", "q8_0 odd size", "sinks", "drafter block"])
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
-    case = small(CASES[name])
-    made = make(case, CPU, seed=1)
-    out = run(case, made)
-    for i, (_, width) in enumerate(case.seqs):
-        start = made.plain.starts[i]
-        assert torch.equal(out[start : start + width], run(case, made, *only(made, i))), i
-        assert torch.equal(out[start + width - 1], run(case, made, *only(made, i, width - 1, 1))[0]), i
+    check_company(INTERPRETED, attend_triton.bind, small(CASES[name]))
 
 
 @pytest.mark.parametrize("n_once", few([1, 2], 1))
@@ -85,7 +69,7 @@ def test_some_tiles_at_a_time_are_all_of_them_to_the_bit(
     case = Case(12, 2, 64, torch.float16, [(300, 5), (0, 3), (40, 2)], pad=(3, 1), sinks=True)
     made = make(case, CPU)
     batch = replace(made.batch, bucket=bucket and len(made.q))
-    whole = run(case, made, None, batch)
+    whole = run(attend_triton.bind(spec_of(case, CPU)), case, made, None, batch)
     monkeypatch.setattr(attend_triton, "workspace", Workspace)
     n_split = attend_triton.n_splits(
         batch.page_table.shape[1] * batch.page_size if bucket else max(batch.max_hi)
@@ -111,39 +95,15 @@ def test_some_tiles_at_a_time_are_all_of_them_to_the_bit(
 @pytest.mark.slow
 def test_a_replay_serves_batches_of_other_lengths_in_the_same_grid() -> None:
     case = Case(4, 2, 64, torch.float16, [(600, 4), (400, 4)])
-    made = make(case, CPU)
-    for shift in (0, -1, -399):
-        hi, positions = made.batch.hi + shift, made.batch.positions + shift
-        out = run(case, made, None, replace(made.batch, hi=hi, positions=positions, bucket=8))
-        now = replace(made.plain, hi=hi, positions=positions)
-        want = attend_ref.bind(spec_of(case, CPU))(made.q.double(), made.pool, now, 0)
-        assert worst(out, want) < case.tolerance, shift
+    check_graph(INTERPRETED, attend_triton.bind, case, (0, -1, -399), bucket=8)
 
 
 @pytest.mark.parametrize("page", [1 << 33, -5, 1000])
 def test_a_page_out_of_the_pool_is_reported_and_harms_no_other_sequence(page: int) -> None:
     case = Case(2, 1, 64, torch.float16, [(37, 1), (40, 1)])
-    made = make(case, CPU)
-    out, table = run(case, made), made.batch.page_table.clone()
-    table[1, 2] = page
-    bad = run(case, made, None, replace(made.batch, page_table=table))
-    fault = faults.record(CPU)
-    tripped = fault.tolist()
-    fault.zero_()
-    assert tripped == [
-        1,
-        attend_triton.OP_ID,
-        1,
-        page if page == 1000 else -1,
-        made.pool.k.shape[0] // 16,
-    ]
-    assert torch.equal(bad[:1], out[:1]) and bool(torch.isfinite(bad[1]).any())
+    check_wild_page(INTERPRETED, attend_triton.bind, attend_triton.OP_ID, case, 1, 2, page)
 
 
 def test_rows_without_keys_come_out_as_zeros() -> None:
     case = Case(2, 1, 64, torch.float16, [(30, 3)])
-    made = make(case, CPU)
-    hi = made.batch.hi.clone()
-    hi[1] = 0
-    out = run(case, made, None, replace(made.batch, hi=hi))
-    assert not out[1].any() and bool(torch.isfinite(out).all()) and out[0].any()
+    check_rows_without_keys(INTERPRETED, attend_triton.bind, case, 1)

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
+from attend_checks import check_company, check_rows, check_wild_page
+from machines import CPU, INTERPRETED
 from sampling import few
 
-from pyspec.cuda import faults
 from pyspec.cuda.ops.attend import latent_triton
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.cases import Case, Made, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import Case, spec_of
 from pyspec.cuda.ops.attend.op import attend, check
 from pyspec.slots.kv_types import Q4_0
 
-CPU = torch.device("cpu")
 F8 = torch.float8_e4m3fn
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CASES = {
@@ -41,50 +41,24 @@ CASES = {
 }
 
 
-def run(case: Case, made: Made, q: torch.Tensor | None = None, batch: object = None) -> torch.Tensor:
-    launch = attend_triton.bind(spec_of(case, CPU))
-    return launch(made.q if q is None else q, made.pool, batch or made.batch, case.window)
-
-
 @pytest.mark.parametrize(
     "name", few(CASES, "ragged", "odd size", "q8_0", "values in both pieces", "f32")
 )
 def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -> None:
-    case = CASES[name]
-    made, n = make(case, CPU), sum(width for _, width in case.seqs)
-    want = attend_ref.bind(spec_of(case, CPU))(made.q[:n].double(), made.pool, made.plain, case.window)
-    assert attend_triton.limits(spec_of(case, CPU)) is None or not attend_triton.tri.interprets()
-    out = run(case, made)
-    assert out.shape[1:] == (case.n_head, case.n_value)
-    assert worst(out[:n], want) < case.tolerance
-    assert not out[n:].any()
-    assert faults.record(CPU).tolist() == [0] * 5
+    assert attend_triton.limits(spec_of(CASES[name], CPU)) is None or not attend_triton.tri.interprets()
+    check_rows(INTERPRETED, attend_triton.bind, CASES[name])
 
 
 @pytest.mark.parametrize(
     "name", few(["ragged", "more heads than columns", "small window", "q8_0"], "ragged")
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
-    case = CASES[name]
-    made = make(case, CPU, seed=1)
-    out = run(case, made)
-    for i, (_, width) in enumerate(case.seqs):
-        start = made.plain.starts[i]
-        assert torch.equal(out[start : start + width], run(case, made, *only(made, i))), i
-        assert torch.equal(out[start + width - 1], run(case, made, *only(made, i, width - 1, 1))[0]), i
+    check_company(INTERPRETED, attend_triton.bind, CASES[name])
 
 
 def test_a_wild_page_is_reported_and_other_sequences_are_right() -> None:
     case = Case(3, 1, 64, torch.float16, [(40, 2), (33, 3)], 16, spare=0, n_value=48)
-    made = make(case, CPU)
-    table = made.batch.page_table.clone()
-    table[0, 1] = 99
-    want = run(case, made)
-    got = run(case, made, None, replace(made.batch, page_table=table))
-    fault = faults.record(CPU)
-    assert fault.tolist() == [1, attend_triton.OP_ID, 0, 99, made.pool.n_row // 16]
-    fault.zero_()
-    assert torch.equal(got[2:], want[2:]) and not got.isnan().any()
+    check_wild_page(INTERPRETED, attend_triton.bind, attend_triton.OP_ID, case, 0, 1, 99)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import torch
 from emulated.gpu import CPU
 from emulated.machine import needs_compiler
 from emulated.ways import WAYS, machine_of
+from machines import off
 from torch import Tensor
 
 from pyspec.cuda import streamed
@@ -59,10 +60,6 @@ def product(
     launch(x, packed, out, residual)
     assert not launch.tickets.any(), "tickets are left over"
     return out
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.sampled(most=2)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from machines import off
 from torch import Tensor
 
 from pyspec.cuda.ops.linear import cuda as linear_cuda
@@ -34,10 +35,6 @@ def product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None
     torch.cuda.synchronize()
     assert guarded[[0, -1]].isnan().all(), "wrote outside its rows"
     return guarded[1:-1].clone()
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("type", CHUNKS)

@@ -12,6 +12,7 @@ import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 from emulated.ways import WAYS, machine_of
+from machines import off
 from sampling import few
 from torch import Tensor
 
@@ -44,10 +45,6 @@ TYPES = few(CHUNKS, *(GGMLType[name] for name in ("Q8_0", "Q4_0", "Q4_K", "Q6_K"
 def _only_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of linear_wgmma's builds: the others take the same weights."""
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def matrix(spec: LinearSpec) -> Packed:

