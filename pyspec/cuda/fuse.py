@@ -1,29 +1,36 @@
-"""Kernels that work for their neighbours: a launch may write the next product's rows, or fetch its weights ahead. Models ask here only.
+"""Kernels that work for their neighbours: a launch may write the next product's rows, or fetch its weights ahead. Programs ask here when
+they are bound (`forward/rewrite.py`).
 
-A launch that an op binds keeps the op's contract. More abilities are optional; each is a protocol below (`Fetches`,
-`Prepares`, `Folds`, `ReadsInto`, `SumsShares`, `WritesRows`, `Readies`, `LeavesRest`, `TakesSome`, `GivesShares`, `KeysBeside`,
-`JoinsBeside`, `AddsInto`, `RunsBeside`), and a launch has it if it has the protocol's names. The torch reference has none of them and runs in
-the same models. A product that ranks sum (`Summed`) is asked for this rank's own part, which reads the rows. Sums behind it may prepare the
-rows of the next product (`link`).
+A launch that an op binds keeps the op's contract. It may be able to do more, and is, if it has these names. The torch reference has none
+of them and runs in the same models.
+
+    fetches                calls take `after`: packed weights of the next product, which are on their way to L2 meanwhile
+    folder                 makes a call that folds a slot's records without rows, to the bits of the launch's own calls
+    prepared               runs as a call does, and puts its output where the next product reads it (`GatedRowBuffer` or `RowBuffer`)
+    unfinished             of a product: leaves the last step of its work to the preparation of the next one's rows
+    added_into, takes      norms: their sums with the stream are put, normed once more, where the next product reads them
+    reads_into, sums_of    streams: calls take `into`, where their rows are put likewise; and few rows as the outputs of single experts
+    writes_rows            a router: calls take `into` and `power`; it norms its own input for another reader, too
+    take_keys, keys_beside  attention: new keys are made beside a product of few rows, of which they read nothing
+    runs_beside            a compressor: so are its rows
+    with_beside            a compressor: may run in one launch with another one of its class
+
+A product that ranks sum (`Summed`) is asked for this rank's own part, which reads the rows. Sums behind it may prepare the rows of the next
+product (`link`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, Protocol, TypeGuard, TypeVar, TypeVarTuple, cast
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
 from pyspec.cuda.ops.norms.ref import Norms
-from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, Shares, is_aligned
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.rows.cuda import RowBuffer, Rows, is_aligned
+from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail
-from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
 from pyspec.cuda.streamed import handing as handing_of
 from pyspec.cuda.sum_rows import sums_into
@@ -32,175 +39,39 @@ from pyspec.slots.recurrent import StateLayer
 
 Product = Callable[..., Tensor]  # as models.weights.Matrix
 Fold = Callable[[StateLayer, int, int], None]
-Ability = TypeVar("Ability")
-Given = TypeVarTuple("Given")  # arguments of a call
 
 
-class ProductInParts(Protocol):
-    """As models.grouped.Grouped. few: runs few rows as one product."""
-
-    @property
-    def few(self) -> object: ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class RankSum(Protocol):
-    """A product that ranks sum. own: this rank's part."""
-
-    @property
-    def own(self) -> object: ...
-
-
-class Fetches(Protocol):
-    """Calls take `after`: packed weights of the next product, which are on their way to L2 meanwhile."""
-
-    fetches: bool
-
-
-class Folds(Protocol):
-    """`folder` makes a call that folds a slot's records without rows, to the bits of the launch's own calls."""
-
-    def folder(self) -> Fold: ...
-
-
-class Prepares(Protocol):
-    """`prepared` runs as a call does, and puts its output where the next product reads it (`GatedRowBuffer` or `RowBuffer`)."""
-
-    @property
-    def prepared(self) -> Callable[..., Any]: ...
-
-
-class ReadsInto(Protocol):
-    """Calls of streams take `into`: the rows that they give are also normed and put where the next product reads them."""
-
-    reads_into: bool
-
-    def split(self, x: Tensor, mix: StreamMix, into: RowBuffer) -> Reading: ...
-
-    def merge_split(
-        self,
-        y: Tensor | Shares,
-        x: Tensor,
-        post: Tensor,
-        comb: Tensor,
-        mix: StreamMix,
-        into: RowBuffer | None,
-    ) -> tuple[Tensor, Reading]: ...
-
-
-class LeavesRest(Protocol):
-    """A product that may leave the last step of its work to the preparation of the next one's rows (`unfinished`)."""
-
-    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]: ...
-
-
-class SumsShares(Protocol):
-    """Streams that take `n_row` rows back as the outputs of single experts, not summed, if `sums_of` is true."""
-
-    def sums_of(self, n_row: int) -> bool: ...
-
-
-class WritesRows(Protocol):
-    """Calls of a router take `into` and `power`: it norms its own input for another reader, too."""
-
-    writes_rows: bool
-
-
-class Readies(Protocol):
-    """Experts whose rows are ready before the choice: in `room`, which a router fills, or by `prepare`. None: too many rows."""
-
-    def room(self, n_row: int) -> object: ...
-
-    def prepare(self, x: Tensor, prep: Prep | None) -> object: ...
-
-
-class TakesSome(Protocol):
-    """Experts that take at most `most` rows at once."""
-
-    @property
-    def most(self) -> int: ...
-
-
-class GivesShares(Protocol):
-    """Experts whose products the next launch may sum."""
-
-    @property
-    def shares(self) -> Callable[..., Shares]: ...
-
-
-class KeysBeside(Protocol):
-    """Attention whose new keys are made beside a product of few rows, of which they read nothing."""
-
-    def take_keys(self, n_row: int) -> Tensor | None: ...
-
-    def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None: ...
-
-
-class JoinsBeside(Protocol):
-    """A compressor that may run in one launch with another one of its class."""
-
-    @property
-    def with_beside(self) -> Callable[[Any], Callable[..., None] | None]: ...
-
-
-class AddsInto(Protocol):
-    """Norms whose sums with the stream are put, normed once more, where the next product reads them."""
-
-    added_into: Callable[..., Tensor]
-    takes: Callable[[Any], bool]
-
-
-class RunsBeside(Protocol):
-    """A compressor that may run beside a product of few rows, of which it reads nothing."""
-
-    runs_beside: bool
-
-
-def has(launch: object, ability: type[Ability]) -> TypeGuard[Ability]:
-    """True if `launch` has every member of the protocol `ability`. Forwards ask this for each layer, and `isinstance` of a protocol takes
-    a hundred times as long."""
-    names = _members(ability)  # type: ignore[arg-type]  # mypy takes protocols for unhashable
+def has(launch: object, *names: str) -> bool:
+    """Whether a launch is able to do what these names stand for."""
     return all(hasattr(launch, name) for name in names)
-
-
-@cache
-def _members(ability: Any) -> tuple[str, ...]:
-    declared = {**vars(ability).get("__annotations__", {}), **vars(ability)}
-    return tuple(name for name in declared if not name.startswith("_"))
 
 
 def part_of(product: Any) -> Any:
     """This rank's part of a product."""
-    return product.own if has(product, RankSum) else product
+    return product.own if has(product, "own") else product
 
 
-def read_next(launch: object, product: Product) -> dict[str, Tensor]:
+def read_next(launch: Any, product: Product) -> dict[str, Tensor]:
     """Further arguments of `launch`, whose output `product` reads: the product's weights, if the launch fetches them ahead."""
     own = part_of(product)
-    if has(launch, Fetches) and isinstance(own, Streamed):
+    if has(launch, "fetches") and isinstance(own, Streamed):
         return {"after": own.packed.data}
     return {}
 
 
-def folder(launch: object, reference: Fold) -> Fold:
+def folder(launch: Any, reference: Fold) -> Fold:
     """The call that folds the states of `launch`: its own, or the reference's."""
-    return launch.folder() if has(launch, Folds) else reference
+    return launch.folder() if has(launch, "folder") else reference
 
 
 def leaves_rest(product: object) -> bool:
     """Whether a product may leave the last step of its work to the preparation of the next one's rows."""
-    return has(product, LeavesRest)
-
-
-def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-    """A product, and the preparation that is left to the next product."""
-    return product.unfinished(x, prep) if has(product, LeavesRest) else (product(x, prep), None)
+    return has(product, "unfinished")
 
 
 def writes_rows_of(launch: object, product: Product) -> bool:
     """Whether `launch` can write the rows that the product reads."""
-    return has(launch, Prepares) and isinstance(part_of(product), Streamed)
+    return has(launch, "prepared") and isinstance(part_of(product), Streamed)
 
 
 def then(
@@ -217,105 +88,93 @@ def then(
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
-def place_for(launch: object, product: Product | None, n_row: int, norm: Norm) -> RowBuffer | None:
-    """Where `launch` may put its `n_row` rows, normed, for `product` to read; None: the product prepares them."""
-    if not has(launch, ReadsInto) or not isinstance(product, Streamed):
-        return None
-    return product.normed(n_row, norm)
+def reads_into(streams: object) -> bool:
+    """Whether a launch of streams may put the rows that it gives, normed, where the next product reads them (`place_for`), and sum what
+    experts made of few rows."""
+    return has(streams, "reads_into", "sums_of")
 
 
-def product_of(product: Product, x: Tensor, norm: Norm, place: RowBuffer | None) -> Tensor:
-    """product(norm(x)), of rows that lie in `place` already if that is not None."""
-    if place is None or not isinstance(product, Streamed):
-        return product(x, norm)
-    return product(place.rows.room(len(x)))
+def place_for(product: Product, norm: Norm, n_row: int) -> RowBuffer | None:
+    """Where `n_row` rows may be put, normed, for `product` to read; None: the product prepares them."""
+    return product.normed(n_row, norm) if isinstance(product, Streamed) else None
 
 
-def both(main: object, beside: object) -> Callable[..., None] | None:
+def writes_rows(route: object) -> bool:
+    """Whether a router may norm its own input for another reader, too."""
+    return has(route, "writes_rows")
+
+
+def both(main: Any, beside: object) -> Callable[..., None] | None:
     """Two compressors of the same tokens in one launch; None where they run one after the other."""
-    if has(main, JoinsBeside) and type(main) is type(beside):
+    if has(main, "with_beside") and type(main) is type(beside):
         return main.with_beside(beside)
     return None
 
 
-def handing(first: Product | StreamedParts | None, next: Product | None, bound: float) -> Handing | None:
+def handing(first: Any, next: Product, bound: float) -> Handing | None:
     """Runs `first`, of few rows, straight into the rows of `next`: no launch prepares them. None where no kernel does that.
-    bound: of the magnitudes that `first` gives, 0 if there is none."""
-    own = part_of(next)
-    if not isinstance(first, Streamed | StreamedParts) or not isinstance(own, Streamed):
+    bound: of the magnitudes that `first` gives, or, if it is in parts, of the norms of theirs."""
+    of, own = (first.few if has(first, "few", "reach") else first), part_of(next)
+    if not isinstance(of, Streamed | StreamedParts) or not isinstance(own, Streamed):
         return None
-    return handing_of(first, own, bound)
+    return handing_of(of, own, bound * first.reach() if has(first, "few", "reach") else bound)
 
 
-def one_after_other(
-    first: Product, next: Product, hands: Handing | None, x: Tensor, norm: Norm, place: RowBuffer | None
+def handed(
+    hands: Handing, first: Any, next: Product, x: Tensor, prep: Prep | None, residual: Tensor | None
 ) -> Tensor:
-    """next(first(norm(x))), of rows that lie in `place` already if that is not None."""
-    ready = (
-        None if hands is None else hands(x, norm) if place is None else hands(place.rows.room(len(x)))
-    )
-    return next(product_of(first, x, norm, place)) if ready is None else next(ready)
+    """residual + next(first(prep(x))). Of few rows `first` writes the rows of `next`."""
+    ready = hands(x, prep)
+    if ready is None:
+        ready = first(x) if prep is None else first(x, prep)
+    return next(ready, None, residual)
+
+
+def writes_groups(launch: object, product: Any) -> bool:
+    """Whether `launch` can write the rows that the product in groups reads."""
+    return has(launch, "prepared") and isinstance(product.few, StreamedParts)
 
 
 def attended(
-    launch: Callable[[Tensor, *Given, Batch], Tensor],
-    given: tuple[Tensor, *Given],
-    batch: Batch,
-    product: ProductInParts,
+    choice: tuple[Any, tuple[Any, ...], dict[str, Any]],
+    product: Any,
     power: float,
     hands: Handing | None,
 ) -> Tensor | Rows:
-    """product(launch(*given, batch)), or the rows that it hands on. If rows are few, and the launch can, it writes the product's rows, over
-    `power`."""
-    few = product.few
-    if has(launch, Prepares) and isinstance(few, StreamedParts):
-        into = few.place(len(given[0]), power)
-        if into is not None:
-            rows = launch.prepared(given, batch, into)
-            ready = None if hands is None else hands(rows)
-            return few(rows) if ready is None else ready
-    return product(launch(*given, batch).flatten(1))
+    """product(launch(*given)), or the rows that it hands on. Of few rows the launch writes the product's rows, over `power` (`writes_groups`)."""
+    launch, (*given, batch), _ = choice
+    into = product.few.place(len(given[0]), power)
+    if into is None:
+        made: Tensor = product(launch(*given, batch).flatten(1))
+        return made
+    rows = launch.prepared(tuple(given), batch, into)
+    ready = None if hands is None else hands(rows)
+    return product.few(rows) if ready is None else ready
 
 
-def reading(launch: Streams, x: Tensor, mix: StreamMix, place: RowBuffer | None) -> Reading:
-    """launch.split of streams x; place: from `place_for`, where the row goes normed, too."""
-    return launch.split(x, mix) if place is None else cast(ReadsInto, launch).split(x, mix, into=place)
-
-
-def merged(
-    launch: Streams,
-    y: Tensor | Shares,
-    x: Tensor,
-    beside: tuple[Tensor, Tensor],
-    mix: StreamMix,
-    place: RowBuffer | None,
-) -> tuple[Tensor, Reading]:
-    """launch.merge_split of streams x: y goes back into them, or the shares that sum to it (`experts_into`); place as for a reading."""
-    if place is None and isinstance(y, Tensor):
-        return launch.merge_split(y, x, *beside, mix)
-    # a place or shares come from a launch that was asked for them
-    return cast(ReadsInto, launch).merge_split(y, x, *beside, mix, into=place)
-
-
-def keys_room(
-    attend: object, compressors: Sequence[object], product: Product, given: Sequence[Tensor]
-) -> Tensor | None:
-    """Memory for new keys, where they and compressors run beside `product`, which is launched next, `late`; None where they run behind it.
-    given: their inputs. A copy of these would be made too late.
+def makes_keys_beside(attend: object, compressors: Sequence[object], product: object) -> bool:
+    """Whether new keys and compressors may run beside `product`, which is launched next, `late`.
 
     Both sides keep to this: the product lets them start when all before the product is over; they read nothing else, write to memory taken
     before the product was launched, and are not over before the product is (overlap.cuh).
     """
+    may = has(attend, "take_keys", "keys_beside") and isinstance(product, Streamed)
+    return may and all(has(c, "runs_beside") for c in compressors)
+
+
+def keys_room(attend: Any, product: Streamed, given: Sequence[Tensor]) -> tuple[Tensor | None, bool]:
+    """Memory for new keys, and whether there is some: they and compressors run beside `product` then. given: their inputs. A copy of these would be
+    made too late."""
     n_row = len(given[0])
-    if not has(attend, KeysBeside) or not isinstance(product, Streamed) or not product.has_late(n_row):
-        return None
-    may = all(map(is_aligned, given)) and all(has(c, RunsBeside) for c in compressors)
-    return attend.take_keys(n_row) if may else None
+    may = product.has_late(n_row) and all(map(is_aligned, given))
+    own = attend.take_keys(n_row) if may else None
+    return own, own is not None
 
 
-def put_keys(attend: object, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None:
+def put_keys(attend: Any, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor | None) -> None:
     """The new keys into `own`, which `keys_room` gave, for the call of `attend` with just this kv."""
-    cast(KeysBeside, attend).keys_beside(kv, tail, batch, own)
+    if own is not None:
+        attend.keys_beside(kv, tail, batch, own)
 
 
 # -- norms behind parts --------------------------------------------------------------------------------------------
@@ -329,7 +188,12 @@ def added(
 ) -> Tensor:
     """launch.added(x, weight, stream, factor). read: what reads the result next; its rows are prepared on the way where a launch can."""
     product = None if read is None else read[0]
-    if read is not None and isinstance(product, Streamed) and has(launch, AddsInto) and ADDS_INTO:
+    if (
+        read is not None
+        and isinstance(product, Streamed)
+        and has(launch, "added_into", "takes")
+        and ADDS_INTO
+    ):
         to = product.reads(len(x))
         if 0 < len(x) <= product.most_ready(read[1]) and launch.takes(to):
             return launch.added_into(x, weight, stream, factor, to, read[1])
@@ -359,79 +223,3 @@ def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | N
     for (gives, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
         if gives is not None and into is not None:
             gives.into = into
-
-
-# -- experts -----------------------------------------------------------------------------------------------------
-
-
-def norms_on_the_way(device: torch.device, n_in: int) -> bool:
-    """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
-    return (
-        device.type == "cuda"
-        and rows.chosen(RowsSpec(device, n_in, PrepKind.NORM)) is not rows.reference
-    )
-
-
-def before_choice(
-    route: object, experts: object, x: Tensor, prep: Prep | None, norm: Norm
-) -> tuple[object, dict[str, Any]]:
-    """(rows that experts read, or None; further arguments of `route`).
-
-    Rows need no choice to be prepared: by the router, where it norms the same rows (`prep` is its `norm`), else by a launch before.
-    """
-    if not has(experts, Readies):
-        return None, {}
-    if prep is norm and has(route, WritesRows) and (into := experts.room(len(x))) is not None:
-        return into, {"into": into, "power": norm.power}
-    return experts.prepare(x, prep), {}
-
-
-def at_once(route: object, experts: object, n_row: int, prep: Prep | None, norm: Norm) -> list[slice]:
-    """The parts in which `n_row` rows go to the experts. There are several only where the router prepares rows (`before_choice`) and
-    there are more than experts take at once: another launch sums their squares in another order, and a row's bits must not depend on the
-    number of rows."""
-    step = max(n_row, 1)
-    if prep is norm and has(route, WritesRows) and has(experts, TakesSome):
-        step = experts.most or step
-    return [slice(first, min(first + step, n_row)) for first in range(0, max(n_row, 1), step)]
-
-
-def by_parts(parts: Sequence[slice], run: Callable[..., Any], *rows: Tensor | None) -> Any:
-    """run(*rows), which is a tensor of as many rows if there are several parts, part after part."""
-    if len(parts) == 1:
-        return run(*rows)
-    return torch.cat([run(*(None if t is None else t[part] for t in rows)) for part in parts])
-
-
-def experts_into(
-    experts: ExpertsRun,
-    x: Tensor,
-    routes: Routes,
-    prep: Norm | None,
-    added: Added,
-    ready: object,
-    streams: Streams | None,
-) -> Tensor | Shares:
-    """experts(x) + added; or, of few rows, each expert's share, which `streams` sums on its way (`merged`)."""
-    able = isinstance(ready, Rows) and added.gate is None
-    if able and has(experts, GivesShares) and has(streams, SumsShares) and streams.sums_of(len(x)):
-        return experts.shares(ready, routes.ids, routes.weights, added)
-    return experts(x, routes.ids, routes.weights, prep, added, ready)
-
-
-def experts_then(
-    experts: ExpertsRun,
-    x: Tensor,
-    routes: Routes,
-    ready: object,
-    product: Product,
-    residual: Tensor | None,
-) -> Tensor:
-    """residual + product(experts(x)). Of few rows the launch that prepares the product's rows makes the sums, too."""
-    if isinstance(product, Streamed) and has(experts, GivesShares) and ready is not None:
-        sums = product.sums_of(len(x))
-        if sums is not None:
-            return product(
-                sums.summed(experts.shares(ready, routes.ids, routes.weights)), residual=residual
-            )
-    return product(experts(x, routes.ids, routes.weights, None, NOTHING, ready), residual=residual)

@@ -64,6 +64,10 @@ def _nothing(spec: object) -> Iterable[Ask]:
     return ()
 
 
+def _no_bytes(spec: object, n_row: int, n_token: int) -> int:
+    return 0
+
+
 def _always(spec: object) -> bool:
     return True
 
@@ -106,6 +110,8 @@ class Op(Generic[Spec, Launch]):
     named        the op whose name selects this one, too, in `--kernels`
     beside       joins a bound launch with those of other ops, which take some rows in its place
     also         further ops that this one is bound with
+    scratch      bytes that a launch of so many rows, in contexts of up to so many tokens, takes beside its inputs and outputs, where a load's
+                 plan counts them
     in_prompts   some implementation may stand in the graph of a prompt that stands alone
     holds_prompts  whether the one of a spec may
     decided      the implementation chosen for each spec so far under this thread's context
@@ -123,6 +129,7 @@ class Op(Generic[Spec, Launch]):
     beside: Callable[[Launch, Spec], Launch] = _alone
     also: Callable[[Spec], Iterable[Ask]] = _nothing
     in_prompts: bool = True
+    scratch: Callable[[Spec, int, int], int] = _no_bytes
     holds_prompts: Callable[[Spec], bool] = _always
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)

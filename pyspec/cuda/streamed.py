@@ -238,7 +238,8 @@ class Handing:
         n_row = x.n_row if isinstance(x, Rows) else len(x)
         if not 0 < n_row <= min(PLACE_ROWS, self.product.max_rows):
             return None
-        rows = x if isinstance(x, Rows) else self.product.rows(x, prep)
+        of = self.product.rows
+        rows = x if isinstance(x, Rows) else of.held(x, prep) or of(x, prep)
         return self.product.hand(rows, self.packed, self.into)
 
     def gives_what(self, product: LinearLaunch) -> bool:

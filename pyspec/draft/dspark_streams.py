@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 
@@ -17,10 +18,11 @@ from pyspec.draft.dspark_heads import SURE, DSparkConfig, DSparkNet
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.arch.deepseek4 import read_experts, read_mixer, read_residual, stream_block
-from pyspec.models.binding import Pass
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.block import BlockSpec
-from pyspec.models.blocks.sparse_attention import BoundPagedWindow, SparseAttention
+from pyspec.models.blocks.sparse_attention import SparseAttention
 from pyspec.models.blocks.stream_experts import StreamExperts, read_limits
+from pyspec.models.bound import BoundForward
 from pyspec.models.read import block_count
 from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.rope import RopeSpec
@@ -115,7 +117,7 @@ class StreamsNet(DSparkNet):
         self, c: StreamsConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None
     ) -> None:
         super().__init__(c, w, memory, target, head)
-        residual = bound_residual(c.residual, w, c.n_embd, c.eps, self.norm)
+        residual = bound_residual(c.residual, w, c.n_embd, c.eps, self.norm, self.blocks)
         assert isinstance(residual, BoundStreams)
         self.residual = residual
 
@@ -123,14 +125,20 @@ class StreamsNet(DSparkNet):
         return self.c.residual
 
     def _bind_context(self, w: Weights) -> None:
-        mixers = [block.parts[0] for block in self.blocks]
-        self.mixers = [mixer for mixer in mixers if isinstance(mixer, BoundPagedWindow)]
-        assert len(self.mixers) == len(mixers)
-        self.keys = [w.matrix(f"blk.{i}.attn_kv.weight") for i in range(len(mixers))]
+        c, kv = self.c, self.memory.kv_format
+        self.context = [
+            BoundForward(
+                c.mixer.write,
+                Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, kv, self.ropes),
+                *(c.n_embd, 1, 1),
+            )
+            for i in range(len(self.blocks))
+        ]
 
     def _write(self, c: Tensor, angles: tuple[Angles, ...], rows: Tensor, positions: Tensor) -> None:
-        for i, (mixer, kv) in enumerate(zip(self.mixers, self.keys, strict=True)):
-            mixer.write(kv(c), positions, self.memory.kv[i], rows)
+        run = Pass(angles, self.memory, cast(Batch, None))  # rows are given
+        for write in self.context:
+            write(c, rows, positions, run)
 
     def forward(self, batch: Batch) -> Tensor:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] before the final norm."""

@@ -14,9 +14,10 @@ Folding = tuple[str, Fold]
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor [row, *shape] f32 of a forward."""
+    """A tensor [row, *shape] f32 of a forward. means_of: weights of norms, if its rows are means of normed rows."""
 
     shape: tuple[int, ...]
+    means_of: Weight | None = None
 
     @property
     def width(self) -> int:
@@ -56,6 +57,7 @@ class OpCall:
     spec     the spec that the op is bound with; of a product its `Weight`
     inputs   values, weights, given things and constants. A call among them is a preparation that its reader does on the way
     more     further arguments by name
+    loads    weights that its launch is loaded with, which keeps them in a form of its own
     """
 
     op: str
@@ -63,6 +65,7 @@ class OpCall:
     inputs: tuple[Any, ...]
     outputs: tuple[Value, ...]
     more: dict[str, Any] = field(default_factory=dict)
+    loads: Weight | None = None
 
     @property
     def output(self) -> Value:

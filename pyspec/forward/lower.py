@@ -28,6 +28,13 @@ from pyspec.cuda.ops.rows.ref import (
 )
 from pyspec.forward import rewrite
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
+from pyspec.slots.kv import KVPool
+
+
+def write_keys(pool: KVPool, rows: Tensor, keys: Tensor) -> None:
+    """Keys that are values, too, to rows of a pool."""
+    pool.write(rows, keys, None)
+
 
 HELPERS = {
     "add": add,
@@ -39,6 +46,11 @@ HELPERS = {
     "HeadGate": HeadGate,
     "GroupNorm": GroupNorm,
     "then": fuse.then,
+    "handed": fuse.handed,
+    "attended": fuse.attended,
+    "keys_room": fuse.keys_room,
+    "put_keys": fuse.put_keys,
+    "write_keys": write_keys,
 }
 
 
@@ -94,7 +106,7 @@ class ProgramText:
         if isinstance(x, Value):
             return self.names[id(x)]
         if isinstance(x, OpCall):
-            return self._prep(x)
+            return self._prep(x) if x.op in rewrite.PREPARES else self._launch(x)
         if isinstance(x, RunInput):
             return self._given(x)
         if isinstance(x, tuple):
@@ -102,6 +114,12 @@ class ProgramText:
         if x is None or isinstance(x, int | float | bool):
             return repr(x)
         return self._object(self.sources.weight(x) if isinstance(x, Weight) else x)
+
+    def _launch(self, call: OpCall) -> str:
+        """A call that its reader makes: the launch, its arguments, and those by name."""
+        runs = self._object(self.sources.launch(call.op, call.spec))
+        more = ", ".join(f"{name!r}: {self._arg(x)}" for name, x in call.more.items())
+        return f"({runs}, {self._arg(call.inputs)}, {{{more}}})"
 
     def _given(self, x: RunInput) -> str:
         if x not in self.given:
@@ -132,24 +150,26 @@ class ProgramText:
             x, prep, residual = map(self._arg, call.inputs)
             if call.op == "unfinished":
                 return f"{matrix}.unfinished({x}, {prep})"
-            return f"{matrix}({x}, {prep}" + (")" if residual == "None" else f", {residual})")
+            more = [] if residual == "None" else [residual]
+            more += [f"{name}={self._arg(x)}" for name, x in call.more.items()]
+            return f"{matrix}({', '.join([x, prep, *more])})"
         if call.op == "then":
             launch, prep, residual = call.inputs
             runs = self._object(self.sources.launch(launch.op, launch.spec))
             given = self._arg(launch.inputs)
             matrix = self._object(self.sources.weight(call.spec))
             return f"then({runs}, {given}, {matrix}, {self._arg(prep)}, {self._arg(residual)})"
+        if call.op == "handed":
+            x, prep, residual, hands, next = map(self._arg, call.inputs)
+            first = self._object(self.sources.weight(call.spec))
+            return f"handed({hands}, {first}, {next}, {x}, {prep}, {residual})"
+        if call.op == "both":
+            return f"{self._object(call.spec)}({self._args(call)})"
         if call.op in HELPERS:
             return f"{call.op}({self._args(call)})"
         if isinstance(call.spec, Weight):
             return f"{self._object(self.sources.weight(call.spec))}({self._args(call)})"
-        if call.op == "part":
-            return f"{self._object(self.sources.part(call.spec))}({self._args(call)}, run)"
-        if call.op == "norms.added":
-            return f"{self._object(self.sources.added_norm(call))}({self._args(call)})"
-        op, _, method = call.op.partition(".")
-        launch = self.sources.called(op, call.spec)
-        return f"{self._object(getattr(launch, method) if method else launch)}({self._args(call)})"
+        return f"{self._object(self.sources.runs(call))}({self._args(call)})"
 
     def _prep(self, call: OpCall) -> str:
         """The expression of a preparation of rows."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
-from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.ops.rows.ref import Norm, norm_power
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
 
 PREPARES = ("norm", "head_norm", "group_norm", "head_gate", "relu2")
@@ -25,52 +25,52 @@ class Launches(Protocol):
     def device(self) -> torch.device: ...
     def weight(self, weight: Weight) -> Any: ...
     def launch(self, op: str, spec: Any) -> Any: ...
-    def called(self, op: str, spec: Any) -> Any:
-        """The launch, joined with those of other ops where the op says so."""
+    def runs(self, call: OpCall) -> Any:
+        """What any other call runs as."""
         ...
 
     def norm(self, weight: Weight, eps: float) -> Norm: ...
-    def part(self, spec: Any) -> Any:
-        """A part that is one call, bound."""
-        ...
-
-    def added_norm(self, call: OpCall) -> Any:
-        """The launch of a norm and the sum behind it. It may prepare the rows of the sum's reader (`fuse.added`)."""
-        ...
-
     def few(self, bias: Weight) -> Tensor | None: ...
+    def handing(self, first: Weight, next: Weight, bound: float) -> Any:
+        """What runs a product, whose results are no larger than this, into the next one's rows; None: nothing does."""
+        ...
+
+    def loaded(self, call: OpCall) -> Any:
+        """The launch of a call, loaded with its weights (`OpCall.loads`)."""
+        ...
+
     def given(self, x: RunInput) -> str:
         """The expression that reads it from the forward's argument `run`."""
         ...
 
 
 def rows_into_products(program: ForwardProgram) -> None:
-    """A norm, gate or activation that only products read is done by them, on the way to their rows."""
+    """A norm, gate or activation that only products read is done by them, on the way to their rows. So do experts, of whom norms alone are asked."""
     for prep in [call for call in program.calls if call.op in PREPARES]:
         readers = program.readers(prep.output)
-        fits = all(c.op == "product" and c.inputs[:2] == (prep.output, None) for c in readers)
+        able = ("product", "moe") if prep.op == "norm" else ("product",)
+        fits = all(c.op in able and c.inputs[:2] == (prep.output, None) for c in readers)
         if prep.output is program.output or not readers or not fits:
             continue
         inner = OpCall(prep.op, prep.spec, (None, *prep.inputs[1:]), ())  # of its reader's rows
         for product in readers:
-            product.inputs = (prep.inputs[0], inner, product.inputs[2])
+            product.inputs = (prep.inputs[0], inner, *product.inputs[2:])
         program.calls.remove(prep)
 
 
 def sums_into_products(program: ForwardProgram) -> None:
-    """A stream is added by the product whose output alone it is added to."""
+    """A stream is added by the product, or by the experts, whose output alone it is added to."""
     for add in [call for call in program.calls if call.op == "add"]:
         stream, y = add.inputs
         product = program.maker(y)
-        if product is None or product.op != "product" or product.inputs[2] is not None:
+        if product is None or product.op not in ("product", "moe") or product.inputs[2] is not None:
             continue
-        if (
-            product.spec.kind == "gated"
-            or not program.read_once(y)
-            or not _before(program, stream, product)
-        ):
+        if product.op == "product" and product.spec.kind == "gated":
             continue
-        product.inputs, product.outputs = (*product.inputs[:2], stream), add.outputs
+        if not program.read_once(y) or not _before(program, stream, product):
+            continue
+        product.inputs = (*product.inputs[:2], stream, *product.inputs[3:])
+        product.outputs = add.outputs
         program.calls.remove(add)
 
 
@@ -97,6 +97,93 @@ def _before(program: ForwardProgram, x: Any, call: OpCall) -> bool:
         return False
     maker = program.maker(x)
     return maker is None or program.calls.index(maker) < program.calls.index(call)
+
+
+def results_handed_on(program: ForwardProgram, bound: Launches) -> None:
+    """Of few rows, a product whose results have a bound writes the rows of the next one."""
+    for product in [call for call in program.calls if call.op == "product"]:
+        first = program.maker(product.inputs[0])
+        if first is None or product.inputs[1] is not None or not program.read_once(first.output):
+            continue
+        if (hands := _handing(program, first, product, bound)) is not None:
+            prep = first.inputs[1] if first.op == "product" else None
+            product.inputs = (first.inputs[0], prep, product.inputs[2], hands, product.spec)
+            product.op, product.spec = "handed", first.spec
+            program.calls.remove(first)
+
+
+def _handing(program: ForwardProgram, first: OpCall, product: OpCall, bound: Launches) -> Any:
+    """What runs both products so; None: nothing does."""
+    if first.op == "product":  # silu of a cut value is no larger
+        most = dict(first.spec.how).get("limit", 0.0) ** 2
+    else:
+        means = _behind_views(program, first.inputs[0]) if first.op == "grouped" else None
+        if means is None or means.means_of is None:
+            return None
+        norms, n = bound.weight(means.means_of), first.inputs[0].width // dict(first.spec.how)["n_group"]
+        most = float(norms.abs().amax()) * n**0.5
+    return bound.handing(first.spec, product.spec, most) if most else None
+
+
+def _behind_views(program: ForwardProgram, value: Value) -> Value:
+    while (maker := program.maker(value)) is not None and maker.op == "view":
+        value = maker.inputs[0]
+    return value
+
+
+def rows_into_groups(program: ForwardProgram, bound: Launches) -> None:
+    """Of few rows, attention writes the rows of the product in groups behind it, which may hand on its own to the next product."""
+    for grouped in [call for call in program.calls if call.op == "grouped"]:
+        means = _behind_views(program, grouped.inputs[0])
+        launch, flat = program.maker(means), program.maker(grouped.inputs[0])
+        if launch is None or flat is None or means.means_of is None or flat.inputs[0] is not means:
+            continue
+        runs = bound.launch(launch.op, launch.spec)
+        if not fuse.writes_groups(runs, bound.weight(grouped.spec)):
+            continue
+        (reader,) = program.readers(grouped.output)
+        plain = reader.op == "product" and reader.inputs[1] is None
+        hands = _handing(program, grouped, reader, bound) if plain else None
+        power = norm_power(bound.weight(means.means_of))
+        grouped.op, grouped.inputs = "attended", (launch, grouped.spec, power, hands)
+        for gone in (flat, launch):
+            program.calls.remove(gone)
+
+
+def keys_beside_products(program: ForwardProgram, bound: Launches) -> None:
+    """New keys, and rows of compressors, are made beside the product of few rows that makes queries: they read nothing of it."""
+    for attend in [call for call in program.calls if call.op == "sparse_attend"]:
+        q, kv, tail, *_, batch = attend.inputs
+        product, split = (program.maker(_behind_views(program, q)), program.maker(kv))
+        beside = [call for call in program.calls if call.op == "compress"]
+        if product is None or product.op != "product" or split is None:
+            continue
+        runs = bound.launch(attend.op, attend.spec)
+        launches = tuple(bound.launch(call.op, call.spec) for call in beside)
+        if not fuse.makes_keys_beside(runs, launches, bound.weight(product.spec)):
+            continue
+        own, late, put = Value(kv.shape), Value(()), Value(())
+        given = runs, product.spec, split.outputs[1:]
+        program.calls.insert(program.calls.index(product), OpCall("keys_room", None, given, (own, late)))
+        product.more["late"] = late
+        for call in beside:
+            call.more["beside"] = late
+        last = max(program.calls.index(call) for call in (product, *beside))
+        program.calls.insert(last + 1, OpCall("put_keys", None, (runs, kv, tail, batch, own), (put,)))
+
+
+def compressors_together(program: ForwardProgram, bound: Launches) -> None:
+    """Two compressors of the same tokens run in one launch."""
+    found = [call for call in program.calls if call.op == "compress"]
+    if len(found) != 2:
+        return
+    one, other = found
+    both = fuse.both(*(bound.launch(call.op, call.spec) for call in found))
+    if both is not None:
+        freq, batch = one.inputs[4], one.inputs[-1]
+        pairs = tuple((*call.inputs[:4], *call.inputs[5:7]) for call in found)
+        other.op, other.spec, other.inputs = "both", both, (*pairs, freq, batch)
+        program.calls.remove(one)
 
 
 def activations_into_products(program: ForwardProgram, bound: Launches) -> None:
@@ -156,6 +243,40 @@ def weights_ahead(program: ForwardProgram, bound: Launches) -> None:
             launch.more |= fuse.read_next(runs, bound.weight(product.spec))
 
 
+def rows_before_choices(program: ForwardProgram, bound: Launches) -> None:
+    """Rows need no choice to be prepared for experts: the router does it, where it norms the same rows, else a launch before it."""
+    for moe in [call for call in program.calls if call.op == "moe"]:
+        route, experts = program.maker(moe.inputs[3]), bound.loaded(moe)
+        if route is None or not experts.readies:
+            continue
+        x, prep = moe.inputs[:2]
+        same = isinstance(prep, OpCall) and (x, prep.inputs[1]) == route.inputs[:2]
+        if same and experts.norms and fuse.writes_rows(bound.launch(route.op, route.spec)):
+            moe.op, moe.inputs = "moe.routed", (*moe.inputs[:3], route, moe.inputs[4])
+            program.calls.remove(route)
+            continue
+        ready = Value(x.shape)
+        before = OpCall("moe.prepare", moe.spec, (x, prep), (ready,), loads=moe.loads)
+        program.calls.insert(program.calls.index(route), before)
+        moe.inputs = (*moe.inputs[:5], ready)
+
+
+def shares_into_products(program: ForwardProgram, bound: Launches) -> None:
+    """Of few rows, the launch that prepares a product's rows sums what experts made of them."""
+    for product in [call for call in program.calls if call.op == "product"]:
+        moe = program.maker(product.inputs[0])
+        if moe is None or moe.op != "moe" or not program.read_once(moe.output):
+            continue
+        x, prep, stream, routes, shared, ready = moe.inputs
+        if ready is None or not (prep is stream is shared is product.inputs[1] is None):
+            continue
+        if bound.loaded(moe).sums_for(bound.weight(product.spec)):
+            given = x, routes, ready, product.spec, product.inputs[2]
+            product.op, product.spec, product.loads = "moe.then", moe.spec, moe.loads
+            product.inputs = given
+            program.calls.remove(moe)
+
+
 FETCH = ("attend", "mamba2")
 
 EVERYWHERE: tuple[Callable[[ForwardProgram], None], ...] = (
@@ -164,9 +285,15 @@ EVERYWHERE: tuple[Callable[[ForwardProgram], None], ...] = (
     sums_into_norms,
 )
 BOUND: tuple[Callable[[ForwardProgram, Launches], None], ...] = (
+    rows_into_groups,
+    results_handed_on,
+    keys_beside_products,
+    compressors_together,
     activations_into_products,
     sums_of_few_rows,
     rows_from_launches,
+    rows_before_choices,
+    shares_into_products,
     weights_ahead,
 )
 

@@ -10,6 +10,7 @@ import torch
 
 from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
+from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.slots.kv_types import KvFormat
 
 
@@ -19,12 +20,19 @@ class Site(Protocol):
     norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed
     layer  the number of its memory
     flags  llama-server's flags of rope
+    leads  of several ranks this one adds what is added once
+    dense  dtype that matrices are unpacked to; None: they stay packed
+    streams  kernels of a GPU read packed matrices
     """
 
     @property
     def device(self) -> torch.device: ...
     @property
     def kv(self) -> KvFormat: ...
+    @property
+    def file(self) -> GGUFFile: ...
+    @property
+    def prefix(self) -> str: ...
     @property
     def n_embd(self) -> int: ...
     @property
@@ -37,8 +45,19 @@ class Site(Protocol):
     def flags(self) -> Any: ...
     @property
     def n_rank(self) -> int: ...
+    @property
+    def leads(self) -> bool: ...
+    @property
+    def dense(self) -> torch.dtype | None: ...
+    @property
+    def streams(self) -> bool: ...
 
     def has(self, tensor: str) -> bool: ...
+    def type_of(self, tensor: str) -> GGMLType: ...
+    def takes(self, op: str, spec: Any) -> bool:
+        """Whether a kernel runs this, as far as is known."""
+        ...
+
     def behind(self, norm: str) -> Self:
         """The same with another norm."""
         ...
@@ -94,6 +113,14 @@ class Forward:
     def state(self) -> RunInput:
         """The block's recurrent memory."""
         return RunInput("state", self.at.layer)
+
+    @property
+    def positions(self) -> RunInput:
+        return RunInput("positions")
+
+    def kept(self, name: str) -> RunInput:
+        """The block's memory of that name."""
+        return RunInput("kept", (self.at.layer, name))
 
     def pool(self, layer: int | None = None) -> RunInput:
         """Keys and values of a layer, the block's own unless another is named."""
@@ -182,13 +209,29 @@ class Forward:
         """x W^T of a matrix whose columns ranks divide: the sum of theirs."""
         return self.product_by(Weight("summed", (name,)), x, n_out)
 
-    def gated(self, x: Value, gate: str, up: str, act: str, n_out: int) -> Value:
-        """act(x G^T) * (x U^T)"""
-        return self.product_by(Weight("gated", (gate, up), (("act", act),)), x, n_out)
+    def gated(self, x: Value, gate: str, up: str, act: str, n_out: int, *, limit: float = 0.0) -> Value:
+        """act(x G^T) * (x U^T), the first cut at a limit and the second at plus and minus it, if there is one."""
+        how = (("act", act), *([("limit", limit)] if limit else []))
+        return self.product_by(Weight("gated", (gate, up), how), x, n_out)
+
+    def over_ranks(self, x: Value) -> Value:
+        """The sum of all ranks' x."""
+        return x if self.at.n_rank == 1 else self.op("rank_sum", None, x, shape=x.shape)
 
     def heads(self, x: Value, name: str, n_out: int) -> Value:
         """x [row, head, dim] by a matrix of each head."""
         return self.op("heads", Weight("heads", (name,)), x, shape=(x.shape[0], n_out))
+
+    def experts(self, spec: Any, x: Value, routes: Value, shared: Value | None, stacks: Weight) -> Value:
+        """Rows through the experts that they chose, plus shared [row, ...] times their gates."""
+        made = Value(x.shape)
+        given = x, None, None, routes, shared, None  # norm, stream and prepared rows come by rules
+        self.calls.append(OpCall("moe", spec, given, (made,), loads=stacks))
+        return made
+
+    def grouped(self, x: Value, name: str, n_group: int, n_out: int) -> Value:
+        """Each group of a matrix's rows takes its own part of x."""
+        return self.op("grouped", Weight("grouped", (name,), (("n_group", n_group),)), x, shape=(n_out,))
 
     def product_by(self, weight: Weight, x: Value, n_out: int) -> Value:
         return self.op("product", weight, x, None, None, shape=(n_out,))

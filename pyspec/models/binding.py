@@ -1,17 +1,16 @@
-"""A part bound to its weights: where it is bound, what a forward brings to it, and what a part that is one call gives."""
+"""Where a part is bound to its weights, and what a forward brings to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.rows.ref import Norm
-from pyspec.cuda.ops.streams.ref import Streams
+from pyspec.cuda.op import op_named
+from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.rope import RopeFlags
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.tables import Tables
@@ -54,17 +53,36 @@ class Binding:
     def n_rank(self) -> int:
         return self.weights.n_rank
 
+    @property
+    def file(self) -> GGUFFile:
+        return self.weights.file
+
+    @property
+    def leads(self) -> bool:
+        return self.weights.ranks is None or self.weights.ranks.rank.leads
+
+    @property
+    def dense(self) -> torch.dtype | None:
+        return self.weights.dense
+
+    @property
+    def streams(self) -> bool:
+        return self.device.type == "cuda" and self.dense is None
+
     def name(self, tensor: str) -> str:
         return f"{self.prefix}.{tensor}"
 
     def has(self, tensor: str) -> bool:
         return self.weights.has(self.name(tensor))
 
+    def type_of(self, tensor: str) -> GGMLType:
+        return self.weights.type_of(self.name(tensor))
+
+    def takes(self, op: str, spec: Any) -> bool:
+        return op_named(op).has_own(spec)
+
     def behind(self, norm: str) -> Binding:
         return replace(self, norm=norm)
-
-    def bound_norm(self) -> Norm:
-        return Norm(self.weights.vector(self.name(f"{self.norm}.weight")), self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,36 +102,3 @@ class Pass:
     def placed(self, pool: KVPool) -> Batch:
         """The batch with the rows and pages that it has in this pool."""
         return self.rings[pool.n_ring] if pool.n_ring else self.batch
-
-
-class BoundPart(Protocol):
-    """A part that is one call (`OneCall`), bound to its weights.
-
-    capturable  a CUDA graph may hold it: it looks at no list of the host
-    gives       the sum of ranks that it ends with, if it does
-    """
-
-    @property
-    def capturable(self) -> bool: ...
-    @property
-    def gives(self) -> fuse.GivesSum | None: ...
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        """The residual stream x [row, n_embd] f32 -> residual + part(norm(x)); without a residual part(norm(x)) alone."""
-        ...
-
-
-@runtime_checkable
-class WorksForStreams(Protocol):
-    """A bound part that finds its rows ready where the op `streams` put them, and may leave its sums to that op."""
-
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        """Where `streams` may put the rows that the part reads, normed; None: the part prepares them."""
-        ...
-
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor | fuse.Shares:
-        """part(norm(y)) of rows y [row, n_embd] f32. place: where they lie ready, if they do. streams: the op that merges the result with
-        the next reading, if one does; it may sum the outputs of experts."""
-        ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -20,13 +19,13 @@ from pyspec.forward import rewrite
 from pyspec.forward.call import Folding, OpCall, RunInput, Value, Weight
 from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import traced
-from pyspec.models.binding import Binding, BoundPart
+from pyspec.models.binding import Binding
 from pyspec.models.block import BlockSpec
 from pyspec.models.kernels import holds_prompts
 from pyspec.models.matrices import reader_of, sum_of
-from pyspec.models.part import OneCall
 
 FEW = 32  # rows whose biases are ready
+READS = "product", "unfinished", "biased", "handed"
 
 
 class Sources:
@@ -37,7 +36,8 @@ class Sources:
         self.weights: dict[Weight, Any] = {}
         self.launches: dict[tuple[str, Any], Any] = {}
         self.norms: dict[tuple[Weight, float], Norm] = {}
-        self.parts: dict[tuple[OneCall, str], BoundPart] = {}
+        self.loads: dict[tuple[Any, Weight], Any] = {}
+        self.rank_sums: dict[int, RankSum] = {}
         self.added: dict[int, AddedNorm] = {}
         self.device, self.capturable = at.weights.device, True
 
@@ -48,9 +48,7 @@ class Sources:
 
     def weight(self, weight: Weight) -> Any:
         if weight not in self.weights:
-            w, names = self.binding.weights, [self.binding.name(name) for name in weight.names]
-            read = getattr(w, weight.kind) if isinstance(weight.kind, str) else partial(weight.kind, w)
-            made = read(*names, **dict(weight.how))
+            made = self._read(weight)
             if weight.kind == "heads":
                 made, holds = made
                 self.capturable = self.capturable and holds
@@ -58,29 +56,48 @@ class Sources:
             self.weights[weight] = made
         return self.weights[weight]
 
+    def _read(self, weight: Weight) -> Any:
+        w, names = self.binding.weights, [self.binding.name(name) for name in weight.names]
+        read = getattr(w, weight.kind) if isinstance(weight.kind, str) else partial(weight.kind, w)
+        return read(*names, **dict(weight.how))
+
+    def loaded(self, call: OpCall) -> Any:
+        assert call.loads is not None
+        if (key := (call.spec, call.loads)) not in self.loads:
+            from pyspec.cuda.experts import LoadedExperts
+
+            run = self.launch("moe", call.spec)(self._read(call.loads))
+            self.loads[key] = LoadedExperts(call.spec, run)
+        return self.loads[key]
+
     def launch(self, op: str, spec: Any) -> Any:
         if (op, spec) not in self.launches:
             self.launches[op, spec] = op_named(op).bind(spec)
         return self.launches[op, spec]
 
-    def called(self, op: str, spec: Any) -> Any:
-        return op_named(op).beside(self.launch(op, spec), spec)
-
-    def part(self, spec: tuple[OneCall, str]) -> BoundPart:
-        """A part that is one call, behind this norm."""
-        if spec not in self.parts:
-            self.parts[spec] = spec[0].bind(replace(self.binding, norm=spec[1]))
-            self.capturable = self.capturable and self.parts[spec].capturable
-        return self.parts[spec]
-
-    def added_norm(self, call: OpCall) -> AddedNorm:
-        self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
-        return self.added[id(call)]
+    def runs(self, call: OpCall) -> Any:
+        op, _, method = call.op.partition(".")
+        if op == "rank_sum":
+            ranks = self.binding.weights.ranks
+            assert ranks is not None, "others have no such call"
+            made = self.rank_sums[id(call)] = RankSum(ranks.sum)
+            return made
+        if call.op == "norms.added":
+            added = self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
+            return added
+        if call.loads is not None:
+            launch = self.loaded(call)
+        else:
+            launch = op_named(op).beside(self.launch(op, call.spec), call.spec)
+        return getattr(launch, method) if method else launch
 
     def norm(self, weight: Weight, eps: float) -> Norm:
         if (weight, eps) not in self.norms:
             self.norms[weight, eps] = Norm(self.weight(weight), eps)
         return self.norms[weight, eps]
+
+    def handing(self, first: Weight, next: Weight, bound: float) -> Any:
+        return fuse.handing(self.weight(first), self.weight(next), bound)
 
     def few(self, bias: Weight) -> Tensor | None:
         """[FEW, n] the biases of a few rows on a GPU; None elsewhere."""
@@ -88,6 +105,8 @@ class Sources:
         return found.repeat(FEW, 1) if found.is_cuda and not current().is_exact else None
 
     def given(self, x: RunInput) -> str:
+        if x.name == "rows":
+            return f"run.rows[{self.binding.tables.place(self._read(x.place))}]"
         if x.name in ("angles", "queries"):
             rope, is_near = x.place
             return f"run.{x.name}[{self.binding.ropes.place(rope, is_near=is_near)}]"
@@ -100,6 +119,8 @@ GIVEN = {
     "pool": "run.memory.kv[{}]",
     "placed": "run.placed(run.memory.kv[{}])",
     "kv_rows": "run.placed(run.memory.kv[{}]).kv_rows",
+    "kept": "run.memory.layers[{0[0]}][{0[1]!r}]",
+    "positions": "run.batch.positions",
     "row_seq": "run.batch.row_seq",
     "inputs": "run.inputs[:, {}]",
 }
@@ -115,6 +136,16 @@ class AddedNorm:
 
     def __call__(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
         return fuse.added(self.launch, x, weight, stream, factor, self.next)
+
+
+class RankSum:
+    """The sum of all ranks' rows. into: sums, and may prepare the rows of the product that reads the sum."""
+
+    def __init__(self, into: Callable[[Tensor], Tensor]) -> None:
+        self.into = into
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.into(x)
 
 
 class BoundForward:
@@ -148,10 +179,18 @@ class BoundForward:
     def __call__(self, *inputs: Any) -> Tensor:
         return self.run(*inputs)
 
+    def first(self) -> fuse.FirstRead | None:
+        """The product that reads the first input first, behind a norm, if one does before all others."""
+        call = self.program.readers(self.program.inputs[0])[0]
+        prep = call.inputs[1]
+        if call.op not in READS or not isinstance(prep, OpCall) or prep.op != "norm":
+            return None
+        return self.sources.weight(call.spec), self.sources.norm(prep.inputs[1], prep.spec.eps)
+
     def first_read(self, value: Value) -> fuse.FirstRead | None:
         """The product that reads a stream first, and the norm before it, if nothing else reads it but a sum."""
         readers = [call for call in self.program.readers(value) if call.inputs[0] is value]
-        if len(readers) != 1 or readers[0].op not in ("product", "unfinished", "biased"):
+        if len(readers) != 1 or readers[0].op not in READS:
             return None
         prep = readers[0].inputs[1]
         if not isinstance(prep, OpCall) or prep.op != "norm":
@@ -168,17 +207,12 @@ class Block(BoundForward):
         super().__init__(spec.forward, at, at.n_embd, folds=folds)
 
     @property
-    def parts(self) -> list[BoundPart]:
-        """Its parts that are one call each."""
-        return list(self.sources.parts.values())
-
-    @property
     def sums(self) -> Iterator[tuple[fuse.GivesSum, Value]]:
         """Sums of ranks that are the stream itself, and that stream."""
         for call in self.program.calls:
-            gives = None
-            if call.op == "part" and call.inputs[1] is not None:
-                gives = self.sources.part(call.spec).gives
+            gives: fuse.GivesSum | None = None
+            if call.op == "rank_sum":
+                gives = self.sources.rank_sums[id(call)]
             elif call.op in ("product", "then") and call.inputs[2] is not None:
                 gives = sum_of(self.sources.weight(call.spec))
             if gives is not None:

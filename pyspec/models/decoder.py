@@ -77,7 +77,9 @@ class Decoder:
         for i, state in memory.states.items():
             state.fold = self.blocks[i].fold
         self.norm = weights.vector(config.last_norm)
-        self.residual = bound_residual(config.residual, weights, config.n_embd, config.eps, self.norm)
+        self.residual = bound_residual(
+            config.residual, weights, config.n_embd, config.eps, self.norm, self.blocks
+        )
         self.output, self.bent = weights.head(), Bend(config.logit_factor, config.final_cap)
 
     @property

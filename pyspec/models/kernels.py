@@ -17,6 +17,7 @@ from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
 from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec
 from pyspec.models.model import ModelSpec
 from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
@@ -66,15 +67,17 @@ def needs_of_model(
 ) -> ForwardNeeds:
     """Those of a forward of `n_row` rows; contexts have up to `n_token` tokens."""
     size = ForwardSize(on.device, on.kv.k.dtype, n_row, n_token, model.n_embd, model.eps)
-    distinct = {block: i for i, block in enumerate(model.blocks)}.values()
-    programs = [program for program, _ in _programs(model, file, on, distinct)]
+    distinct = {block: i for i, block in enumerate(model.blocks)}
+    programs = [program for program, _ in _programs(model, file, on, distinct.values())]
     ropes = {x.place for p in programs for c in p.calls for x in c.inputs if _is_angles(x)}
     angles = sum(4 * rope.n_rot for rope, _ in ropes)
     of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
+    keeps = model.residual.n_iter is not None or not on.is_cuda
+    scratch = (_scratch(block, p, size, keeps) for block, p in zip(distinct, programs, strict=True))
     streams = model.residual.row_bytes(model.n_embd) + of_inputs
     return ForwardNeeds(
         row=max([row_bytes(model.n_ff, model.n_embd), *(p.peak() + angles for p in programs)]),
-        scratch=n_row * streams + max((_scratch(program, size) for program in programs), default=0),
+        scratch=n_row * streams + max(scratch, default=0),
         holds_prompts=model.residual.n_iter is None and all(map(holds_prompts, programs)),
     )
 
@@ -92,7 +95,7 @@ def holds_prompts(program: ForwardProgram) -> bool:
 
 
 def _holds_prompts(call: OpCall) -> bool:
-    if call.op == "part" or (call.op == "attend" and call.inputs[WINDOW]):
+    if call.op == "attend" and call.inputs[WINDOW]:
         return False  # a prompt attends by the library, which has no windows
     if call.op in (*PLAIN, *KINDS) or isinstance(call.spec, Weight):
         return True
@@ -121,8 +124,15 @@ def _is_angles(x: Any) -> bool:
     return isinstance(x, RunInput) and x.name == "angles"
 
 
-def _scratch(program: ForwardProgram, size: ForwardSize) -> int:
-    return sum(call.spec[0].scratch(size) for call in program.calls if call.op == "part")
+def _scratch(block: BlockSpec, program: ForwardProgram, size: ForwardSize, keeps: bool) -> int:
+    """keeps: with the buffers that loaded launches keep. On GPUs the plans of models of one stream have room for them elsewhere."""
+    kept, most = sum(spec.scratch(size) for spec in block.specs), 0
+    for call in program.calls:
+        if call.op in PLAIN or isinstance(call.spec, Weight):
+            continue
+        n = op_named(call.op.partition(".")[0]).scratch(call.spec, size.n_row, size.n_token)
+        kept, most = (kept + n * keeps, most) if call.loads is not None else (kept, max(most, n))
+    return kept + most
 
 
 def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
@@ -137,8 +147,6 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
                 )
         if isinstance(call.spec, Weight):
             yield from _of_weight(program, call, call.spec, at)
-        elif call.op == "part":
-            yield from call.spec[0].kernels(at, at.on)
         elif call.op not in PLAIN:
             op = op_named(call.op.partition(".")[0])
             yield op, call.spec
@@ -146,15 +154,16 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
 
 
 WINDOW = 3  # among the inputs of `attend`
-PLAIN = ("add", "view", "scaled", "times_rows", "gelu_times", "side_by_side")
+PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gelu_times", "side_by_side", "write_keys")
 
 
 def _of_weight(
     program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
 ) -> Iterator[Request]:
     """A gate that a product leaves to the next one; a product of each head."""
-    if weight.kind == "gated" and at.on.streams:
-        kind = PrepKind.GLU if dict(weight.how)["act"] in GATES else PrepKind.GEGLU
+    how = dict(weight.how)
+    if weight.kind == "gated" and at.on.streams and "limit" not in how:
+        kind = PrepKind.GLU if how["act"] in GATES else PrepKind.GEGLU
         if any(reader.inputs[:2] == (call.output, None) for reader in program.readers(call.output)):
             yield op_named("rows"), RowsSpec(at.device, call.output.width, kind)
     if weight.kind == "heads" and at.on.dense is None:

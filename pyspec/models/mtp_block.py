@@ -62,7 +62,7 @@ class MtpBlock:
         )
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.residual = bound_residual(
-            spec.residual, weights, n, eps, target.norm if norm is None else norm
+            spec.residual, weights, n, eps, target.norm if norm is None else norm, [self.block]
         )
         own = _own(spec, weights, "embed_tokens", EMBEDDING, skips)
         self.embedding: Embedding = target.embedding if own is None else weights.embedding(own)

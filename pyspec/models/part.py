@@ -6,7 +6,6 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -14,7 +13,7 @@ import torch
 
 from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
-from pyspec.gguf import GGUFFile
+from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.cuts import KeyGroups
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
@@ -118,6 +117,24 @@ class PlannedSite(Place):
     def n_rank(self) -> int:
         return self.on.n_rank
 
+    @property
+    def leads(self) -> bool:
+        return True
+
+    @property
+    def dense(self) -> torch.dtype | None:
+        return self.on.dense
+
+    @property
+    def streams(self) -> bool:
+        return self.on.streams
+
+    def type_of(self, tensor: str) -> GGMLType:
+        return self.file.tensors[self.name(tensor)].type
+
+    def takes(self, op: str, spec: Any) -> bool:
+        return True
+
     def behind(self, norm: str) -> PlannedSite:
         return replace(self, norm=norm)
 
@@ -158,6 +175,10 @@ class PartSpec(Protocol):
         """The part of each of `n` ranks."""
         ...
 
+    def scratch(self, size: ForwardSize) -> int:
+        """Bytes that it takes while it runs, beyond those that every model takes and those of its ops (`Op.scratch`)."""
+        ...
+
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """stream + part(norm(x)) of x [row, n_embd]; without a stream part(norm(x)) alone."""
         ...
@@ -176,25 +197,7 @@ class Plain:
     def folds(self) -> Folding | None:
         return None
 
-
-class OneCall(Plain):
-    """A part that is one call of its program, because its launches are chosen while it runs. `bind` gives what the call runs as."""
-
-    __slots__ = ()
-
-    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
-        return f.op("part", (self, f.at.norm), x, stream, shape=x.shape)
-
-    def bind(self, at: Any) -> Any:
-        """What the call runs as, a `models.binding.BoundPart`. at: a `Binding`."""
-        raise NotImplementedError
-
-    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
-        """The ops that binding it asks for, products apart. None: they are compiled and checked when they are bound."""
-        return iter(())
-
     def scratch(self, size: ForwardSize) -> int:
-        """Bytes that it takes while it runs, beyond those that every model takes."""
         return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from pyspec.cuda import fuse
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.streams.op import streams
-from pyspec.cuda.ops.streams.ref import StreamMix, Streams, StreamsSpec
-from pyspec.models.binding import Binding, Pass, WorksForStreams
+from pyspec.cuda.ops.streams.ref import StreamMix, StreamsSpec
+from pyspec.models.binding import Binding, Pass
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.bound import Block, BoundForward
-from pyspec.models.part import OneCall
 from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.target import Matrix
 from pyspec.models.weights import Weights
@@ -27,20 +25,25 @@ Normed = tuple[Tensor, Tensor]
 
 
 def bound_block(residual: Residual, block: BlockSpec, at: Binding) -> Any:
-    """A block of a model with this residual: `Block`, or `StreamsBlock`. at: its norm is each part's own."""
+    """A block of a model with this residual: `Block`, or `StreamsBlock`."""
     if residual.n_iter is None:
         return Block(block, at)
-    return StreamsBlock([Step(part, replace(at, norm=part.norm)) for part in block.parts])
+    return StreamsBlock([Step(part, at) for part in block.parts])
 
 
 def bound_residual(
-    residual: Residual, weights: Weights, n_embd: int, eps: float, norm: Tensor
+    residual: Residual,
+    weights: Weights,
+    n_embd: int,
+    eps: float,
+    norm: Tensor,
+    blocks: Sequence[Any],
 ) -> BoundResidual:
-    """norm: weights of the last one."""
+    """norm: weights of the last one. blocks: bound (`bound_block`), as they run."""
     if residual.n_iter is None:
         return BoundResidual(weights.device, n_embd, eps, norm)
     spec = StreamsSpec(weights.device, residual.n, n_embd, residual.n_iter, eps, residual.floor)
-    return BoundStreams(spec, weights, norm)
+    return BoundStreams(spec, weights, norm, blocks)
 
 
 def mix_of(w: Weights, name: str) -> StreamMix:
@@ -48,33 +51,20 @@ def mix_of(w: Weights, name: str) -> StreamMix:
     return StreamMix(*(w.vector(f"{name}_{x}.weight") for x in ("fn", "scale", "base")))
 
 
-class Step:
-    """A bound part between several streams. mix: its coefficients among them."""
+class Step(BoundForward):
+    """A bound part between several streams, without their sums. mix: its coefficients among them."""
 
     def __init__(self, part: Part, at: Binding) -> None:
         assert part.mix is not None, "a part between streams has coefficients"
         self.mix = mix_of(at.weights, at.name(part.mix.name))
-        self.part: Any = None
-        if isinstance(part.spec, OneCall):
-            self.part = part.spec.bind(at)
-        works = isinstance(self.part, WorksForStreams) and not part.post and part.factor == 1.0
-        self.fused: WorksForStreams | None = self.part if works else None
-        if self.fused is None:
-            self.part = BoundForward(part.alone, at, at.n_embd, folds=part.spec.folds)
-        self.fold: fuse.Fold | None = None if works else self.part.fold
+        super().__init__(part.alone, at, at.n_embd, folds=part.spec.folds)
+        self.reads = self.first()
 
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        """As `WorksForStreams`; every part may stand between streams."""
-        return None if self.fused is None else self.fused.place(streams, n_row)
-
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor | fuse.Shares:
-        """As `WorksForStreams`."""
-        if self.fused is not None:
-            return self.fused.between(y, run, place, streams)
-        made: Tensor = self.part(y, run)
-        return made
+    def leave_sums(self, streams: Any) -> None:
+        """Let `streams` sum the outputs of experts, where they are few rows, if the part ends with them."""
+        maker = self.program.maker(self.program.output)
+        if maker is not None and maker.loads is not None:
+            self.sources.loaded(maker).summed_by = streams
 
 
 class StreamsBlock:
@@ -83,8 +73,8 @@ class StreamsBlock:
     captures_prompts = False
 
     def __init__(self, steps: list[Step]) -> None:
-        self.steps, self.parts = steps, [step.part for step in steps]
-        self.capturable = all(part.capturable for part in self.parts)
+        self.steps = steps
+        self.capturable = all(step.capturable for step in steps)
         self.fold = next((step.fold for step in steps if step.fold is not None), None)
 
 
@@ -102,7 +92,7 @@ class BoundResidual:
         return rows
 
     def through(self, x: Tensor, blocks: Sequence[Any], run: Pass) -> Iterator[Tensor]:
-        """The streams behind each block, which `Residual.bind_block` bound."""
+        """The streams behind each block."""
         for block in blocks:
             x = block(x, run)
             yield x
@@ -134,31 +124,41 @@ class BoundStreams(BoundResidual):
     Merging a part's output and reading for the next part are one step, so that kernels may do both at once.
     """
 
-    def __init__(self, spec: StreamsSpec, weights: Weights, norm: Tensor) -> None:
+    def __init__(
+        self, spec: StreamsSpec, weights: Weights, norm: Tensor, blocks: Sequence[StreamsBlock]
+    ) -> None:
         super().__init__(spec.device, spec.n, spec.eps, norm)
         self.n, self.mix = spec.n_stream, mix_of(weights, HEAD_MIX)
-        self.streams, self.capturable = streams.bind(spec), streams.chosen(spec).capturable
+        self.streams: Any = streams.bind(spec)
+        self.capturable = streams.chosen(spec).capturable
+        self.steps = [step for block in blocks for step in block.steps]
+        self.prepares = fuse.reads_into(self.streams)
+        if self.prepares:  # all but the last are merged and read in one launch, which may make sums
+            for step in self.steps[:-1]:
+                step.leave_sums(self.streams)
 
     def begin(self, rows: Tensor) -> Tensor:
         return rows[:, None].repeat(1, self.n, 1)
 
     def through(self, x: Tensor, blocks: Sequence[StreamsBlock], run: Pass) -> Iterator[Tensor]:
-        n_row, (first, *others) = len(x), [step for block in blocks for step in block.steps]
-        following = iter([*others, None])
-        place = first.place(self.streams, n_row)
-        y: Tensor | fuse.Shares
-        y, post, comb = fuse.reading(self.streams, x, first.mix, place)
+        behind = iter([*self.steps[1:], None])
+        y, post, comb = self.streams.split(x, self.steps[0].mix, **self._into(self.steps[0], len(x)))
         for block in blocks:
             for step in block.steps:
-                behind = next(following)
-                y = step.between(y, run, place, None if behind is None else self.streams)
-                if behind is None:
-                    assert isinstance(y, Tensor)  # no streams were given to sum the experts' outputs
+                y, next_step = step(y, run), next(behind)
+                if next_step is None:
                     x = self.streams.merge(y, x, post, comb)
                 else:
-                    place = behind.place(self.streams, n_row)
-                    x, (y, post, comb) = fuse.merged(self.streams, y, x, (post, comb), behind.mix, place)
+                    given = y, x, post, comb, next_step.mix
+                    into = self._into(next_step, len(x))
+                    x, (y, post, comb) = self.streams.merge_split(*given, **into)
             yield x
+
+    def _into(self, step: Step, n_row: int) -> dict[str, Any]:
+        """Where a launch may put the rows of a step's first product, normed, as a further argument of the launch."""
+        if not self.prepares or step.reads is None:
+            return {}
+        return {"into": fuse.place_for(*step.reads, n_row)}
 
     def tapped(self, x: Tensor) -> Tensor:
         return x.mean(1)

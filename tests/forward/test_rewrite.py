@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from pyspec.cuda.streamed import Streamed, StreamedParts
 from pyspec.forward import rewrite
 from pyspec.forward.call import ForwardProgram, OpCall, Value, Weight
 from pyspec.forward.lower import ProgramText
 from pyspec.forward.trace import Forward, traced
+from pyspec.gguf import GGMLType
+from pyspec.models.blocks.moe import Experts
 
 N = 4
 
@@ -20,8 +23,20 @@ N = 4
 def site(*missing: str) -> Any:
     """Where every tensor is, but these."""
     own = SimpleNamespace(
-        device=torch.device("cpu"), kv=None, n_embd=N, eps=1e-5, norm="n", layer=0, flags=None, n_rank=1
+        device=torch.device("cpu"),
+        kv=None,
+        n_embd=N,
+        eps=1e-5,
+        norm="n",
+        layer=0,
+        flags=None,
+        n_rank=1,
+        leads=True,
+        dense=None,
+        streams=False,
     )
+    own.type_of = lambda name: GGMLType.F32
+    own.takes = lambda op, spec: True
     own.has = lambda name: name not in missing
     own.behind = lambda norm: SimpleNamespace(**{**vars(own), "norm": norm})
     return own
@@ -52,6 +67,9 @@ class Launches:
 
     def launch(self, op: str, spec: Any) -> Any:
         return self.launches.get(op)
+
+    def loaded(self, call: OpCall) -> Any:
+        return self.launches.get("experts")
 
     def few(self, bias: Weight) -> Any:
         return self.launches.get("few")
@@ -142,6 +160,28 @@ def feed(f: Forward, x: Value) -> Value:
     return f.add(x, f.product(f.gated(f.normed(x), "gate", "up", "silu", N), "down", n_out=N))
 
 
+def test_results_handed_on() -> None:
+    """Where gates are cut, which bounds what they give, and something runs both products so."""
+
+    def block(f: Forward, x: Value, limit: float = 3.0) -> Value:
+        y = f.gated(f.normed(x), "gate", "up", "silu", N, limit=limit)
+        return f.add(x, f.product(y, "down", n_out=N))
+
+    def after(block: Callable[..., Value], hands: object) -> list[OpCall]:
+        found = rewrite.plain(program(block))
+        bound, heard = Launches(), []
+        bound.handing = lambda *given: heard.append(given) or hands  # type: ignore[attr-defined]
+        rewrite.results_handed_on(found, bound)
+        assert all(bound == 9.0 for _, _, bound in heard)
+        return found.calls
+
+    (both,) = after(block, "hands")
+    assert (both.op, preparation(both), both.spec.names) == ("handed", "norm", ("gate", "up"))
+    assert both.inputs[3] == "hands" and both.inputs[4].names == ("down",)
+    for other in (after(block, None), after(lambda f, x: block(f, x, 0.0), "hands")):
+        assert [call.op for call in other] == ["product", "product"]
+
+
 def test_activations_into_products_that_can_leave_them() -> None:
     """If a gated product can leave its activation to the next product, it does."""
     able = SimpleNamespace(unfinished=lambda x, prep: None)
@@ -192,6 +232,186 @@ def test_weights_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     found = rewrite.plain(program(block))
     rewrite.weights_ahead(found, Launches(attend="launch", out="product"))
     assert found.calls[0].more == {"after": ("launch", "product")}
+
+
+def of_experts(f: Forward, x: Value, **how: Any) -> Value:
+    return Experts(8, 2, N, **how).forward(f, x, x)
+
+
+LATENT = {"latent": 2, "act": "relu2"}
+
+
+def test_experts_norm_their_rows_and_add_the_stream() -> None:
+    """The router reads rows as they are. A shared expert adds the stream on its way, and a gated one leaves that to the others."""
+    found = rewrite.plain(program(of_experts, "exp_probs_b.bias"))
+    assert ops(found) == ["moe_route", "moe"]
+    assert preparation(found.calls[1]) == "norm" and found.calls[1].inputs[2] is found.inputs[0]
+    beside = rewrite.plain(program(lambda f, x: of_experts(f, x, n_ff_shared=6)))
+    assert ops(beside) == ["product", "product", "moe_route", "moe"]
+    assert beside.calls[1].inputs[2] is beside.inputs[0]
+    assert beside.calls[3].inputs[2] is beside.calls[1].output
+    gated = rewrite.plain(program(lambda f, x: of_experts(f, x, n_ff_shared=6, shared_gate=True)))
+    assert gated.calls[1].inputs[2] is None
+    assert gated.calls[3].inputs[2] is gated.inputs[0]
+    assert gated.calls[3].inputs[4] is gated.calls[1].output
+
+
+def test_the_shared_expert_runs_with_the_others_where_a_launch_takes_it() -> None:
+    def joined(streams: bool, takes: bool, **how: Any) -> list[str]:
+        at = site("ffn_gate_up_exps.weight", *(f"ffn_{x}_{y}.scale" for x in KINDS for y in WHOSE))
+        at.streams, at.takes = streams, lambda op, spec: takes
+        return ops(traced(lambda f, x: of_experts(f, x, n_ff_shared=2 * N, **how), at, N))
+
+    assert joined(True, True) == ["norm", "moe_route", "moe", "add"]
+    apart = ["norm", "product", "product", "add", "moe_route", "moe", "add"]
+    assert joined(False, True) == joined(True, False) == apart
+    assert joined(True, True, **LATENT).count("product") == 4, "whose input is another"
+
+
+KINDS, WHOSE = ("gate", "up", "down", "gate_up"), ("exps", "shexp")
+
+
+def test_of_several_ranks_one_adds_the_stream() -> None:
+    for leads in (True, False):
+        at = site()
+        at.n_rank, at.leads = 2, leads
+        found = rewrite.plain(traced(of_experts, at, N))
+        assert ops(found) == ["moe_route", "moe", "rank_sum"]
+        assert found.calls[1].inputs[2] is (found.inputs[0] if leads else None)
+
+
+def test_rows_before_choices() -> None:
+    """By the router, if it norms the same rows; otherwise by a launch before it, if experts take such rows."""
+
+    def after(block: Callable[..., Value] = of_experts, *, writes: bool, readies: bool) -> list[str]:
+        found = rewrite.plain(program(block))
+        experts = SimpleNamespace(readies=readies, norms=True)
+        route = SimpleNamespace(writes_rows=True) if writes else object()
+        rewrite.rows_before_choices(found, Launches(moe_route=route, experts=experts))
+        return ops(found)
+
+    assert after(writes=True, readies=True) == ["moe.routed"]
+    assert after(writes=False, readies=True) == ["moe.prepare", "moe_route", "moe"]
+    assert after(writes=True, readies=False) == ["moe_route", "moe"]
+    before = ["product", "moe.prepare", "moe_route", "moe", "product"]
+    assert after(lambda f, x: of_experts(f, x, **LATENT), writes=True, readies=True) == before
+    other = after(lambda f, x: of_experts(f, x, router_norm="r"), writes=True, readies=True)
+    assert other == ["moe.prepare", "moe_route", "moe"]
+
+
+def test_shares_into_products() -> None:
+    for sums, want in ((True, ["moe.then"]), (False, ["moe", "product"])):
+        found = rewrite.plain(program(lambda f, x: of_experts(f, x, **LATENT)))
+        experts = SimpleNamespace(readies=True, norms=True, sums_for=lambda product, sums=sums: sums)
+        bound = Launches(experts=experts)
+        rewrite.rows_before_choices(found, bound)
+        rewrite.shares_into_products(found, bound)
+        assert ops(found) == ["product", "moe.prepare", "moe_route", *want]
+        assert found.calls[-1].inputs[2 if want[-1] == "product" else 4] is found.inputs[0]
+
+
+def in_groups(f: Forward, x: Value) -> Value:
+    o = f.op("sparse_attend", "spec", x, f.batch, shape=(2, N // 2))
+    o.means_of = f.vector("norms")
+    y = f.grouped(f.flat(o), "groups", 2, N)
+    return f.add(x, f.summed(y, "out", N))
+
+
+def test_results_of_groups_handed_on() -> None:
+    """Their bound is that of the rows' norms over a group's columns, since rows are means."""
+    found, heard = rewrite.plain(program(in_groups)), []
+    bound = Launches(norms=torch.tensor([0.5, -3.0]))
+    bound.handing = lambda *given: heard.append(given) or "hands"  # type: ignore[attr-defined]
+    rewrite.results_handed_on(found, bound)
+    assert ops(found) == ["sparse_attend", "view", "handed"]
+    assert heard[0][2] == 3.0 * (N // 2) ** 0.5 and found.calls[2].inputs[2] is found.inputs[0]
+
+
+def test_rows_into_groups() -> None:
+    for able, want in (
+        (True, ["attended", "product"]),
+        (False, ["sparse_attend", "view", "grouped", "product"]),
+    ):
+        found = rewrite.plain(program(in_groups))
+        launch = SimpleNamespace(prepared=None) if able else object()
+        groups = SimpleNamespace(few=object.__new__(StreamedParts))
+        bound = Launches(sparse_attend=launch, groups=groups, norms=torch.ones(2))
+        bound.handing = lambda *given: "hands"  # type: ignore[attr-defined]
+        rewrite.rows_into_groups(found, bound)
+        assert ops(found) == want
+    assert found.readers(found.calls[2].output) == [found.calls[3]]
+
+
+def compressed(f: Forward, x: Value, n: int = 2) -> Value:
+    """Keys and `n` compressed rows of the first product, queries of the second one."""
+    q, kv, *rest = f.split(f.product(x, "first", n_out=(2 + n) * N), [N] * (2 + n))
+    q = f.view(f.product(q, "second", n_out=N), ".view(-1, 2, 2)", (2, 2))
+    for own in rest:
+        values, scores = f.split(own, (N // 2, N // 2))
+        f.op(
+            "compress",
+            "spec",
+            values,
+            scores,
+            "places",
+            "norm",
+            "freq",
+            "ring",
+            "pool",
+            f.batch,
+            shape=(),
+        )
+    return f.op("sparse_attend", "spec", q, kv, "tail", None, None, None, f.batch, shape=(2, 2))
+
+
+def able_beside() -> Launches:
+    attend = SimpleNamespace(take_keys=None, keys_beside=None)
+    beside = Beside()
+    return Launches(second=object.__new__(Streamed), sparse_attend=attend, compress=beside)
+
+
+class Beside:
+    runs_beside = True
+
+    def with_beside(self, other: object) -> str:
+        return "both"
+
+
+def test_keys_beside_products() -> None:
+    found, bound = program(compressed), able_beside()
+    rewrite.keys_beside_products(found, bound)
+    kinds = [op for op in ops(found) if op != "view"]
+    assert kinds == [
+        "product",
+        "keys_room",
+        "product",
+        "compress",
+        "compress",
+        "put_keys",
+        "sparse_attend",
+    ]
+    room, second, *others = [call for call in found.calls if call.op not in ("view", "sparse_attend")][
+        1:
+    ]
+    own, late = room.outputs
+    assert len(room.inputs[2]) == 3, "all that the first product gives, but for what queries are made of"
+    assert second.more == {"late": late} and [c.more for c in others[:2]] == [{"beside": late}] * 2
+    assert others[2].inputs[-1] is own
+    for other in ("second", "sparse_attend", "compress"):
+        found, bound = program(compressed), able_beside()
+        bound.launches[other] = object()
+        rewrite.keys_beside_products(found, bound)
+        assert "keys_room" not in ops(found)
+
+
+def test_compressors_together() -> None:
+    for n, want in ((2, ["both"]), (1, ["compress"])):
+        found = program(lambda f, x, n=n: compressed(f, x, n))
+        rewrite.compressors_together(found, able_beside())
+        assert [op for op in ops(found) if op in ("compress", "both")] == want
+    found = program(compressed)
+    rewrite.compressors_together(found, Launches())
+    assert ops(found).count("compress") == 2
 
 
 def test_bytes_of_a_row_are_those_of_the_values_that_live_at_once() -> None:

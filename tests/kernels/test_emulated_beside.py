@@ -162,11 +162,12 @@ def test_who_has_no_launch_for_it_is_asked_for_nothing() -> None:
     product, rows = object.__new__(Streamed), torch.empty(2, 96)
     product.has_late = lambda n_row: n_row <= 8  # type: ignore[method-assign]
     compressor = object.__new__(compress_cuda.CompressLaunch)
-    assert fuse.keys_room(Attends(), (compressor,), product, (rows, rows[:, 32:])) is not None
+    assert fuse.makes_keys_beside(Attends(), (compressor,), product)
     for attend in (lambda *_: None, object()):
-        assert fuse.keys_room(attend, (), product, (rows,)) is None
-    assert fuse.keys_room(Attends(), (object(),), product, (rows,)) is None
-    assert fuse.keys_room(Attends(), (), lambda x: x, (rows,)) is None
-    assert fuse.keys_room(Attends(), (), product, (torch.empty(9, 96),)) is None
-    for odd in (rows[:, 1:], torch.empty(2, 97)[:, :96]):
-        assert fuse.keys_room(Attends(), (compressor,), product, (rows, odd)) is None
+        assert not fuse.makes_keys_beside(attend, (), product)
+    assert not fuse.makes_keys_beside(Attends(), (object(),), product)
+    assert not fuse.makes_keys_beside(Attends(), (), lambda x: x)
+    own, late = fuse.keys_room(Attends(), product, (rows, rows[:, 32:]))
+    assert own is not None and late
+    for other in (torch.empty(9, 96), rows[:, 1:], torch.empty(2, 97)[:, :96]):
+        assert fuse.keys_room(Attends(), product, (other,)) == (None, False)

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
+from pyspec.cuda.experts import LoadedExperts
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.moe import cuda as moe_cuda
-from pyspec.cuda.ops.moe.ref import Routes
+from pyspec.cuda.ops.moe.ref import MoeSpec, Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.norms import cuda as norms_cuda
-from pyspec.cuda.ops.rows.ref import RELU2, HeadNorm, Norm
+from pyspec.cuda.ops.rows.ref import HeadNorm, Norm
 from pyspec.cuda.rank import Rank
 from pyspec.cuda.streamed import Streamed
 from pyspec.models.matrices import Summed
@@ -25,6 +26,7 @@ from pyspec.models.matrices import Summed
 X = torch.ones(3, 4)
 PREP = HeadNorm(torch.ones(4), 1e-6, torch.ones(3, 4))
 NORM = Norm(torch.full((4,), 3.0), 1e-6)
+SPEC = MoeSpec(torch.device("cpu"), 2, 4, 4, "swiglu", None, None)
 ROUTES = Routes(torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2), None)
 
 
@@ -76,7 +78,7 @@ class Experts:
     def prepare(self, x: Tensor, prep: Any) -> str | None:
         return "prepared" if len(x) <= self.most else None
 
-    def shares(self, ready: str, ids: Tensor, weights: Tensor) -> str:
+    def shares(self, ready: str, ids: Tensor, weights: Tensor, added: object = None) -> str:
         return f"shares of {ready}"
 
     def __call__(self, x: Tensor, *given: Any) -> Tensor:
@@ -108,57 +110,61 @@ def test_of_a_product_that_ranks_sum_this_ranks_is_prepared_for() -> None:
     assert product.heard == [("prepared in place of 3", None)]
 
 
-def test_rows_of_experts_are_ready_before_the_choice() -> None:
-    route, experts = SimpleNamespace(writes_rows=True), Experts()
-    assert fuse.before_choice(route, experts, X, NORM, NORM) == (
-        "room",
-        {"into": "room", "power": NORM.power},
-    )
-    assert fuse.before_choice(route, experts, X, RELU2, NORM) == ("prepared", {}), (
-        "not the router's norm"
-    )
-    assert fuse.before_choice(lambda x: x, experts, X, NORM, NORM) == ("prepared", {}), (
-        "a router that norms for itself"
-    )
-    assert fuse.before_choice(route, Experts(most=2), X, NORM, NORM) == (None, {}), (
-        "more than go at once"
-    )
-    assert fuse.before_choice(route, lambda x: x, X, NORM, NORM) == (None, {})
-
-
-def test_more_rows_than_experts_take_come_in_parts_where_the_router_prepares_them() -> None:
-    """Any other launch that prepares rows sums their squares in another order: a row's bits would depend on the number of rows."""
-    route, experts = SimpleNamespace(writes_rows=True), Experts(most=3)
-    assert fuse.at_once(route, experts, 7, NORM, NORM) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    for parts in (
-        fuse.at_once(route, experts, 3, NORM, NORM),
-        fuse.at_once(
-            route, experts, 7, None, NORM
-        ),  # rows of another width: one launch prepares them, in all cases
-        fuse.at_once(lambda x: x, experts, 7, NORM, NORM),
-        fuse.at_once(route, lambda x: x, 7, NORM, NORM),
-        fuse.at_once(route, experts, 0, NORM, NORM),
-    ):
-        assert len(parts) == 1
-    x, heard = torch.arange(14.0).view(7, 2), []
-
-    def run(rows: Tensor, other: Tensor | None) -> Tensor:
-        heard.append((len(rows), other))
-        return rows + 1
-
-    assert torch.equal(fuse.by_parts(fuse.at_once(route, experts, 7, NORM, NORM), run, x, None), x + 1)
-    assert heard == [(3, None), (3, None), (1, None)]
-    assert fuse.by_parts([slice(0, 7)], lambda rows: rows is x, x), "one part is no copy"
-
-
 @pytest.mark.parametrize("few", [True, False])
 def test_sums_of_experts_are_made_by_who_reads_them_where_it_can(few: bool) -> None:
-    product, experts = Product(few), Experts()
-    fuse.experts_then(experts, X, ROUTES, "ready", product, None)
+    product, run = Product(few), Experts()
+    experts = LoadedExperts(SPEC, run)  # type: ignore[arg-type]
+    assert experts.sums_for(product) and not experts.sums_for(plain)
+    experts.then(X, ROUTES, "ready", product, None)
     assert product.heard == [("sums of shares of ready" if few else "rows", None)]
-    fuse.experts_then(experts, X, ROUTES, None, product, None)
-    assert product.heard[1] == ("rows", None) and experts.heard == ([None] if few else ["ready", None])
-    assert torch.equal(fuse.experts_then(experts, X, ROUTES, "ready", plain, None), X)
+    experts.then(X, ROUTES, None, product, None)
+    assert product.heard[1] == ("rows", None) and run.heard == ([None] if few else ["ready", None])
+
+
+@pytest.mark.parametrize("n_row", [0, 2, 3, 7])
+def test_the_router_prepares_as_many_rows_as_experts_take(n_row: int) -> None:
+    """Others sum squares in another order: a row's bits would depend on the number of rows."""
+    heard, run = [], Experts(most=3)
+
+    def route(x: Tensor, *given: Any, into: str, power: float, shift: str) -> Routes:
+        heard.append((len(x), *given, into, power, shift))
+        return ROUTES
+
+    x, named = torch.arange(2.0 * n_row).view(n_row, 2), torch.arange(n_row)
+    given = x, "norm", "matrix", None, named
+    experts = LoadedExperts(SPEC, run)  # type: ignore[arg-type]
+    assert torch.equal(experts.routed(x, NORM, None, (route, given, {"shift": "s"}), None), x)
+    sizes = [3] * (n_row // 3) + ([n_row % 3] if n_row % 3 or not n_row else [])
+    assert [own[0] for own in heard] == sizes and run.heard == ["room"] * len(sizes)
+    assert all(own[1:4] == ("norm", "matrix", None) for own in heard)
+    assert all(own[5:] == ("room", NORM.power, "s") for own in heard)
+    assert torch.equal(torch.cat([own[4] for own in heard]), named)
+
+
+def test_streams_sum_what_experts_made_of_few_rows_that_went_at_once() -> None:
+    """The last part of many rows may be few: what it gave could not be joined with the others."""
+
+    def route(x: Tensor, *given: Any, into: str, power: float) -> Routes:
+        return ROUTES
+
+    def made(x: Tensor, streams: Any, most: int = 512) -> Any:
+        experts = LoadedExperts(SPEC, Experts(most))  # type: ignore[arg-type]
+        experts.summed_by = streams
+        return experts.routed(x, NORM, None, (route, (x, "norm", "matrix", None, None), {}), None)
+
+    streams = SimpleNamespace(sums_of=lambda n_row: n_row <= 3)
+    assert made(X, streams) == "shares of room"
+    assert torch.equal(made(X, None), X)
+    for n_row, most in ((4, 512), (5, 3)):
+        x = torch.ones(n_row, 4)
+        assert torch.equal(made(x, streams, most), x)
+
+
+def test_rows_are_normed_before_experts_that_do_not_norm_them() -> None:
+    run = Experts()
+    experts = LoadedExperts(SPEC, run)  # type: ignore[arg-type]
+    assert not experts.norms
+    assert torch.equal(experts(X, NORM, None, ROUTES, None, None), NORM(X))
 
 
 def test_states_are_folded_by_whose_launch_can() -> None:

@@ -24,18 +24,18 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from soak import Span, Tally, grown, inspect_idle, not_cached, wait_idle
 from soak_audit import audit
 from torch import Tensor
 
 from pyspec import synth
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.cuda.ops.moe.ref import Routes
+from pyspec.cuda.ops.moe.ref import Route, Routes, RouteSpec
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.errors import PyspecError
-from pyspec.models.blocks.moe import BoundExperts
 from pyspec.models.target import Out
 from pyspec.request import Delta, Request, SamplingParams
 from pyspec.slots.batch import Batch
@@ -124,22 +124,28 @@ class Choices:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.closest = engine, math.inf
-        parts = [part for block in engine.loop.target.blocks for part in block.parts]
-        feeds = [part for part in parts if isinstance(part, BoundExperts)]
+        blocks = engine.loop.target.blocks
+        feeds = [
+            (block.run.__globals__, own, spec)
+            for block in blocks
+            for (op, spec), own in block.sources.launches.items()
+            if op == "moe_route"
+        ]
         self.on_gpu, self.has_experts = engine.loop.target.device.type == "cuda", bool(feeds)
-        for feed in () if self.on_gpu else feeds:
-            feed.route = self.watched(feed)
+        for names, own, spec in () if self.on_gpu else feeds:
+            (name,) = (name for name, value in names.items() if value is own)
+            names[name] = self.watched(own, spec)
 
-    def watched(self, feed: BoundExperts) -> Callable[..., Routes]:
-        route, n_expert, n_used = feed.route, feed.shape.n_expert, feed.shape.n_used
-
-        def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
-            logits = (feed.norm(x) @ matrix.T)[:, :n_expert]
+    def watched(self, route: Route, spec: RouteSpec) -> Callable[..., Routes]:
+        def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None, *named: None) -> Routes:
+            logits = (F.rms_norm(x, norm.shape, norm, spec.eps) @ matrix.T)[:, : spec.n_expert]
             scores = (
                 (logits if bias is None else logits.sigmoid() + bias).sort(-1, descending=True).values
             )
-            self.closest = min(self.closest, float((scores[:, n_used - 1] - scores[:, n_used]).min()))
-            return route(x, norm, matrix, bias)
+            self.closest = min(
+                self.closest, float((scores[:, spec.n_used - 1] - scores[:, spec.n_used]).min())
+            )
+            return route(x, norm, matrix, bias, *named)
 
         return run
 

@@ -7,7 +7,6 @@ Expected values were made with a reference of the architecture in f64, which agr
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -15,11 +14,9 @@ import pytest
 import torch
 from harness import DEVICE, FIXTURES, Bench
 
-from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.errors import BadTensors, ModelError, OutOfBounds, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.blocks.stream_experts import BoundStreamExperts
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.parts import Ring
@@ -203,25 +200,3 @@ def test_a_missing_table_is_named(tmp_path: Path) -> None:
 def test_an_mtp_block_of_another_model_is_refused() -> None:
     with pytest.raises(PairError, match="width 64"):
         bench_of("deepseek4").drafter("mtp", FIXTURES / "deepseek4_pro_mtp.gguf", n_draft=2)
-
-
-def test_experts_that_take_rows_in_parts_leave_no_part_for_streams_to_sum() -> None:
-    """The last one may be as few rows as streams take: what it gave could not be joined with the others."""
-    feed, norm = BoundStreamExperts.__new__(BoundStreamExperts), Norm(torch.ones(4), 1e-5)
-    feed.ranks = feed.gate_up = feed.down = feed.hands = feed.named = None
-    feed.norm, feed.route, feed.experts = (
-        norm,
-        SimpleNamespace(writes_rows=True),
-        SimpleNamespace(most=4),
-    )  # type: ignore[assignment]
-    told: list[tuple[int, object]] = []
-
-    def chosen(streams: object, y: torch.Tensor, *_: object) -> torch.Tensor:
-        told.append((len(y), streams))
-        return y
-
-    feed._chosen = chosen  # type: ignore[method-assign, assignment]
-    for n_row in (9, 3):
-        made = feed.between(torch.zeros(n_row, 4), None, None, "streams")  # type: ignore[arg-type]
-        assert len(made) == n_row  # type: ignore[arg-type]
-    assert told == [(4, None), (4, None), (1, None), (3, "streams")]

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from pyspec.cuda.ops.compress.op import compress
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
+from pyspec.cuda.ops.sparse_attend.cuda import SparseLaunch
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
-from pyspec.models.blocks.sparse_attention import BoundSparse
+from pyspec.forward import lower
+from pyspec.models import weights
+from pyspec.models.matrices import Dense
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import itertools
@@ -82,8 +86,7 @@ def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(
 ) -> None:
     """As beside a product of few rows: here it is the reference's, which can not be `late`."""
     tokens = [(7 * i * i + 3 * i) % 300 for i in range(160)]
-    cuts, taken = [0, 100, 101, 105, 113, 120, 121, 132, 140, 148], []
-    queries, room = BoundSparse.queries, fuse.keys_room
+    cuts, taken, is_late = [0, 100, 101, 105, 113, 120, 121, 132, 140, 148], [], []
 
     def run() -> torch.Tensor:
         bench, out = Bench(FIXTURES / "deepseek4.gguf", n_slot=1, n_ctx=400, kv=torch.float16), []
@@ -93,16 +96,22 @@ def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(
             bench.commit(seq, b - a)
         return torch.cat(out)
 
-    def take(
-        attend: object, compressors: list[object], product: object, given: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor | None:
-        assert room(attend, compressors, product, given) is None  # type: ignore[arg-type]
-        taken.append(attend.take_keys(len(given[0])))  # type: ignore[attr-defined]
-        return taken[-1]
+    def room(
+        attend: SparseLaunch, product: object, given: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor | None, bool]:
+        own = attend.take_keys(len(given[0]))
+        taken.append(own is not None)
+        return own, own is not None
+
+    class LateDense(Dense):
+        def __call__(self, *given: Any, late: bool = False, **more: Any) -> torch.Tensor:
+            is_late.append(late)
+            return super().__call__(*given, **more)
 
     with kernels():
         want = run()
-        monkeypatch.setattr(fuse, "keys_room", take)
-        monkeypatch.setattr(BoundSparse, "queries", lambda self, qr, late: queries(self, qr))
+        monkeypatch.setattr(fuse, "makes_keys_beside", lambda *_: True)
+        monkeypatch.setitem(lower.HELPERS, "keys_room", room)
+        monkeypatch.setattr(weights, "Dense", LateDense)
         assert torch.equal(run(), want)
-    assert 0 < sum(t is not None for t in taken) < len(taken)
+    assert 0 < sum(taken) < len(taken) and sum(is_late) == sum(taken)

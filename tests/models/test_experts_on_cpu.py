@@ -20,8 +20,11 @@ from pyspec.cuda.packed_cpu import CpuGroups
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.gguf import GGMLType, open_gguf
-from pyspec.models.blocks.moe import BoundExperts
+from pyspec.models.binding import Binding
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.bound import BoundForward
 from pyspec.models.decoder import Decoder
+from pyspec.models.weights import Weights
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 QUANTISED = ["qwen35moe_mixed_q8_0", "nemotron_latent_q8_0"]
@@ -65,16 +68,24 @@ def test_a_feed_forward_of_experts_is_one_recording(name: str) -> None:
     """Its experts are chosen anew in each replay."""
     bench = Bench(FIXTURES / f"{name}.gguf", dense=None)
     assert isinstance(bench.target, Decoder)
-    experts = [
-        part for block in bench.target.blocks for part in block.parts if isinstance(part, BoundExperts)
-    ]
-    assert experts and all(isinstance(part.experts, moe_cpu.CpuExperts) for part in experts)
-    part = experts[0]
-    x, run = torch.randn(5, part.norm.weight.shape[0]), None
-    recorded = Recorded(lambda: part(x, x, run), TapeMemory())  # type: ignore[arg-type]
+    loaded = [run for block in bench.target.blocks for run in block.sources.loads.values()]
+    assert loaded and all(isinstance(own.run, moe_cpu.CpuExperts) for own in loaded)
+    config = bench.target.config
+    part, layer = next(
+        (part, i)
+        for i, block in enumerate(config.blocks)
+        for part in block.parts
+        if isinstance(part.spec, Experts)
+    )
+    w = Weights(bench.file, torch.device("cpu"), None)
+    kv, ropes = bench.memory.kv_format, bench.target.ropes
+    at = Binding(w, f"blk.{layer}", layer, "", config.n_embd, config.eps, kv, ropes)
+    feed = BoundForward(part.alone, at, config.n_embd)
+    x = torch.randn(5, config.n_embd)
+    recorded = Recorded(lambda: feed(x, None), TapeMemory())
     for _ in range(3):
         x.normal_()
-        assert torch.equal(recorded.replay(), part(x, x, run))  # type: ignore[arg-type]
+        assert torch.equal(recorded.replay(), feed(x, None))
 
 
 @pytest.mark.parametrize("name", [*MODELS, *STREAMS])

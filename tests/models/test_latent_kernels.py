@@ -96,7 +96,7 @@ def test_gated_short_convolutions_give_the_references_logits() -> None:
 
 def bound(bench: Bench, op: str) -> list[Block]:
     """Blocks that are bound to an op, and have no experts."""
-    blocks = [block for block in bench.target.blocks if not block.parts]
+    blocks = [block for block in bench.target.blocks if not block.sources.loads]
     return [block for block in blocks if any(own.name == op for own, _ in block.ops)]
 
 

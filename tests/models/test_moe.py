@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
-from pyspec.cuda.ops.moe.op import moe
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
-from pyspec.models.binding import Binding, Pass
-from pyspec.models.blocks.moe import BoundExperts, Experts, shared_stacks, stacks_of
+from pyspec.models.binding import Binding
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.bound import BoundForward
 from pyspec.models.checks import check_tensors
 from pyspec.models.part import Place
 from pyspec.models.ropes import Ropes
 from pyspec.models.weights import Weights
+from pyspec.slots.kv_types import F16, KvFormat
 
 CPU, N, EPS, P = torch.device("cpu"), 32, 1e-6, "blk.0"
 QWEN = Experts(8, 3, 16, n_ff_shared=24, shared_gate=True)
@@ -63,13 +63,17 @@ def write(path: Path, made: Tensors) -> GGUFFile:
     return open_gguf(path)
 
 
-def bound(w: Weights, s: Experts) -> BoundExperts:
-    return s.bind(Binding(w, P, 0, "ffn_norm", N, EPS, torch.float32, Ropes(w)))
+def binding(w: Weights) -> Binding:
+    return Binding(w, P, 0, "ffn_norm", N, EPS, KvFormat.both(F16), Ropes(w))
 
 
-def run(feed: BoundExperts, x: torch.Tensor) -> torch.Tensor:
+def bound(w: Weights, s: Experts) -> BoundForward:
+    return BoundForward(lambda f, x: s.forward(f, x, x), binding(w), N)
+
+
+def run(feed: BoundForward, x: torch.Tensor) -> torch.Tensor:
     """x + feed(norm(x)), of which no row looks at a batch."""
-    return feed(x, x, cast(Pass, None))
+    return feed(x, None)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -120,57 +124,27 @@ def test_experts_of_every_kind_of_shape_equal_the_formulas(
 
 
 @pytest.mark.parametrize("kind", ["qwen", "nano"])
-def test_a_shared_expert_of_the_others_types_may_run_with_them(kind: str, tmp_path: Path) -> None:
+def test_a_shared_expert_of_the_others_types_may_run_with_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a GPU is given, in plain torch: the same as apart. Other types, widths and inputs stay apart."""
     s = replace(SHAPES[kind], n_ff=32, n_ff_shared=64)
     made = tensors(s)
     with write(tmp_path / "m.gguf", made) as file:
-        w = Weights(file, CPU, None)
-        feed, stacks = bound(w, s), stacks_of(w, P, s.act)
-        together = shared_stacks(w, P, s, stacks)
-        assert together is not None and together.up.n_out == 64 and feed.shared is not None
-        assert shared_stacks(w, P, replace(s, n_ff=48), stacks) is None
-        assert shared_stacks(w, P, replace(s, latent=16), stacks) is None
-        assert shared_stacks(w, P, replace(s, n_ff_shared=0), stacks) is None
-        other = replace(stacks, down=replace(stacks.down, type=GGMLType.Q8_0))
-        assert shared_stacks(w, P, s, other) is None
-        x = torch.randn(5, N)
-        apart = run(feed, x)
-        feed.shared = None
-        feed.experts = moe.bind(replace(feed._spec(CPU, stacks), pieces=2))(
-            replace(stacks, shared=together)
-        )
-        assert torch.allclose(run(feed, x), apart, atol=1e-5)
-
-
-@pytest.mark.parametrize("most", [4, 5, 11])
-@pytest.mark.parametrize("kind", SHAPES)
-def test_more_rows_than_experts_take_come_in_parts(kind: str, most: int, tmp_path: Path) -> None:
-    """A router that prepares their rows, and experts that take a few at once: every row as alone."""
-    s, sizes, most_rows = SHAPES[kind], list[int](), most
-    with write(tmp_path / "m.gguf", tensors(s)) as file:
-        feed = bound(Weights(file, CPU, torch.float32), s)
-        x = torch.randn(11, N)
-        want, experts, route = run(feed, x), feed.experts, feed.route
-
-        class Few:
-            most = most_rows
-
-            def __call__(self, rows: torch.Tensor, *given: object) -> torch.Tensor:
-                assert len(rows) <= self.most or s.latent
-                sizes.append(len(rows))
-                return experts(rows, *given)  # type: ignore[arg-type]
-
-        class Writing:
-            writes_rows = True
-
-            def __call__(self, *given: object) -> object:
-                return route(*given)  # type: ignore[arg-type]
-
-        feed.experts, feed.route, feed.prep = Few(), Writing(), feed.norm  # type: ignore[assignment]
-        assert torch.allclose(run(feed, x), want, atol=1e-6)
-    # where experts read rows of another width, it is not the router that prepares them
-    assert sizes == ([11] if s.latent or most == 11 else [4, 4, 3] if most == 4 else [5, 5, 1])
+        w, x = Weights(file, CPU, None), torch.randn(5, N)
+        apart = run(bound(w, s), x)
+        monkeypatch.setattr(Binding, "streams", True)
+        monkeypatch.setattr(Binding, "takes", lambda *_: True)
+        at = binding(w)
+        assert s.spec(at).pieces == 2
+        for other in ({"n_ff": 48}, {"latent": 16, "shared_gate": False}, {"n_ff_shared": 0}):
+            assert not replace(s, **other).spec(at).pieces
+        assert torch.allclose(run(bound(w, s), x), apart, atol=1e-5)
+        own = Binding.type_of
+        for name in ("ffn_down_shexp.weight", "ffn_up_shexp.weight"):
+            types = {name: GGMLType.Q8_0}
+            monkeypatch.setattr(Binding, "type_of", lambda at, x, t=types: t.get(x) or own(at, x))
+            assert not s.spec(at).pieces
 
 
 def test_gates_and_ups_in_one_tensor(tmp_path: Path) -> None:
@@ -204,7 +178,8 @@ def test_the_router_stays_f32_when_matrices_are_not(tmp_path: Path) -> None:
     made["ffn_gate_inp.weight"][5, 0] *= 1 + 2**-18
     with write(tmp_path / "m.gguf", made) as file:
         feed = bound(Weights(file, CPU, torch.bfloat16), QWEN)
-    assert feed.router.dtype == torch.float32 and not torch.equal(feed.router[2], feed.router[5])
+    (router,) = (t for w, t in feed.sources.weights.items() if "ffn_gate_inp.weight" in w.names)
+    assert router.dtype == torch.float32 and not torch.equal(router[2], router[5])
 
 
 def test_second_level_scales_of_experts(tmp_path: Path) -> None:
@@ -235,3 +210,8 @@ def test_a_wrong_stack_is_named(tmp_path: Path) -> None:
 def test_impossible_shapes_are_refused(n_expert: int, n_used: int, n_ff: int) -> None:
     with pytest.raises(ModelError, match="expert"):
         Experts(n_expert, n_used, n_ff)
+
+
+def test_a_gated_shared_expert_beside_experts_of_another_width_is_refused() -> None:
+    with pytest.raises(ModelError, match="another width"):
+        replace(QWEN, latent=16)

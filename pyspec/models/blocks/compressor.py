@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
-from torch import Tensor
-
-from pyspec.cuda.ops.compress.op import compress
 from pyspec.cuda.ops.compress.ref import CompressSpec
-from pyspec.models.binding import Binding
+from pyspec.forward.call import Value, Weight
+from pyspec.forward.trace import Forward
 from pyspec.models.part import Place
 from pyspec.models.wants import Want
-from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool
-from pyspec.slots.parts import LayerParts, Paged, PartMemory, Ring
-from pyspec.slots.ring import RingRows
+from pyspec.slots.parts import LayerParts, Paged, Ring
 
 CSA, HCA = (
     4,
@@ -63,31 +57,10 @@ class Compressor:
         rows = Paged(1, self.dim, tokens_per_row=self.ratio, keys_only=True)
         return {self.rows: rows, self.partial: ring}
 
-
-class BoundCompressor:
-    """A compressor bound to its weights. freq [n_rot / 2] f64: angles of one position."""
-
-    def __init__(self, spec: Compressor, at: Binding, freq: Tensor) -> None:
-        w = at.weights
-        self.spec, self.freq = spec, freq
-        self.places, self.norm = (w.vector(at.name(f"{spec.name}_{x}.weight")) for x in ("ape", "norm"))
-        bound = CompressSpec(
-            w.device, spec.ratio, spec.dim, spec.overlaps, 2 * len(freq), at.eps, at.kv.k.dtype
-        )
-        self.compress, self.capturable = compress.bind(bound), compress.chosen(bound).capturable
-
-    def __call__(
-        self, products: Tensor, parts: dict[str, PartMemory], batch: Batch, beside: dict[str, bool]
-    ) -> None:
-        """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block. beside: further arguments
-        of the op."""
-        values, scores, places, norm, ring, pool = self.given(products, parts)
-        self.compress(values, scores, places, norm, self.freq, ring, pool, batch, **beside)
-
-    def given(
-        self, products: Tensor, parts: dict[str, PartMemory]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]:
-        """Arguments of the op, except angles and the batch. parts: the layer's memory."""
-        values, scores = products.split(self.spec.width, -1)
-        ring, pool = cast(RingRows, parts[self.spec.partial]), cast(KVPool, parts[self.spec.rows])
-        return values, scores, self.places, self.norm, ring, pool
+    def forward(self, f: Forward, products: Value, freq: Weight, n_rot: int) -> None:
+        """Rows of products [row, 2 * width]: values, and scores without the bias of a token's place in its block. freq: angles of one position."""
+        values, scores = f.split(products, (self.width, self.width))
+        places, norm = (f.vector(f"{self.name}_{x}.weight") for x in ("ape", "norm"))
+        spec = CompressSpec(f.device, self.ratio, self.dim, self.overlaps, n_rot, f.eps, f.kv.k.dtype)
+        memory = f.kept(self.partial), f.kept(self.rows)
+        f.op("compress", spec, values, scores, places, norm, freq, *memory, f.batch, shape=())

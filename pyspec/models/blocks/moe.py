@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self
 
 import torch
-from torch import Tensor
 
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.moe import cpu as moe_cpu
-from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
-from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep, PrepKind, RowsSpec
-from pyspec.cuda.temporary import temporary
+from pyspec.cuda.ops.moe.ref import Act, MoeSpec, Router, RouteSpec
 from pyspec.errors import ModelError
-from pyspec.gguf import GGMLType, TensorInfo
-from pyspec.models.binding import Binding, BoundPart, Pass
+from pyspec.forward.call import RunInput, Value, Weight
+from pyspec.forward.trace import Forward, Site
 from pyspec.models.cuts import Cut, Units, each_of
-from pyspec.models.part import ForwardSize, LoadTypes, OneCall, Place, PlannedSite, Request, column_block
-from pyspec.models.target import Matrix
+from pyspec.models.part import Place, Plain, column_block
+from pyspec.models.stacks import norm_of_router, router_of, stacks_of
 from pyspec.models.wants import Want, scale_of
-from pyspec.models.weights import Weights
 from pyspec.slots.parts import LayerParts
 
+GATES = "ffn_gate_shexp.weight", "ffn_up_shexp.weight"  # of the shared expert
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 
 
 @dataclass(frozen=True, slots=True)
-class Experts(OneCall):
+class Experts(Plain):
     """A feed-forward of experts as data.
 
     n_ff         width of an expert; n_ff_shared that of the shared one, 0 for none
@@ -77,6 +67,8 @@ class Experts(OneCall):
             raise ModelError(
                 f"{self.n_used} experts of {n_kept} groups can not be used: they have fewer"
             )
+        if self.latent and self.shared_gate:
+            raise ModelError("a gated shared expert beside experts of another width is not supported")
 
     @property
     def inner(self) -> tuple[str, ...]:
@@ -128,15 +120,6 @@ class Experts(OneCall):
     def memory(self) -> LayerParts:
         return {}
 
-    def scratch(self, size: ForwardSize) -> int:
-        """Values between the loops of a CPU's kernel."""
-        width = self.latent or size.n_embd
-        return (
-            moe_cpu.buffer_bytes(size.n_row, self.n_used, width, self.n_ff)
-            if size.device.type == "cpu"
-            else 0
-        )
-
     def share(self, n: int) -> Self:
         """All experts, and of each one as many columns."""
         shared = each_of(self.n_ff_shared, n, self.block_shared)
@@ -146,37 +129,6 @@ class Experts(OneCall):
         """As of ReadsBlocks."""
         own, shared = (column_block(at, f"ffn_down_{x}.weight") for x in ("exps", "shexp"))
         return replace(self, block=own, block_shared=shared)
-
-    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
-        has_bias = at.has("exp_probs_b.bias")
-        yield moe_route, self.route_spec(on.device, at.n_embd, at.eps, has_bias=has_bias)
-        if on.streams:
-            yield rows, RowsSpec(on.device, at.n_embd, PrepKind.NORM)
-        down, up = (at.file.tensors.get(at.name(f"ffn_{x}_exps.weight")) for x in ("down", "up"))
-        up = up or at.file.tensors.get(at.name("ffn_gate_up_exps.weight"))
-        if down is None or up is None:
-            return
-        names = [at.name(f"ffn_{x}_exps.weight") for x in ("gate", "up", "down", "gate_up")]
-        scaled = any(scale_of(name) in at.file.tensors for name in names)
-        of_up, of_down = (up.type, down.type) if on.dense is None else (None, None)
-        gate, width = at.file.tensors.get(names[0], up), self.latent or at.n_embd
-        spec = MoeSpec(
-            on.device,
-            self.n_used,
-            width,
-            self.n_ff,
-            self.act,
-            of_up,
-            of_down,
-            scaled,
-            n_expert=self.n_expert,
-            limit=self.limit,
-            biased=self.shifted,
-        )
-        spec = replace(spec, gate=None if on.dense is not None or gate.type is up.type else gate.type)
-        yield moe, replace(spec, pieces=self._pieces(at, up, down) if on.streams else 0)
-        if self.n_ff_shared and self.act == "relu2" and on.streams:
-            yield rows, RowsSpec(on.device, self.n_ff_shared, PrepKind.RELU2)
 
     def route_spec(self, device: torch.device, n_in: int, eps: float, *, has_bias: bool) -> RouteSpec:
         return RouteSpec(
@@ -195,200 +147,98 @@ class Experts(OneCall):
             shifted=self.shifted,
         )
 
-    def joins_shared(self, block_size: int | None) -> bool:
-        """Whether one launch may take the shared expert as further experts: of their input, and as wide as a number of them, in whole
-        blocks of the type of `down`."""
-        if not self.n_ff_shared or self.latent or block_size is None or self.n_ff_shared % self.n_ff:
-            return False
-        return self.n_ff_shared == self.n_ff or self.n_ff % block_size == 0
-
-    def _pieces(self, at: Place, up: TensorInfo, down: TensorInfo) -> int:
-        """Of the shared expert as further experts of a launch, which have its types, too."""
-        if not self.joins_shared(down.type.block_size):
-            return 0
-        wanted: dict[str, GGMLType] = dict.fromkeys(self.inner, up.type) | {"down": down.type}
-        own = {x: at.file.tensors.get(at.name(f"ffn_{x}_shexp.weight")) for x in wanted}
-        fits = all(t is not None and t.type is wanted[x] for x, t in own.items())
-        return self.n_ff_shared // self.n_ff if fits else 0
-
-    def bind(self, at: Binding) -> BoundPart:
-        return BoundExperts(self, at)
-
-
-def biased_stacks(w: Weights, p: str, stacks: Stacks, leads: bool) -> Stacks:
-    """The same with the biases of the file. Of several ranks one adds those of `down`, because their outputs are summed."""
-
-    def biased(stack: Stack, name: str) -> Stack:
-        return replace(stack, bias=w.vector(f"{p}.ffn_{name}_exps.bias"))
-
-    gate, down = stacks.gate, biased(stacks.down, "down")
-    if not leads and down.bias is not None:
-        down = replace(down, bias=torch.zeros_like(down.bias))
-    gate = None if gate is None else biased(gate, "gate")
-    return replace(stacks, gate=gate, up=biased(stacks.up, "up"), down=down)
-
-
-def stacks_of(w: Weights, p: str, act: Act) -> Stacks:
-    """The experts of the feed-forward with prefix `p` (blk.N)."""
-    down = w.stack(f"{p}.ffn_down_exps.weight")
-    if act != "relu2" and w.has(both := f"{p}.ffn_gate_up_exps.weight"):
-        return Stacks(*halves(w.stack(both)), down)
-    gate = None if act == "relu2" else w.stack(f"{p}.ffn_gate_exps.weight")
-    return Stacks(gate, w.stack(f"{p}.ffn_up_exps.weight"), down)
-
-
-def shared_stacks(w: Weights, p: str, s: Experts, stacks: Stacks) -> Stacks | None:
-    """The shared expert as packed in the file, if one launch may multiply it with the others and it has their types."""
-    if not s.joins_shared(None if stacks.down.type is None else stacks.down.type.block_size):
-        return None
-
-    def stack(name: str, like: Stack) -> Stack | None:
-        with temporary(w.device):
-            raw, type, own_scale = w.packed(f"{p}.ffn_{name}_shexp.weight")
-        if type is not like.type or (own_scale != 1.0 and like.scale is None):
-            return None
-        n_out, n_in = (like.n_out, s.n_ff_shared) if name == "down" else (s.n_ff_shared, like.n_in)
-        scale = None if like.scale is None else torch.full((1,), own_scale, device=w.device)
-        return Stack(raw.reshape(1, -1), type, n_out, n_in, scale)
-
-    gate = None if stacks.gate is None else stack("gate", stacks.gate)
-    up, down = stack("up", stacks.up), stack("down", stacks.down)
-    if up is None or down is None or (gate is None and stacks.gate is not None):
-        return None
-    return Stacks(gate, up, down)
-
-
-def halves(stack: Stack) -> tuple[Stack, Stack]:
-    """A fused stack as gates (the first half of an expert's rows) and ups; both are views of it."""
-    half = stack.n_out // 2
-    parts = stack.data.chunk(2, 1)  # rows of a matrix, or their bytes: both lie in order
-    gate, up = (Stack(data, stack.type, half, stack.n_in, stack.scale) for data in parts)
-    return gate, up
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-class BoundExperts:
-    """experts(n) + shared(n) with n = norm(x)."""
-
-    def __init__(self, shape: Experts, at: Binding) -> None:
-        w = at.weights
-        p = at.prefix
-        self.shape = shape
-        self.leads = w.ranks is None or w.ranks.rank.leads
-        self.into: Callable[[Tensor], Tensor] = _same if w.ranks is None else w.ranks.sum
-        self.gives = None if w.ranks is None else self
-        self.norm = self.of_router = at.bound_norm()
-        if shape.router_norm:
-            scale = w.vector(at.name(shape.router_norm))
-            self.of_router = Norm(scale * len(scale) ** -0.5, at.eps)
-        # f32 for every type of file: a near tie decides which experts run
-        self.router = w.vector(f"{p}.ffn_gate_inp.weight")
-        if shape.shared_gate:
-            gate = w.vector(f"{p}.ffn_gate_inp_shexp.weight").view(1, -1)
-            self.router = torch.cat((self.router, gate))
-        self.bias = w.optional(f"{p}.exp_probs_b.bias")
-        self.shift = {"shift": w.vector(f"{p}.ffn_gate_inp.bias")} if shape.shifted else {}
-        route = shape.route_spec(w.device, self.router.shape[1], at.eps, has_bias=self.bias is not None)
-        self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
-        stacks = stacks_of(w, p, shape.act)
-        stacks = biased_stacks(w, p, stacks, self.leads) if shape.shifted else stacks
-        spec = self._spec(w.device, stacks)
-        self.shared: _Shared | None = None
-        together = shared_stacks(w, p, shape, stacks) if w.device.type == "cuda" else None
-        with_shared = replace(spec, pieces=shape.n_ff_shared // shape.n_ff)
-        if together is not None and moe.has_own(with_shared):
-            stacks, spec = replace(stacks, shared=together), with_shared
-        elif shape.n_ff_shared:
-            self.shared = _Shared(w, p, shape)
-        self.experts, self.capturable = (
-            moe.bind(spec)(stacks),
-            self.capturable and moe.chosen(spec).capturable,
-        )
-        del stacks, together  # the file's bytes: the next layer's go to the same place
-        beside = self.shared is not None and self.shared.n_beside > 0
-        self.latent_down: Matrix | None = (
-            w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
-        )
-        self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
-        norms_itself = moe.runs_as("cpu", spec) or fuse.norms_on_the_way(w.device, self.router.shape[1])
-        self.prep = self.norm if norms_itself else None
-
-    def _spec(self, device: torch.device, stacks: Stacks) -> MoeSpec:
-        s, up, down = self.shape, stacks.up.type, stacks.down
-        scaled = any(
-            x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down)
+    def spec(self, at: Site) -> MoeSpec:
+        """Of the experts at this place, with the shared one where one launch multiplies it with the others."""
+        names = {x: f"ffn_{x}_exps.weight" for x in ("gate", "up", "down", "gate_up")}
+        if self.act != "relu2" and at.has(names["gate_up"]):
+            names["gate"] = names["up"] = names["gate_up"]
+        gate, up, down = (
+            at.type_of(names[x]) if at.dense is None and at.has(names[x]) else None
+            for x in ("gate", "up", "down")
         )
         spec = MoeSpec(
-            device, s.n_used, down.n_out, s.n_ff, s.act, up, down.type, scaled, n_expert=s.n_expert
+            at.device,
+            self.n_used,
+            self.latent or at.n_embd,
+            self.n_ff,
+            self.act,
+            up,
+            down,
+            any(at.has(scale_of(name)) for name in names.values()),
+            n_expert=self.n_expert,
+            limit=self.limit,
+            gate=None if gate is up else gate,
+            biased=self.shifted,
         )
-        return replace(spec, gate=stacks.other_gate, limit=s.limit, biased=s.shifted)
+        with_shared = replace(spec, pieces=self.n_ff_shared // self.n_ff)
+        joins = at.streams and self.joins_shared(at, spec) and at.takes("moe", with_shared)
+        return with_shared if joins else spec
 
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        return self.into(self._run(x, residual if self.leads else None))
-
-    def _run(self, x: Tensor, stream: Tensor | None) -> Tensor:
-        """stream + experts(n) + shared(n): with several ranks, the part of this one's columns."""
-        n, prep = x if self.prep is not None else self.norm(x), self.prep
-        shared = latent = None
-        if self.shared is not None:  # products add to the residual stream on their way
-            latent, shared = self.shared(n, prep, residual=None if self.shape.shared_gate else stream)
-        if self.latent_down is not None:
-            latent = self.latent_down(n, prep)
-        if latent is not None:
-            n, prep = latent, None
-        parts = fuse.at_once(self.route, self.experts, len(x), prep, self.of_router)
-        made: Tensor = fuse.by_parts(parts, partial(self._chosen, prep), x, n, stream, shared)
-        return made
-
-    def _chosen(
-        self, prep: Norm | None, x: Tensor, n: Tensor, stream: Tensor | None, shared: Tensor | None
-    ) -> Tensor:
-        """stream + experts(n) + shared, for as many rows as experts take at once."""
-        # work that needs no choice comes before it
-        ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.of_router)
-        routes = self.route(x, self.of_router.weight, self.router, self.bias, **self.shift, **beside)
-        added = Added(stream, None, routes.gate)
-        if shared is not None:
-            added = Added(shared) if routes.gate is None else Added(stream, shared, routes.gate)
-        if self.latent_up is None:
-            return self.experts(n, routes.ids, routes.weights, prep, added, ready)
-        y = fuse.experts_then(self.experts, n, routes, ready, self.latent_up, added.residual)
-        return (
-            y
-            if added.shared is None or added.gate is None
-            else torch.addcmul(y, added.shared, added.gate)
+    def joins_shared(self, at: Site, spec: MoeSpec) -> bool:
+        """Whether one launch may take the shared expert as further experts: of their input, their types, and as wide as a number of them, in
+        whole blocks of the type of `down`."""
+        if not self.n_ff_shared or self.latent or spec.down is None or self.n_ff_shared % self.n_ff:
+            return False
+        if self.n_ff_shared != self.n_ff and self.n_ff % spec.down.block_size:
+            return False
+        types = dict.fromkeys(self.inner, spec.up) | {"down": spec.down}
+        names = {x: f"ffn_{x}_shexp.weight" for x in types}
+        return all(
+            at.has(name) and at.type_of(name) is types[x] and (spec.scaled or not at.has(scale_of(name)))
+            for x, name in names.items()
         )
 
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        """What needs no choice comes before it."""
+        spec, n, stream = self.spec(f.at), f.normed(x), stream if f.at.leads else None
+        shared, v = None, n
+        if self.n_ff_shared and not spec.pieces:
+            shared, v = self._shared(f, n)
+        if self.latent and v is n:
+            v = f.product(n, LATENT, n_out=self.latent)
+        if shared is not None and not self.shared_gate:
+            shared, stream = None, f.add(stream, shared)
+        y = f.experts(spec, v, self._routed(f, x), shared, self._stacks(f, spec))
+        if self.latent:
+            y = f.product(y, "ffn_latent_up.weight", n_out=x.width)
+        return f.over_ranks(f.add(stream, y))
 
-class _Shared:
-    """The expert that every row takes. Its first product also projects the row to the latent width of the other experts, if both
-    matrices are of one type: one launch instead of two. n_beside: that width; 0 if it does not."""
+    def _routed(self, f: Forward, x: Value) -> Value:
+        """The choice of each row, which the router norms itself."""
+        named, gate = self.named(f), ["ffn_gate_inp_shexp.weight"] * self.shared_gate
+        bias = f.optional("exp_probs_b.bias") if named is None else None
+        spec = self.route_spec(f.device, f.at.n_embd, f.eps, has_bias=bias is not None)
+        spec = replace(spec, given=named is not None)
+        norm = f.vector(f"{f.at.norm}.weight")
+        if self.router_norm:
+            norm = f.read(norm_of_router, self.router_norm)
+        matrix = f.read(router_of, "ffn_gate_inp.weight", *gate)
+        shift = {"shift": f.vector("ffn_gate_inp.bias")} if self.shifted else {}
+        return f.op("moe_route", spec, x, norm, matrix, bias, named, shape=(2 * self.n_used,), **shift)
 
-    def __init__(self, w: Weights, p: str, shape: Experts) -> None:
-        up, latent = f"{p}.ffn_up_shexp.weight", f"{p}.{LATENT}"
-        self.act = shape.act
-        # the columns behind the latent part are read four at once
-        is_joined = (
-            shape.latent > 0
-            and shape.latent % 4 == 0
-            and shape.act == "relu2"
-            and w.type_of(latent) is w.type_of(up)
-        )
-        self.n_beside = shape.latent if is_joined else 0
-        if shape.act == "swiglu":
-            self.up = w.gated(f"{p}.ffn_gate_shexp.weight", up)
-        else:
-            self.up = w.matrix(latent, up) if is_joined else w.matrix(up)
-        self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
+    def named(self, f: Forward) -> RunInput | None:
+        """The rows' experts by a table of tokens; None: the router chooses."""
+        return None
 
-    def __call__(
-        self, x: Tensor, prep: Prep | None, residual: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """(the latent row for the other experts or None, its own output)."""
+    def gates(self, f: Forward, n: Value) -> Value:
+        """Inner values of a gated shared expert."""
+        return f.gated(n, *GATES, "silu", self.n_ff_shared)
+
+    def _stacks(self, f: Forward, spec: MoeSpec) -> Weight:
+        shared = self.n_ff_shared if spec.pieces else 0
+        return f.read(stacks_of, "ffn", act=self.act, biased=self.shifted, shared=shared)
+
+    def _shared(self, f: Forward, n: Value) -> tuple[Value, Value]:
+        """The shared expert's output, and the rows that the others read. Its first product also projects them to their width, if both
+        matrices are of one type: one launch instead of two."""
+        up, down, n_ff = "ffn_up_shexp.weight", "ffn_down_shexp.weight", self.n_ff_shared
         if self.act == "swiglu":
-            return None, self.down(*fuse.unfinished(self.up, x, prep), residual=residual)
-        y, n = self.up(x, prep), self.n_beside
-        return y[:, :n] if n else None, self.down(y[:, n:], RELU2, residual=residual)
+            return f.product(self.gates(f, n), down, n_out=n.width), n
+        v = n
+        # the columns behind the latent part are read four at once
+        if self.latent and self.latent % 4 == 0 and f.at.type_of(LATENT) is f.at.type_of(up):
+            both = f.product(n, LATENT, up, n_out=self.latent + n_ff)
+            v, y = f.split(both, (self.latent, n_ff))
+        else:
+            y = f.product(n, up, n_out=n_ff)
+        return f.product(f.relu2(y), down, n_out=n.width), v

@@ -8,35 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.index_rows import op as index_op
-from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
-from pyspec.cuda.ops.rope_tail.op import rope_tail
 from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
-from pyspec.cuda.ops.rows.ref import Norm, norm_power
-from pyspec.cuda.ops.sparse_attend import op as sparse_op
-from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
-from pyspec.cuda.ops.streams.ref import Streams
-from pyspec.models.binding import Binding, Pass
+from pyspec.forward.call import Value, Weight
+from pyspec.forward.trace import Forward
 from pyspec.models.blocks.attention import SINKS
-from pyspec.models.blocks.compressor import BoundCompressor, Compressor
+from pyspec.models.blocks.compressor import Compressor
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.part import AttentionShape, ForwardSize, OneCall, Place
+from pyspec.models.part import AttentionShape, ForwardSize, Place, Plain
 from pyspec.models.rope import RopeFlags, turning_dimension
 from pyspec.models.wants import Want
-from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KvFormat, KVPool
-from pyspec.slots.parts import KV, LayerParts, Paged, PartMemory, Ring
-from pyspec.slots.ring import RingRows
+from pyspec.slots.kv_types import KvFormat
+from pyspec.slots.parts import KV, LayerParts, Paged, Ring
 
 WINDOW = "window"  # name of the ring of rows
 COMPRESSED, INDEX = ("rows", "partial"), ("index", "index_partial")  # names of compressors' memory
@@ -98,7 +88,7 @@ class IndexerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseAttention(OneCall):
+class SparseAttention(Plain):
     """The mixer as data.
 
     q_rank     width of a row's low-rank query
@@ -162,18 +152,10 @@ class SparseAttention(OneCall):
         return replace(self, attends=self.attends.share(n), n_group=self.n_group // n)
 
     def scratch(self, size: ForwardSize) -> int:
-        """Heads (the product, attended), and partial sums of kernels."""
+        """Heads (the product, attended)."""
         a, x, n_row = self.attends, self.indexer, size.n_row
         heads, rest = a.n_head * a.head_dim, 0 if x is None else x.n_head * x.dim
-        rows = n_row * (4 * (2 * heads + 2 * rest) + 2 * heads)
-        if size.device.type != "cuda":
-            return rows
-        sums = sparse_op.scratch_bytes(
-            self.attend_spec(size.device, size.kv, size.eps), n_row, size.n_token
-        )
-        if (choice := self.index_spec(size.device, size.kv)) is None:
-            return rows + sums
-        return rows + max(sums, index_op.scratch_bytes(choice, n_row, size.n_token))
+        return n_row * (4 * (2 * heads + 2 * rest) + 2 * heads)
 
     def attend_spec(self, device: torch.device, kv: torch.dtype, eps: float) -> SparseSpec:
         a = self.attends
@@ -189,150 +171,85 @@ class SparseAttention(OneCall):
             else IndexSpec(device, x.n_head, x.dim, x.top_k, self.ratio, kv, self.rope.n_rot)
         )
 
-    def bind(self, at: Binding) -> BoundSparse:
-        return BoundPagedWindow(self, at) if self.in_pages else BoundSparse(self, at)
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        """The first product gives all that is read from the stream, the second one queries."""
+        a, one, dims = self.attends, self.indexer, (self.attends.n_head, self.attends.head_dim)
+        matrices = [name for c in self.compressors for name in c.products]
+        sizes = [self.q_rank, a.head_dim, *(2 * c.width for c in self.compressors)]
+        of_queries, widths = ["attn_q_b.weight"], [a.n_head * a.head_dim, 0]
+        if one is not None:
+            matrices.append("indexer.proj.weight")
+            sizes.append(one.n_head)
+            of_queries.append("indexer.attn_q_b.weight")
+            widths[1] = one.n_head * one.dim
+        y = f.product(f.normed(x), "attn_q_a.weight", "attn_kv.weight", *matrices, n_out=sum(sizes))
+        qr, kv, *rest = f.split(y, sizes)
+        qr = f.norm(qr, f.vector("attn_q_a_norm.weight"))
+        q, index_q = f.split(f.product(qr, *of_queries, n_out=sum(widths)), widths)
+        q = f.view(q, f".view(-1, {dims[0]}, {dims[1]})", dims)
+        o = self._paged(f, q, kv) if self.in_pages else self._attended(f, q, kv, index_q, rest)
+        norms = "attn_kv_a_norm.weight", *(f"{c.name}_norm.weight" for c in self.compressors)
+        o.means_of = f.read(side_by_side, *norms)  # keys are values, whose weights add up to 1 at most
+        y = f.grouped(f.flat(o), "attn_output_a.weight", self.n_group, self.n_group * self.out_rank)
+        return f.add(stream, f.summed(y, "attn_output_b.weight", x.width))
 
+    def _attended(self, f: Forward, q: Value, kv: Value, index_q: Value, rest: Sequence[Value]) -> Value:
+        freq, pool, chosen = self._freq(f), None, None
+        for compressor, products in zip(self.compressors, rest, strict=False):
+            compressor.forward(f, products, freq, self.rope.n_rot)
+            pool = f.kept(COMPRESSED[0])
+        choice = self.index_spec(f.device, f.kv.k.dtype)
+        if choice is not None and (one := self.indexer) is not None:
+            heads = f.view(index_q, f".view(-1, {one.n_head}, {one.dim})", (one.n_head, one.dim))
+            given = heads, rest[2], freq, f.kept(INDEX[0]), f.batch
+            chosen = f.op("index_rows", choice, *given, shape=(one.top_k,))
+        tail = f.read(key_tail, "attn_kv_a_norm.weight", rope=self.rope)
+        given = kv, tail, f.kept(WINDOW), pool, chosen, f.vector(SINKS), f.batch
+        spec = self.attend_spec(f.device, f.kv.k.dtype, f.eps)
+        return f.op("sparse_attend", spec, q, *given, shape=q.shape)
 
-class BoundSparse:
-    """The mixer bound to its weights. Implements `WorksForStreams`."""
+    def _paged(self, f: Forward, q: Value, kv: Value) -> Value:
+        """A window over keys that stand in pages."""
+        a, at, pool = self.attends, f.positions, f.pool()
+        q = f.op("rope_tail", self._tail(f, normed=True), q, at, self._freq(f), shape=q.shape)
+        self._written(f, kv, f.kv_rows(pool), at)
+        kind = KvFormat.both(f.kv.k)
+        spec = AttendSpec(f.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, kind, has_sinks=True)
+        o = f.op("attend", spec, q, pool, f.batch, self.window, f.vector(SINKS), shape=q.shape)
+        tail = self._tail(f, normed=False)
+        return f.op("rope_tail", tail, o, at, self._freq(f), shape=q.shape, sign=-1.0)
 
-    gives = None
+    def write(self, f: Forward, c: Value, rows: Value, positions: Value) -> Value:
+        """Keys alone, of normed c [row, n_embd] of tokens at `positions` [row], to `rows` [row] of the pool."""
+        kv = f.product(c, "attn_kv.weight", n_out=self.attends.head_dim)
+        return self._written(f, kv, rows, positions)
 
-    def __init__(self, spec: SparseAttention, at: Binding) -> None:
-        w = at.weights
-        self.spec, self.layer = spec, at.layer
-        self.norm, self.q_norm = at.bound_norm(), Norm(w.vector(at.name("attn_q_a_norm.weight")), at.eps)
-        self.kv_norm, self.sinks = w.vector(at.name("attn_kv_a_norm.weight")), w.vector(at.name(SINKS))
-        self.freq = spec.rope.flagged(w.rope).freq().to(w.device)
-        self.key_tail = KeyTail(self.kv_norm, self.freq)
-        self.compressors = [BoundCompressor(one, at, self.freq) for one in spec.compressors]
-        self.index = self.both = None
-        self.capturable = all(one.capturable for one in self.compressors)
-        if (choice := spec.index_spec(w.device, at.kv.k.dtype)) is not None:
-            self.index = index_rows.bind(choice)
-            self.capturable = self.capturable and index_rows.chosen(choice).capturable
-            self.both = fuse.both(*(one.compress for one in self.compressors))
-        self._bind_input(at)
-        run = spec.attend_spec(w.device, at.kv.k.dtype, at.eps)
-        self.attend = sparse_attend.bind(run)
-        self.capturable = self.capturable and sparse_attend.chosen(run).capturable
-        self._bind_output(at)
-
-    def _bind_input(self, at: Binding) -> None:
-        """The first product gives all that is read from the streams, the second one queries."""
-        spec, a = self.spec, self.spec.attends
-        first = [
-            "attn_q_a.weight",
-            "attn_kv.weight",
-            *(x for one in spec.compressors for x in one.products),
-        ]
-        second = ["attn_q_b.weight"]
-        self.sizes = [spec.q_rank, a.head_dim, *(2 * one.width for one in spec.compressors)]
-        self.query_sizes = [a.n_head * a.head_dim, 0]
-        if (x := spec.indexer) is not None:
-            first.append("indexer.proj.weight")
-            second.append("indexer.attn_q_b.weight")
-            self.sizes.append(x.n_head)
-            self.query_sizes[1] = x.n_head * x.dim
-        self.first, self.second = (at.weights.matrix(*map(at.name, names)) for names in (first, second))
-
-    def _bind_output(self, at: Binding) -> None:
-        """The product in groups, and the last one."""
-        a, n_group = self.spec.attends, self.spec.n_group
-        norms = [self.kv_norm, *(one.norm for one in self.compressors)]
-        self.power = norm_power(
-            torch.cat(norms)
-        )  # of keys: results are sums of keys whose weights add up to 1 at most
-        self.out_a = at.weights.grouped(at.name("attn_output_a.weight"), n_group)
-        self.out_b: fuse.Product = at.weights.summed(
-            at.name("attn_output_b.weight")
-        )  # of rows that are handed on, too
-        largest = (
-            max(float(norm.abs().amax()) for norm in norms) * (a.n_head // n_group * a.head_dim) ** 0.5
+    def _written(self, f: Forward, kv: Value, rows: Any, positions: Any) -> Value:
+        shape = 1, self.attends.head_dim
+        given = (
+            f.view(kv, "[:, None]", shape),
+            positions,
+            self._freq(f),
+            f.vector("attn_kv_a_norm.weight"),
         )
-        self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
+        keys = f.op("rope_tail", self._tail(f, normed=True), *given, shape=shape)
+        return f.op("write_keys", None, f.pool(), rows, keys, shape=())
 
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        return fuse.place_for(streams, self.first, n_row, self.norm)
+    def _tail(self, f: Forward, *, normed: bool) -> RopeTailSpec:
+        return RopeTailSpec(f.device, self.attends.head_dim, self.rope.n_rot, normed, f.eps)
 
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor:
-        parts, batch = run.memory.layers[self.layer], run.batch
-        qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
-        # ops that read the first product alone run beside the second product
-        keys = fuse.keys_room(
-            self.attend, [one.compress for one in self.compressors], self.second, (kv, *rest)
-        )
-        q, index_q = self.queries(qr, {} if keys is None else {"late": True})
-        self._compress(rest, parts, batch, {} if keys is None else {"beside": True})
-        if keys is not None:
-            fuse.put_keys(self.attend, kv, self.key_tail, batch, keys)
-        pool, chosen = None, None
-        if self.compressors:
-            pool = cast(KVPool, parts[COMPRESSED[0]])
-        if self.index is not None and (x := self.spec.indexer) is not None:
-            index_pool = cast(KVPool, parts[INDEX[0]])
-            chosen = self.index(index_q.view(-1, x.n_head, x.dim), rest[2], self.freq, index_pool, batch)
-        given = q, kv, self.key_tail, cast(RingRows, parts[WINDOW]), pool, chosen, self.sinks
-        return self.out_b(fuse.attended(self.attend, given, batch, self.out_a, self.power, self.hands))
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        y = self.between(x, run, None, None)
-        return y if residual is None else residual + y
-
-    def queries(self, qr: Tensor, late: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
-        """Of a row's low-rank query: heads [row, head, dim], and the rest of the product. late: further arguments of the product."""
-        a = self.spec.attends
-        q, rest = self.second(qr, self.q_norm, **(late or {})).split(self.query_sizes, -1)
-        return q.view(-1, a.n_head, a.head_dim), rest
-
-    def _compress(
-        self,
-        products: Sequence[Tensor],
-        parts: dict[str, PartMemory],
-        batch: Batch,
-        beside: dict[str, bool],
-    ) -> None:
-        """Rows of the keys' compressor, then of the indexer's, if the layer has them."""
-        of = list(zip(self.compressors, products, strict=False))
-        if self.both is not None:
-            given = [one.given(own, parts) for one, own in of]
-            return self.both(*given, self.freq, batch, **beside)
-        for one, own in of:
-            one(own, parts, batch, beside)
-        return None
+    def _freq(self, f: Forward) -> Weight:
+        return f.read(angles_of_one, rope=self.rope)
 
 
-class BoundPagedWindow(BoundSparse):
-    """A window over keys that stand in pages."""
+def angles_of_one(w: Any, *, rope: TailRope) -> Tensor:
+    """Of one position [n_rot / 2] f64, as flags change the rope."""
+    return rope.flagged(w.rope).freq().to(w.device)
 
-    def __init__(self, spec: SparseAttention, at: Binding) -> None:
-        super().__init__(spec, at)
-        a, device = spec.attends, at.weights.device
-        tails = [
-            RopeTailSpec(device, a.head_dim, spec.rope.n_rot, normed, at.eps) for normed in (True, False)
-        ]
-        self.normed_tail, self.tail = (rope_tail.bind(tail) for tail in tails)
-        self.paged = attend.bind(
-            AttendSpec(
-                device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, KvFormat.both(at.kv.k), has_sinks=True
-            )
-        )
 
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor:
-        pool, batch, at = run.memory.kv[self.layer], run.batch, run.batch.positions
-        qr, kv = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
-        q = self.normed_tail(self.queries(qr)[0], at, self.freq)
-        self.write(kv, at, pool, batch.kv_rows)
-        o = self.tail(
-            self.paged(q, pool, batch, self.spec.window, self.sinks), at, self.freq, sign=-1.0
-        ).flatten(1)
-        ready = None if self.hands is None else self.hands(o)
-        return self.out_b(self.out_a(o) if ready is None else ready)
+def key_tail(w: Any, norm: str, *, rope: TailRope) -> KeyTail:
+    return KeyTail(w.vector(norm), angles_of_one(w, rope=rope))
 
-    def write(self, kv: Tensor, at: Tensor, pool: KVPool, rows: Tensor) -> None:
-        """Keys of the product's rows kv [row, dim], of tokens at positions `at` [row], to the pool's `rows` [row]."""
-        pool.write(rows, self.normed_tail(kv[:, None], at, self.freq, self.kv_norm), None)
+
+def side_by_side(w: Any, *names: str) -> Tensor:
+    return torch.cat([w.vector(name) for name in names])

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
-from torch import Tensor
-
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.moe import op as moe_op
-from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec
-from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.cuda.ops.streams.ref import Streams
+from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.errors import ModelError
+from pyspec.forward.call import RunInput, Value
+from pyspec.forward.trace import Forward, Site
 from pyspec.gguf import GGUFFile
-from pyspec.models.binding import Binding, Pass
-from pyspec.models.blocks.moe import Experts, stacks_of
-from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
+from pyspec.models.blocks.moe import GATES, Experts
+from pyspec.models.part import Place
+from pyspec.models.stacks import named_experts
 from pyspec.models.wants import Want
 
 TABLE = "ffn_gate_tid2eid.weight"  # the experts of each token
@@ -29,7 +22,7 @@ Limits = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class StreamExperts(Experts):
-    """The feed-forward as data.
+    """The feed-forward as data. Its shared expert has a limit of its own, so it runs apart.
 
     limits   None: those of the file that it is bound from, whose last block it is then
     n_named  tokens whose experts a table names; 0: the router chooses
@@ -42,88 +35,25 @@ class StreamExperts(Experts):
         named = {at.name(TABLE): Want((self.n_named, self.n_used), whole=True)} if self.n_named else {}
         return Experts.tensors(self, at) | named
 
-    def scratch(self, size: ForwardSize) -> int:
-        """Buffers of rows for experts."""
-        if size.device.type != "cuda":
-            return Experts.scratch(self, size)
-        return moe_op.buffer_bytes(self.n_used, self.n_expert, size.n_embd, self.n_ff)
+    def own_limits(self, at: Site) -> Limits:
+        if self.limits is not None:
+            return self.limits
+        layer = int(at.prefix.rpartition(".")[2])
+        return read_limits(at.file, layer + 1)[layer]
 
-    def kernels(self, at: PlannedSite, on: LoadTypes) -> Iterator[Request]:
-        """None: the ops are compiled and checked when they are bound."""
-        return iter(())
+    def spec(self, at: Site) -> MoeSpec:
+        return replace(Experts.spec(self, at), limit=self.own_limits(at)[0])
 
-    def bind(self, at: Binding) -> BoundStreamExperts:
-        return BoundStreamExperts(self, at)
+    def joins_shared(self, at: Site, spec: MoeSpec) -> bool:
+        return False
 
+    def gates(self, f: Forward, n: Value) -> Value:
+        return f.gated(n, *GATES, "silu", self.n_ff_shared, limit=self.own_limits(f.at)[1])
 
-class BoundStreamExperts:
-    """experts(n) + shared(n) with n = norm(y). Implements `WorksForStreams`."""
-
-    gives = None
-
-    def __init__(self, spec: StreamExperts, at: Binding) -> None:
-        w = at.weights
-        limit, own = spec.limits or read_limits(w.file, at.layer + 1)[at.layer]
-        self.ranks, self.norm = w.ranks, at.bound_norm()
-        self.router = w.vector(at.name("ffn_gate_inp.weight"))
-        self.named = _table(at, spec.n_expert) if spec.n_named else None
-        self.bias = w.optional(at.name("exp_probs_b.bias")) if self.named is None else None
-        route = spec.route_spec(w.device, at.n_embd, at.eps, has_bias=self.bias is not None)
-        route = replace(route, given=self.named is not None)
-        self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
-        self.capturable = self._bind_experts(at, spec, limit) and self.capturable
-        self.gate_up = self.down = None
-        if spec.n_ff_shared:
-            self.gate_up = w.gated(at.name("ffn_gate_shexp.weight"), at.name("ffn_up_shexp.weight"), own)
-            self.down = w.matrix(at.name("ffn_down_shexp.weight"))
-        self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of a cut value is no larger
-
-    def _bind_experts(self, at: Binding, s: StreamExperts, limit: float) -> bool:
-        """True if a CUDA graph may hold them. The file's bytes go with the end of the call."""
-        device, stacks = at.weights.device, stacks_of(at.weights, at.prefix, s.act)
-        n, up, down = at.n_embd, stacks.up.type, stacks.down.type
-        run = MoeSpec(device, s.n_used, n, s.n_ff, s.act, up, down, n_expert=s.n_expert, limit=limit)
-        run = replace(run, gate=stacks.other_gate)
-        self.experts = moe.bind(run)(stacks)
-        return moe.chosen(run).capturable
-
-    def place(self, streams: Streams, n_row: int) -> fuse.RowBuffer | None:
-        """Of the shared expert."""
-        return fuse.place_for(streams, self.gate_up, n_row, self.norm)
-
-    def between(
-        self, y: Tensor, run: Pass, place: fuse.RowBuffer | None, streams: Streams | None
-    ) -> Tensor | fuse.Shares:
-        """Of one rank `streams` may sum the experts' outputs."""
-        shared, named = None, None if self.named is None else run.rows[self.named]
-        if self.gate_up is not None and self.down is not None:
-            shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
-        parts = fuse.at_once(self.route, self.experts, len(y), self.norm, self.norm)
-        # several parts are no few rows, which alone are left for streams to sum: the last of them may be
-        chosen = partial(self._chosen, streams if self.ranks is None and len(parts) == 1 else None)
-        whole = fuse.by_parts(parts, chosen, y, named, shared)
-        return whole if self.ranks is None else self.ranks.sum(whole)
-
-    def __call__(self, x: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
-        y = self.between(x, run, None, None)
-        assert isinstance(y, Tensor)  # no streams were given to sum the experts' outputs
-        return y if residual is None else residual + y
-
-    def _chosen(
-        self, streams: Streams | None, y: Tensor, named: Tensor | None, shared: Tensor | None
-    ) -> Tensor | fuse.Shares:
-        """experts(norm(y)) + shared, for as many rows as experts take at once. named: their experts by the table."""
-        ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
-        routes = self.route(y, self.norm.weight, self.router, self.bias, named, **beside)
-        return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
-
-
-def _table(at: Binding, n_expert: int) -> int:
-    """The place of the block's table. ModelError if it names an expert that is not there."""
-    table = at.weights.table(at.name(TABLE))
-    if not bool(((table >= 0) & (table < n_expert)).all()):
-        raise ModelError(f"{at.name(TABLE)} names an expert outside 0..{n_expert - 1}")
-    return at.tables.place(table)
+    def named(self, f: Forward) -> RunInput | None:
+        if not self.n_named:
+            return None
+        return RunInput("rows", f.read(named_experts, TABLE, n_expert=self.n_expert))
 
 
 def read_limits(file: GGUFFile, n_block: int) -> list[Limits]:

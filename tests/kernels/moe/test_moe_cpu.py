@@ -19,7 +19,7 @@ from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Stacks
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType as G
-from pyspec.models.blocks.moe import halves
+from pyspec.models.stacks import halves
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 CPU = torch.device("cpu")

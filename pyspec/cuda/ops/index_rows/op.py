@@ -15,6 +15,13 @@ def shapes(device: torch.device) -> list[index_ref.IndexSpec]:
     return [index_ref.IndexSpec(device, 64, 128, 512, 4, torch.float16, 64)]
 
 
+def scratch(spec: index_ref.IndexSpec, n_row: int, n_token: int) -> int:
+    """Memory of scores while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
+    if spec.device.type != "cuda":
+        return 0
+    return index_cuda.scratch_bytes(spec, n_row, n_token)
+
+
 index_rows: Op[index_ref.IndexSpec, index_ref.IndexRows] = Op(
     "index_rows",
     Impl("torch", index_ref.bind),
@@ -22,9 +29,5 @@ index_rows: Op[index_ref.IndexSpec, index_ref.IndexRows] = Op(
     check,
     guard=index_ref.GUARD,
     shapes=shapes,
+    scratch=scratch,
 )
-
-
-def scratch_bytes(spec: index_ref.IndexSpec, n_row: int, n_token: int) -> int:
-    """Memory of scores while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
-    return index_cuda.scratch_bytes(spec, n_row, n_token)

@@ -36,6 +36,13 @@ def check(launch: Launch, reference: Launch, spec: moe_ref.MoeSpec) -> str | Non
     return on.check(launch, reference, spec)
 
 
+def scratch(spec: moe_ref.MoeSpec, n_row: int, n_token: int) -> int:
+    """Values between the loops of a CPU's kernel, or between the products of a GPU's."""
+    if spec.device.type == "cuda":
+        return buffer_bytes(spec.n_used, spec.n_expert, spec.n_in, spec.n_ff)
+    return moe_cpu.buffer_bytes(n_row, spec.n_used, spec.n_in, spec.n_ff)
+
+
 moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     "moe",
     Impl("torch", moe_ref.bind),
@@ -47,6 +54,7 @@ moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     check,
     shapes=shapes,
     in_prompts=False,
+    scratch=scratch,
 )
 
 

@@ -15,6 +15,13 @@ def shapes(device: torch.device) -> list[sparse_ref.SparseSpec]:
     return [sparse_ref.SparseSpec(device, 64, 512, 128, 4, torch.float16, 64, 1e-6)]
 
 
+def scratch(spec: sparse_ref.SparseSpec, n_row: int, n_token: int) -> int:
+    """Memory of parts of rows while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
+    if spec.device.type != "cuda":
+        return 0
+    return sparse_cuda.scratch_bytes(spec, n_row, n_token)
+
+
 sparse_attend: Op[sparse_ref.SparseSpec, sparse_ref.SparseAttend] = Op(
     "sparse_attend",
     Impl("torch", sparse_ref.bind),
@@ -22,9 +29,5 @@ sparse_attend: Op[sparse_ref.SparseSpec, sparse_ref.SparseAttend] = Op(
     check,
     guard=sparse_ref.GUARD,
     shapes=shapes,
+    scratch=scratch,
 )
-
-
-def scratch_bytes(spec: sparse_ref.SparseSpec, n_row: int, n_token: int) -> int:
-    """Memory of parts of rows while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
-    return sparse_cuda.scratch_bytes(spec, n_row, n_token)

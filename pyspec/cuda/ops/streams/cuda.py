@@ -225,6 +225,7 @@ class StreamsLaunch:
         self.kernels["streams_read_rows"].launch(
             (n_row, 2 + n_asking), READERS, args, overlap=self.overlap
         )
+        into.rows.hold(y, norm, rows)
         return y
 
     def _rows(self, x: Tensor) -> int:
