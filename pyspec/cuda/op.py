@@ -114,6 +114,7 @@ class Op(Generic[Spec, Launch]):
                  plan counts them
     in_prompts   some implementation may stand in the graph of a prompt that stands alone
     holds_prompts  whether the one of a spec may
+    loaded       of an op whose launch is loaded with weights: what calls run as, made of its spec and the loaded launch
     decided      the implementation chosen for each spec so far under this thread's context
     """
 
@@ -130,6 +131,7 @@ class Op(Generic[Spec, Launch]):
     also: Callable[[Spec], Iterable[Ask]] = _nothing
     in_prompts: bool = True
     scratch: Callable[[Spec, int, int], int] = _no_bytes
+    loaded: Callable[[Spec, Any], Any] | None = None
     holds_prompts: Callable[[Spec], bool] = _always
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pyspec.cpu.kernels import empty, is_foretold
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.op import Op
+from pyspec.cuda.op import Op, op_named
 from pyspec.cuda.ops.linear.cpu import PLAIN, CpuLinearSpec, gates, has_eight, prepared
 from pyspec.cuda.ops.linear.op import linear_cpu
+from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.cuda.ops.rows.ref import Prep
 from pyspec.gguf import GGMLType
 
@@ -36,10 +37,8 @@ def runs_packed(type: GGMLType) -> bool:
 
 def runs_experts(type: GGMLType) -> bool:
     """True if kernels run experts with matrices of this type. The op does not count it as a choice: no layer has the sizes of the question."""
-    from pyspec.cuda.ops.moe.op import moe
-    from pyspec.cuda.ops.moe.ref import MoeSpec
-
-    return _runs(moe, MoeSpec(CPU, 1, type.block_size, type.block_size, "swiglu", type, type))
+    n = type.block_size
+    return _runs(op_named("moe"), MoeSpec(CPU, 1, n, n, "swiglu", type, type))
 
 
 def _runs(op: Op[Any, Any], spec: object) -> bool:

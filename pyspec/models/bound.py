@@ -64,10 +64,10 @@ class Sources:
     def loaded(self, call: OpCall) -> Any:
         assert call.loads is not None
         if (key := (call.spec, call.loads)) not in self.loads:
-            from pyspec.cuda.experts import LoadedExperts
-
-            run = self.launch("moe", call.spec)(self._read(call.loads))
-            self.loads[key] = LoadedExperts(call.spec, run)
+            op = op_named(call.op.partition(".")[0])
+            assert op.loaded is not None
+            run = self.launch(op.name, call.spec)(self._read(call.loads))
+            self.loads[key] = op.loaded(call.spec, run)
         return self.loads[key]
 
     def launch(self, op: str, spec: Any) -> Any:

@@ -40,7 +40,7 @@ def test_a_model_without_experts_loads_nothing_of_theirs() -> None:
         "import harness, sys; harness.Bench(harness.FIXTURES / '{}.gguf').feed(0, [1, 2]);"
         "print(*(name for name in sys.modules if name in {!r}))"
     )
-    own = "pyspec.cuda.experts", "pyspec.cuda.ops.moe.op", "pyspec.models.stacks"
+    own = "pyspec.cuda.ops.moe.loaded", "pyspec.cuda.ops.moe.op", "pyspec.models.stacks"
     for name, wanted in (("llama", set()), ("qwen3moe", {*own})):
         run = subprocess.run(
             [sys.executable, "-c", code.format(name, own)],

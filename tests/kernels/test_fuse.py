@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
-from pyspec.cuda.experts import LoadedExperts
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe.loaded import LoadedExperts
 from pyspec.cuda.ops.moe.ref import MoeSpec, Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.norms import cuda as norms_cuda

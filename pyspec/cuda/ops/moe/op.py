@@ -13,6 +13,7 @@ from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
+from pyspec.cuda.ops.moe.loaded import LoadedExperts
 from pyspec.gguf import GGMLType
 
 
@@ -55,6 +56,7 @@ moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     shapes=shapes,
     in_prompts=False,
     scratch=scratch,
+    loaded=lambda spec, run: LoadedExperts(spec, run, of_cpu=moe.runs_as("cpu", spec)),
 )
 
 

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, ExpertsRun, MoeSpec, Route, Routes
 from pyspec.cuda.ops.rows.cuda import Shares
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Norm, PrepKind, RowsSpec
-from pyspec.cuda.streamed import Streamed
 
 Choice = tuple[Route, tuple[Any, ...], dict[str, Any]]
 """A router, its arguments (rows, norm, matrix, bias, named experts) and those by name."""
@@ -27,15 +25,16 @@ class LoadedExperts:
     run      the launch, loaded
     readies  it takes rows that are prepared before the choice, and gives products that are not summed
     norms    it norms rows on the way; in plain torch, and beside products that do not, they are normed before
+    of_cpu   it is the kernel of CPUs, which norms rows
     summed_by  the streams that sum the outputs of few rows; None: the launch does
     """
 
-    def __init__(self, spec: MoeSpec, run: ExpertsRun) -> None:
+    def __init__(self, spec: MoeSpec, run: ExpertsRun, *, of_cpu: bool = False) -> None:
         self.run: Any = run
         self.readies = all(hasattr(run, name) for name in ("room", "prepare", "most", "shares"))
         of_rows = RowsSpec(spec.device, spec.n_in, PrepKind.NORM)
         on_the_way = spec.device.type == "cuda" and rows.chosen(of_rows) is not rows.reference
-        self.norms = on_the_way or moe.runs_as("cpu", spec)
+        self.norms = on_the_way or of_cpu
         self.summed_by: Any = None
 
     def __call__(
@@ -88,10 +87,10 @@ class LoadedExperts:
 
     def sums_for(self, product: object) -> bool:
         """Whether the launch that prepares a product's rows may sum what experts made of them."""
-        return self.readies and isinstance(product, Streamed)
+        return self.readies and hasattr(product, "sums_of")
 
     def then(
-        self, x: Tensor, routes: Routes, ready: object, product: Streamed, stream: Tensor | None
+        self, x: Tensor, routes: Routes, ready: object, product: Any, stream: Tensor | None
     ) -> Tensor:
         """stream + product(experts(x)). Of few rows the launch that prepares the product's rows makes the sums."""
         if ready is not None and (sums := product.sums_of(len(x))) is not None:
