@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -135,6 +135,22 @@ class GGUFFile:
         is_inside = 0 <= first <= info.n_bytes - out.size
         assert out.dtype == np.uint8 and is_inside, f"{name}: {first} + {out.size} bytes"
         self._sources[info.shard].read_into(info.offset + first, out)
+
+    def split(self, name: str, parts: Sequence[str]) -> None:
+        """From now on the tensor is several ones, of equal numbers of rows each."""
+        whole = self._info(name)
+        n_row, n_byte = whole.shape[0] // len(parts), whole.n_bytes // len(parts)
+        made = {
+            part: replace(
+                whole,
+                name=part,
+                shape=(n_row, *whole.shape[1:]),
+                offset=whole.offset + i * n_byte,
+                n_bytes=n_byte,
+            )
+            for i, part in enumerate(parts)
+        }
+        self.tensors = MappingProxyType({**self.tensors, **made})
 
     def begin_ahead(self) -> None:
         """Read the tensors ahead on a thread, each into memory of its own, until `end_ahead`."""

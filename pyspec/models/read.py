@@ -24,12 +24,16 @@ def read_gqa(
     biased: bool = False,
     feed: PartSpec | None = None,
     n_ff: int | None = None,
+    rope: RopeSpec | None = None,
+    feed_norm: str = "ffn_norm",
 ) -> ModelSpec:
-    """A decoder whose blocks are attention and a feed-forward, all alike. feed: in place of a gated one; n_ff: its inner values."""
+    """A decoder whose blocks are attention and a feed-forward, all alike. feed: in place of a gated one; n_ff: its inner values;
+    rope: in place of the file's; feed_norm: the norm before the feed-forward."""
     shape = read_attention(file)
     n_ff = file.hparams.integer("feed_forward_length") if n_ff is None else n_ff
-    attention = Attention(shape, read_rope(file, shape, neox=neox), qk_norm=qk_norm, biased=biased)
-    block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed or Mlp(n_ff))))
+    rope = rope or read_rope(file, shape, neox=neox)
+    attention = Attention(shape, rope, qk_norm=qk_norm, biased=biased)
+    block = BlockSpec((Part("attn_norm", attention), Part(feed_norm, feed or Mlp(n_ff))))
     return read_decoder(file, (block,) * block_count(file), n_ff)
 
 
@@ -58,10 +62,11 @@ def read_rope(
     return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, scaling)
 
 
-def read_windows(file: GGUFFile, n_block: int, pattern: int) -> tuple[int, ...]:
-    """The window of each block; 0: none. The file names the blocks, or a period whose last block has none; `pattern` is its default."""
+def read_windows(file: GGUFFile, n_block: int, pattern: int, default: int = 0) -> tuple[int, ...]:
+    """The window of each block; 0: none. The file names the blocks, or a period whose last block has none; `pattern` is its default, and
+    `default` that of the window."""
     h, key = file.hparams, "attention.sliding_window_pattern"
-    window = h.integer("attention.sliding_window", 0)
+    window = h.integer("attention.sliding_window", default)
     if isinstance(h.metadata.get(h.key(key)), np.ndarray):
         has_window = h.flags(key, n_block, or_more=True)
     else:
@@ -106,6 +111,19 @@ def block_count(file: GGUFFile) -> int:
             f"{file.hparams.key('block_count')} is {n}, and the file has {n_tensor} tensors"
         )
     return n
+
+
+def read_kv_heads(file: GGUFFile, n_block: int) -> list[int]:
+    """Key heads of each block: one number, one for each, or as many as heads."""
+    h, key = file.hparams, "attention.head_count_kv"
+    return h.each(key, n_block) if key in h else [h.integer("attention.head_count")] * n_block
+
+
+def split_gates(file: GGUFFile, n_block: int, n_ff: int) -> None:
+    """Name the halves of `ffn_up` where that is gates and ups in one matrix, gates first."""
+    for name in (f"blk.{i}.ffn_up.weight" for i in range(n_block)):
+        if name in file.tensors and file.tensors[name].shape[0] == 2 * n_ff:
+            file.split(name, (name.replace("ffn_up", "ffn_gate"), name))
 
 
 def trunk_layers(file: GGUFFile) -> tuple[int, int]:

@@ -33,6 +33,16 @@ _BAILING = (
 )
 _SEED = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_TAIL}"
 _MINICPM = rf"{_CONTRACTION}|{_WORD}|\p{{N}}+|{_SIGNS}|{_TAIL}"
+_NOT_HAN = tuple(f"[{of[1:-1]}&&[^\\p{{Han}}]]" for of in (_UPPER, _LOWER))
+_KIMI = (
+    r"\p{Han}+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}*{_NOT_HAN[1]}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}+{_NOT_HAN[1]}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}|{_SIGNS}|{_TAIL}"
+)
+_EXAONE = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _ASCII_PUNCT = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -69,7 +79,7 @@ _GROUPS = {
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 pixtral midm-2.0 jina-v5-nano": PreTokenizer(
         (_LLAMA3,), ignore_merges=True, add_bos=True
     ),
-    "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
+    "glm4 glm5": PreTokenizer((_LLAMA3,), ignore_merges=True),
     "smaug-bpe dbrx chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "deepseek-v3 joyai-llm hunyuan-dense hy_v4": PreTokenizer(_DEEPSEEK3),
     "deepseek-coder": PreTokenizer(
@@ -85,6 +95,9 @@ _GROUPS = {
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
     "seed-coder": PreTokenizer((_SEED,)),
+    "kimi-k2": PreTokenizer((_KIMI,)),
+    "exaone-moe": PreTokenizer((_EXAONE,)),
+    "laguna": PreTokenizer((r"[^\n]+|\n+", _QWEN2)),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", _MINICPM), ignore_merges=True),
     DEFAULT: PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }

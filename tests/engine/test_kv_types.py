@@ -141,11 +141,15 @@ def test_a_drafter_may_have_types_of_its_own() -> None:
     assert heard.tokens == text and heard.timings.draft_n > 0
 
 
-def test_a_model_whose_keys_are_its_values_refuses_two_types() -> None:
-    with pytest.raises(
-        ModelError, match=r"keys of this model are its values.*-ctk f16 and -ctv q8_0 differ"
-    ):
-        plain_rig(FIXTURES / "deepseek4.gguf", kv_type="f16", kv_type_v="q8_0")
+def test_a_model_whose_keys_are_its_values_has_the_type_of_its_keys(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = FIXTURES / "deepseek2.gguf"
+    with caplog.at_level("WARNING", "pyspec.engine.plan.describe"):
+        r = plain_rig(path, kv_type="bf16", kv_type_v="q8_0")
+    assert "both are bf16 (-ctk), and -ctv q8_0 is not used" in caplog.text
+    prompt = [3, 70, 33, 120]
+    assert r.generate(prompt, 8).tokens == plain_rig(path, kv_type="bf16").generate(prompt, 8).tokens
 
 
 @pytest.mark.sampled(1, most=1)

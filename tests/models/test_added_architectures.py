@@ -40,14 +40,50 @@ NAMES = [
     "gemma4-dense",
     "gemma4-moe",
     "gemma4-e",
+    "granitemoe",
+    "granitehybrid",
+    "granitehybrid-moe",
+    "smollm3",
+    "seed_oss",
+    "qwen2moe",
+    "dots1",
+    "bailingmoe2",
+    "ernie4_5",
+    "ernie4_5-moe",
+    "glm4",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "exaone4-32b",
+    "exaone-moe",
 ]
+CAPTURED = {  # no windows, no experts, no recurrences
+    *(
+        "qwen2",
+        "granite",
+        "mistral3",
+        "smollm3",
+        "seed_oss",
+        "ernie4_5",
+        "glm4",
+        "phi3",
+        "olmo2",
+        "exaone4",
+    ),
+}
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it
 ATOL = 1e-4 if DEVICE.type == "cpu" else 2e-2
+WIDER = {"exaone4-32b": 1e-3}  # 64 blocks without norms before their parts: f32 itself is 5e-4 off there
 
 
 def data_of(name: str) -> tuple[list[int], torch.Tensor]:
     found = np.load(FIXTURES / f"{name}.npz")
-    return found["tokens"].tolist(), torch.from_numpy(found["exact" if "gemma" in name else "logits"])
+    return found["tokens"].tolist(), torch.from_numpy(found["exact" if "exact" in found else "logits"])
+
+
+def bound(name: str) -> float:
+    return max(ATOL, WIDER.get(name, 0.0))
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -66,7 +102,7 @@ def fed(path: Path, tokens: list[int], chunk: int, *, keep: bool = True) -> torc
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_of_any_size_give_the_logits(name: str, chunk: int) -> None:
     tokens, want = data_of(name)
-    assert (fed(FIXTURES / f"{name}.gguf", tokens, chunk) - want).abs().max() < ATOL
+    assert (fed(FIXTURES / f"{name}.gguf", tokens, chunk) - want).abs().max() < bound(name)
 
 
 @pytest.mark.sampled(most=6)
@@ -74,7 +110,7 @@ def test_chunks_of_any_size_give_the_logits(name: str, chunk: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_verifies_of_any_width_give_the_logits(name: str, width: int) -> None:
     tokens, want = data_of(name)
-    assert (fed(FIXTURES / f"{name}.gguf", tokens, width, keep=False) - want).abs().max() < ATOL
+    assert (fed(FIXTURES / f"{name}.gguf", tokens, width, keep=False) - want).abs().max() < bound(name)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the tier of CPUs")
@@ -85,7 +121,7 @@ def test_packed_files_give_the_logits_on_a_cpu(name: str, *, keep: bool) -> None
     tokens, want = data_of(name)
     bench = Bench(FIXTURES / f"{name}.gguf", dense=None)
     got = torch.cat([bench.feed(0, tokens[i : i + 7], keep=keep) for i in range(0, len(tokens), 7)])
-    assert (got - want).abs().max() < 1e-3
+    assert (got - want).abs().max() < 10 * bound(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,7 +130,7 @@ def test_slots_do_not_see_each_other(name: str) -> None:
     tokens, want = data_of(name)
     bench = Bench(FIXTURES / f"{name}.gguf", n_slot=3)
     starts = [bench.feed(slot, tokens[: 5 + 8 * slot]) for slot in range(3)]
-    assert all((got - want[: len(got)]).abs().max() < ATOL for got in starts)
+    assert all((got - want[: len(got)]).abs().max() < bound(name) for got in starts)
     seqs = [
         bench.seq(0, [*tokens[5:7], 3, 4, 5], keep=False),
         bench.seq(1, tokens[13:24]),
@@ -102,11 +138,11 @@ def test_slots_do_not_see_each_other(name: str) -> None:
     ]
     got = bench.forward(*seqs).logits.cpu()
     right = [got[:2] - want[5:7], got[5:16] - want[13:24], got[16:] - want[21:22]]
-    assert all(off.abs().max() < ATOL for off in right)
+    assert all(off.abs().max() < bound(name) for off in right)
     for seq, n in zip(seqs, (2, 11, 1), strict=True):
         bench.commit(seq, n)
     for slot, at in enumerate((7, 24, 22)):
-        assert (bench.feed(slot, tokens[at:]) - want[at:]).abs().max() < ATOL
+        assert (bench.feed(slot, tokens[at:]) - want[at:]).abs().max() < bound(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,7 +169,7 @@ def test_memory_is_planned_as_it_is_taken(name: str) -> None:
     assumed = describe(path, replace(settings, device="auto"), AssumedGpu(free=1 << 40))
     assert plan_memory(assumed).kv == plan_memory(d).kv
     needs = needs_of_model(assumed.own, assumed.file, assumed.on, 1, 64)
-    assert needs.holds_prompts == (name in ("qwen2", "granite", "mistral3"))
+    assert needs.holds_prompts == (name in CAPTURED)
 
 
 # -- gemma3's formulas -----------------------------------------------------------------------------------------------

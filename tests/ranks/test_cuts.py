@@ -40,6 +40,18 @@ DIVIDED = {  # a file and its numbers of ranks
     "glm4moe": 2,
     "minimax-m2": 2,
     "lfm2moe": 2,
+    "granitemoe": 2,
+    "smollm3": 2,
+    "seed_oss": 2,
+    "qwen2moe": 2,
+    "dots1": 2,
+    "bailingmoe2": 2,
+    "ernie4_5-moe": 2,
+    "glm4": 2,
+    "phi3": 2,
+    "olmo2": 2,
+    "exaone4": 2,
+    "exaone-moe": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

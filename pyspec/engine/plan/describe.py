@@ -29,7 +29,7 @@ from pyspec.models.weights import cuts_of
 from pyspec.registry import architecture_module
 from pyspec.sample.synth import synth_of
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.parts import CacheSizes, RingPages
+from pyspec.slots.parts import CacheSizes, Paged, RingPages
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable, alloc_rows
 from pyspec.text.template import ChatTemplate
@@ -159,6 +159,7 @@ def describe(
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     check_is_target(file, path)
     config = read_config(file)
+    settings = of_one_type(config, settings)
     check_tensors(file, wants := config.tensors(file))
     check_read(file, wants, config.n_layer)
     config.share(settings.tp)
@@ -200,6 +201,16 @@ def describe(
         head=head,
         assumed=assumed,
     )
+
+
+def of_one_type(config: ModelSpec, settings: EngineSettings) -> EngineSettings:
+    """The settings with one type of keys and values where a model's keys are its values: that of keys."""
+    k, v = settings.kv_type, settings.kv_type_v
+    kept = (part for layer in config.parts() for part in layer.values())
+    if v in (None, k) or not any(isinstance(part, Paged) and part.keys_only for part in kept):
+        return settings
+    log.warning("keys of this model are its values: both are %s (-ctk), and -ctv %s is not used", k, v)
+    return replace(settings, kv_type_v=None)
 
 
 def check_is_target(file: GGUFFile, path: Path) -> None:

@@ -11,12 +11,15 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.mla import Mla
-from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.experts import feeds, read_experts
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import read_decoder, trunk_layers, vocab_size
-from pyspec.models.read_experts import read_groups, read_router
+from pyspec.models.read import (
+    read_decoder,
+    trunk_layers,
+    vocab_size,
+)
 from pyspec.models.rope import RopeSpec, read_scaling
 
 GLM_FLASH = (
@@ -29,13 +32,12 @@ def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
     n_layer, n_nextn = trunk_layers(file)
     attention, experts = _attention(file), _experts(file)
-    dense, n_dense = Mlp(h.integer("feed_forward_length")), h.integer("leading_dense_block_count", 0)
 
     def block(feed: PartSpec) -> BlockSpec:
         return BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed)))
 
-    blocks = tuple(block(dense if i < n_dense else experts) for i in range(n_layer))
-    spec = read_decoder(file, blocks, max(dense.n_ff, experts.n_inner))
+    blocks = tuple(block(feed) for feed in feeds(file, n_layer, experts))
+    spec = read_decoder(file, blocks, max(h.integer("feed_forward_length"), experts.n_inner))
     return replace(spec, n_nextn=n_nextn, mtp_block=block(experts))
 
 
@@ -64,16 +66,11 @@ def _attention(file: GGUFFile) -> Mla:
 
 def _experts(file: GGUFFile) -> Experts:
     h = file.hparams
-    width = h.integer("expert_feed_forward_length")
     n_vocab, blocks = GLM_FLASH
     is_glm = vocab_size(file) == n_vocab and h.integer("block_count") in blocks
-    return Experts(
-        n_expert=h.integer("expert_count"),
-        n_used=h.integer("expert_used_count"),
-        n_ff=width,
-        n_ff_shared=width * h.integer("expert_shared_count", 0),
-        router=read_router(file, "sigmoid" if is_glm else "softmax"),
+    return read_experts(
+        file,
+        "sigmoid" if is_glm else "softmax",
+        n_ff_shared=h.integer("expert_feed_forward_length") * h.integer("expert_shared_count", 0),
         renorm=h.flag("expert_weights_norm", False),
-        scale=h.number("expert_weights_scale", 0.0) or 1.0,
-        groups=read_groups(file),
     )

@@ -14,10 +14,15 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.short_conv import ShortConv
+from pyspec.models.experts import read_experts
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import attention_shape, block_count, read_decoder, read_rope
-from pyspec.models.read_experts import read_groups, read_router
+from pyspec.models.read import (
+    attention_shape,
+    block_count,
+    read_decoder,
+    read_rope,
+)
 
 
 def read(file: GGUFFile) -> ModelSpec:
@@ -50,12 +55,4 @@ def _experts(file: GGUFFile) -> Experts | None:
     h = file.hparams
     if not h.integer("expert_count", 0):
         return None
-    return Experts(
-        n_expert=h.integer("expert_count"),
-        n_used=h.integer("expert_used_count"),
-        n_ff=h.integer("expert_feed_forward_length"),
-        router=read_router(file, "sigmoid"),
-        scale=h.number("expert_weights_scale", 0.0) or 1.0,
-        biased=True,
-        groups=read_groups(file),
-    )
+    return read_experts(file, "sigmoid", biased=True)

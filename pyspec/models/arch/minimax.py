@@ -10,23 +10,14 @@ from dataclasses import replace
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
-from pyspec.models.blocks.moe import Experts
+from pyspec.models.experts import read_experts
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import block_count, read_attention, read_decoder, read_rope
-from pyspec.models.read_experts import read_groups, read_router
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    h, shape = file.hparams, read_attention(file)
-    experts = Experts(
-        n_expert=h.integer("expert_count"),
-        n_used=h.integer("expert_used_count"),
-        n_ff=h.integer("expert_feed_forward_length", h.integer("feed_forward_length", 0)),
-        router=read_router(file, "sigmoid"),
-        scale=h.number("expert_weights_scale", 0.0) or 1.0,
-        biased=True,
-        groups=read_groups(file),
-    )
+    shape = read_attention(file)
+    experts = read_experts(file, "sigmoid", biased=True)
     attention = Attention(shape, read_rope(file, shape, neox=True), row_norm=True)
     block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", experts)))
     spec = read_decoder(file, (block,) * block_count(file), experts.n_inner)

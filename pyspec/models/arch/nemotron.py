@@ -18,10 +18,10 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mamba2 import Mamba2
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.experts import read_groups
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, PartSpec
 from pyspec.models.read import attention_shape, trunk_layers, vocab_size
-from pyspec.models.read_experts import read_groups
 from pyspec.models.rope import NO_ROPE
 
 NORM = "attn_norm"  # of every trunk block

@@ -1,0 +1,33 @@
+"""`ernie4_5`, `ernie4_5-moe`: llama's block; dense blocks first, then experts with a bias in their choice, every so many blocks."""
+
+from __future__ import annotations
+
+from pyspec.gguf import GGUFFile
+from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.attention import Attention
+from pyspec.models.blocks.mlp import Mlp
+from pyspec.models.experts import read_experts
+from pyspec.models.model import ModelSpec
+from pyspec.models.read import block_count, read_attention, read_decoder, read_gqa, read_rope
+from pyspec.ranges import Whole
+
+
+def read(file: GGUFFile) -> ModelSpec:
+    h = file.hparams
+    if file.architecture == "ernie4_5":
+        return read_gqa(file, neox=False)
+    experts = read_experts(file, n_ff_shared=h.integer("expert_shared_feed_forward_length", 0))
+    dense, shape = Mlp(h.integer("feed_forward_length")), read_attention(file)
+    attention = Attention(shape, read_rope(file, shape, neox=False))
+    every = h.integer("interleave_moe_layer_step", 1, legal=Whole(1, 1 << 16))
+    lead = h.integer("leading_dense_block_count", 0)
+    blocks = tuple(
+        BlockSpec(
+            (
+                Part("attn_norm", attention),
+                Part("ffn_norm", experts if i >= lead and (i + 1) % every == 0 else dense),
+            )
+        )
+        for i in range(block_count(file))
+    )
+    return read_decoder(file, blocks, max(dense.n_ff, experts.n_inner))
