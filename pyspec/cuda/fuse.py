@@ -114,10 +114,12 @@ def both(main: Any, beside: object) -> Callable[..., None] | None:
 def handing(first: Any, next: Product, bound: float) -> Handing | None:
     """Runs `first`, of few rows, straight into the rows of `next`: no launch prepares them. None where no kernel does that.
     bound: of the magnitudes that `first` gives, or, if it is in parts, of the norms of theirs."""
-    of, own = (first.few if has(first, "few", "reach") else first), part_of(next)
+    own, of = part_of(next), first
+    if has(first, "few", "reach"):  # one matrix for few rows reads parts as rows of their own
+        of = first.few if isinstance(first.few, StreamedParts) else None
     if not isinstance(of, Streamed | StreamedParts) or not isinstance(own, Streamed):
         return None
-    return handing_of(of, own, bound * first.reach() if has(first, "few", "reach") else bound)
+    return handing_of(of, own, bound if of is first else bound * first.reach())
 
 
 def handed(

@@ -26,13 +26,13 @@ class Launches(Protocol):
     def weight(self, weight: Weight) -> Any: ...
     def launch(self, op: str, spec: Any) -> Any: ...
     def runs(self, call: OpCall) -> Any:
-        """What any other call runs as."""
+        """The launch of any other call."""
         ...
 
     def norm(self, weight: Weight, eps: float) -> Norm: ...
     def few(self, bias: Weight) -> Tensor | None: ...
     def handing(self, first: Weight, next: Weight, bound: float) -> Any:
-        """What runs a product, whose results are no larger than this, into the next one's rows; None: nothing does."""
+        """A call that runs a product, whose results are no larger than this, into the next one's rows; None where no kernel does."""
         ...
 
     def loaded(self, call: OpCall) -> Any:
@@ -45,7 +45,7 @@ class Launches(Protocol):
 
 
 def rows_into_products(program: ForwardProgram) -> None:
-    """A norm, gate or activation that only products read is done by them, on the way to their rows. So do experts, of whom norms alone are asked."""
+    """A norm, gate or activation that only products read is done by them, on the way to their rows. Experts norm their rows likewise."""
     for prep in [call for call in program.calls if call.op in PREPARES]:
         readers = program.readers(prep.output)
         able = ("product", "moe") if prep.op == "norm" else ("product",)
@@ -113,7 +113,7 @@ def results_handed_on(program: ForwardProgram, bound: Launches) -> None:
 
 
 def _handing(program: ForwardProgram, first: OpCall, product: OpCall, bound: Launches) -> Any:
-    """What runs both products so; None: nothing does."""
+    """The call that runs both products, or None where there is no such kernel."""
     if first.op == "product":  # silu of a cut value is no larger
         most = dict(first.spec.how).get("limit", 0.0) ** 2
     else:
@@ -262,7 +262,7 @@ def rows_before_choices(program: ForwardProgram, bound: Launches) -> None:
 
 
 def shares_into_products(program: ForwardProgram, bound: Launches) -> None:
-    """Of few rows, the launch that prepares a product's rows sums what experts made of them."""
+    """Of few rows, the launch that prepares a product's rows also sums the experts' outputs."""
     for product in [call for call in program.calls if call.op == "product"]:
         moe = program.maker(product.inputs[0])
         if moe is None or moe.op != "moe" or not program.read_once(moe.output):

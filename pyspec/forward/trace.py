@@ -20,7 +20,7 @@ class Site(Protocol):
     norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed
     layer  the number of its memory
     flags  llama-server's flags of rope
-    leads  of several ranks this one adds what is added once
+    leads  this is the first of the ranks, which alone adds the stream and the biases of sums
     dense  dtype that matrices are unpacked to; None: they stay packed
     streams  kernels of a GPU read packed matrices
     """
