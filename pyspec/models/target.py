@@ -68,7 +68,9 @@ class MtpNet(Protocol):
     n_hidden: int
     first_key: int
     memory: Memory
-    best: OwnTokens
+
+    @property
+    def best(self) -> OwnTokens: ...
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape if it takes any."""

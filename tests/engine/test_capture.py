@@ -100,7 +100,8 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     loop, planned = r.loop, EngineSettings(**settings, ctx=256)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
     monkeypatch.setattr(planned_bytes, "workspace_bytes", lambda sizes, cuda: sizes)
-    sizes = planned_bytes._workspace(describing.describe(target, planned))
+    d = describing.describe(target, planned)
+    sizes = planned_bytes._workspace(d, planned_bytes._needs(d))
     inner = loop.worker.forward
     loop.worker.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"), 4)
 
