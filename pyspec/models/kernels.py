@@ -11,17 +11,20 @@ from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.heads.op import asked
 from pyspec.cuda.ops.heads.ref import HeadsSpec
-from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.linear.formats import FORMATS
+from pyspec.cuda.ops.linear.op import linear_tall
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
+from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.cuda.ops.rows.ref import GATES, PrepKind, RowsSpec
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
-from pyspec.gguf import GGUFFile
+from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.block import BlockSpec
 from pyspec.models.model import ModelSpec
 from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
-from pyspec.models.wants import TOKEN_INPUTS
+from pyspec.models.wants import TOKEN_INPUTS, scale_of
 from pyspec.models.weight_bytes import row_bytes
 
 KINDS = {
@@ -73,10 +76,13 @@ def needs_of_model(
     angles = sum(4 * rope.n_rot for rope, _ in ropes)
     of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
     keeps = model.residual.n_iter is not None or not on.is_cuda
-    scratch = (_scratch(block, p, size, keeps) for block, p in zip(distinct, programs, strict=True))
+    pairs = [*zip(distinct, programs, strict=True)]
+    # a part that says bytes of its own has counted its values
+    peaks = (p.peak() for block, p in pairs if not any(s.scratch(size) for s in block.specs))
+    scratch = (_scratch(block, p, size, keeps) for block, p in pairs)
     streams = model.residual.row_bytes(model.n_embd) + of_inputs
     return ForwardNeeds(
-        row=max([row_bytes(model.n_ff, model.n_embd), *(p.peak() + angles for p in programs)]),
+        row=max(row_bytes(model.n_ff, model.n_embd), angles + max(peaks, default=0)),
         scratch=n_row * streams + max(scratch, default=0),
         holds_prompts=model.residual.n_iter is None and all(map(holds_prompts, programs)),
     )
@@ -157,12 +163,22 @@ WINDOW = 3  # among the inputs of `attend`
 PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gelu_times", "side_by_side", "write_keys")
 
 
+def is_streamed(t: TensorInfo, file: GGUFFile) -> bool:
+    """Whether kernels of GPUs may multiply with a matrix as it is packed."""
+    has_scale = scale_of(t.name) in file.tensors
+    return len(t.shape) == 2 and t.type in FORMATS and (not has_scale or FORMATS[t.type].scaled)
+
+
 def _of_weight(
     program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
 ) -> Iterator[Request]:
-    """A gate that a product leaves to the next one; a product of each head."""
+    """A product with its gate, or a gate that it leaves to the next one; a product of each head."""
     how = dict(weight.how)
     if weight.kind == "gated" and at.on.streams and "limit" not in how:
+        info = at.file.tensors.get(at.name(weight.names[0]))
+        if how["act"] in GATES and info is not None and is_streamed(info, at.file):
+            spec = LinearSpec(at.device, info.type, PROBE_ROWS, info.shape[1], Epilogue.GATED)
+            yield linear_tall, spec
         kind = PrepKind.GLU if how["act"] in GATES else PrepKind.GEGLU
         if any(reader.inputs[:2] == (call.output, None) for reader in program.readers(call.output)):
             yield op_named("rows"), RowsSpec(at.device, call.output.width, kind)

@@ -18,7 +18,6 @@ class Want:
 
     cut    how ranks divide it; None: each of them has all of it
     whole  a table of whole numbers, which no weights are
-    gated  gates or ups of a product that applies silu on its way
     """
 
     shape: tuple[int, ...]
@@ -26,7 +25,6 @@ class Want:
     also: tuple[tuple[int, ...], ...] = ()
     cut: Cut | None = None
     whole: bool = False
-    gated: bool = False
 
 
 def scale_of(name: str) -> str:

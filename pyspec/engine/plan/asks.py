@@ -20,7 +20,6 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, has_eight
-from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.op import linear, linear_cpu, linear_many, linear_tall
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.ring_places.op import ring_places
@@ -30,9 +29,9 @@ from pyspec.engine.plan.describe import Description, describe, rings_of
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
-from pyspec.models.kernels import of_model
+from pyspec.models.kernels import is_streamed, of_model
 from pyspec.models.part import LoadTypes, Request
-from pyspec.models.wants import EMBEDDING, WHOLE, Want, scale_of
+from pyspec.models.wants import EMBEDDING, WHOLE, Want
 from pyspec.models.weights import PLAIN
 
 ORDER = {
@@ -48,6 +47,8 @@ def asks_of(d: Description) -> list[Request]:
     found = [*_embedding(d), *_products(d, on), *_rings(d), *of_model(d.own, d.file, on)]
     found += [*_head_copy(d), *d.draft.requests(replace(on, kv=d.draft_kv, n_rank=d.draft.n_rank))]
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
+    if not d.settings.exact:
+        found += [(linear_many, spec) for op, spec in found if op is linear_tall]
     found.sort(key=lambda ask: ORDER.get(ask[0].name, 0))
     return list({(op.name, spec): (op, spec) for op, spec in found}.values())
 
@@ -95,26 +96,15 @@ def _products(d: Description, on: LoadTypes) -> Iterator[Request]:
 def _products_of(
     file: GGUFFile, wants: Mapping[str, Want], d: Description, n_rank: int
 ) -> Iterator[Request]:
-    """Products that decide how matrices are packed, then those of many rows. Both are asked of small ones (`weights.tier_of`)."""
-    matrices = [t for t in file.tensors.values() if _is_streamed(t, file)]
+    """Products that decide how matrices are packed, then those of many rows, those with gates apart, which blocks ask for. All are asked of
+    small ones (`weights.tier_of`)."""
+    matrices = [t for t in file.tensors.values() if is_streamed(t, file)]
     small = [LinearSpec(d.device, t.type, PROBE_ROWS, _columns(t, wants, n_rank)) for t in matrices]
     for spec in small:
         yield from ((linear, replace(spec, epilogue=e)) for e in Epilogue)
     for t, spec in zip(matrices, small, strict=True):
-        ways = tuple(Epilogue) if t.type in PLAIN else _epilogues(wants.get(t.name))
-        for op in (linear_tall,) if d.settings.exact else (linear_tall, linear_many):
-            yield from ((op, replace(spec, epilogue=e)) for e in ways)
-
-
-def _is_streamed(t: TensorInfo, file: GGUFFile) -> bool:
-    has_scale = scale_of(t.name) in file.tensors
-    return len(t.shape) == 2 and t.type in FORMATS and (not has_scale or FORMATS[t.type].scaled)
-
-
-def _epilogues(want: Want | None) -> tuple[Epilogue, ...]:
-    if want is not None and want.gated:
-        return (Epilogue.GATED,)
-    return (Epilogue.PLAIN, Epilogue.RESIDUAL)
+        ways = tuple(Epilogue) if t.type in PLAIN else (Epilogue.PLAIN, Epilogue.RESIDUAL)
+        yield from ((linear_tall, replace(spec, epilogue=e)) for e in ways)
 
 
 def _columns(t: TensorInfo, wants: Mapping[str, Want], n_rank: int) -> int:

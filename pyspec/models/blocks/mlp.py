@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pyspec.cuda.ops.rows.ref import GATES
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Units, each_of
@@ -33,8 +32,7 @@ class Mlp(Plain):
         n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values", block=self.block),)
         up, down = Want((f, n), cut=Cut(0, inner)), Want((n, f), cut=Cut(1, inner))
         if self.act != "relu2":
-            gates = replace(up, gated=self.act in GATES)
-            named = {"ffn_gate.weight": gates, "ffn_up.weight": gates, "ffn_down.weight": down}
+            named = {"ffn_gate.weight": up, "ffn_up.weight": up, "ffn_down.weight": down}
         else:
             biases = Want((f,), optional=True, cut=Cut(0, inner)), Want((n,), optional=True)
             named = {

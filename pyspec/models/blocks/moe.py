@@ -110,7 +110,7 @@ class Experts(Plain):
         if not f:
             return {}
         columns = (Units(f, "columns of the shared expert", block=self.block_shared),)
-        up = Want((f, n), cut=Cut(0, columns), gated=self.act == "swiglu")
+        up = Want((f, n), cut=Cut(0, columns))
         wants = {at.name(f"ffn_{x}_shexp.weight"): up for x in self.inner}
         wants[at.name("ffn_down_shexp.weight")] = Want((n, f), cut=Cut(1, columns))
         if self.shared_gate:
