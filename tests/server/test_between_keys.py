@@ -66,6 +66,18 @@ def test_slots_of_another_key_are_shown_as_busy_only(
     assert engine.acted[-1].cache_salt == engine.acted[-1].client == mine
 
 
+def test_keys_may_save_slots_under_one_name(engine: FakeEngine, tmp_path: Path) -> None:
+    paths = []
+    for key in ("one", "two"):
+        of(engine, key, slot_save_path=str(tmp_path)).post("/slots/1?action=save", {"filename": "x"})
+        paths.append(Path(engine.acted[-1].path))
+    assert paths[0] != paths[1] and {path.name for path in paths} == {"x"}
+    assert all(path.parent.parent == tmp_path and path.parent.is_dir() for path in paths)
+    shared = of(engine, "one", slot_save_path=str(tmp_path), cache_share=True)
+    shared.post("/slots/1?action=save", {"filename": "x"})
+    assert Path(engine.acted[-1].path) == tmp_path / "x"
+
+
 @pytest.mark.parametrize(
     ("header", "client"),
     [

@@ -1,4 +1,4 @@
-"""`POST /slots/{id}?action=save|restore|erase`, with llama-server's bodies and answers."""
+"""`POST /slots/{id}?action=save|restore|erase`, with llama-server's bodies and answers. Clients whose texts are apart have a folder each."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
             name = ""
             if kind != "erase":
                 name = await service.text(file_name, raw, service, n_byte=len(raw), client=client)
-            path = str(Path(service.settings.slot_save_path).absolute() / name) if name else ""
+            salt = service.salt_of(client)
+            folder = Path(service.settings.slot_save_path).absolute() / salt.replace(" ", "-")
+            if kind == "save" and salt:
+                with suppress(OSError):  # writing says what is wrong
+                    folder.mkdir(mode=0o700, exist_ok=True)
+            path = str(folder / name) if name else ""
             action = SlotAction(
-                cast(Literal["save", "restore", "erase"], kind),
-                *(int(slot), path, client, service.salt_of(client)),
+                cast(Literal["save", "restore", "erase"], kind), int(slot), path, client, salt
             )
             report = await while_connected(_done(service, action), request.receive)
         return JSON(view(action, name, report))
