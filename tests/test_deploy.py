@@ -145,7 +145,7 @@ def test_llmds_pool_and_picker_agree_with_the_pods() -> None:
     assert settings.kv_events_replay.endswith(f":{found['replaySocketPort']}")
     key, _, value = found["podLabelSelector"].partition("=")
     assert labels[key] == value
-    alias = values["alias"]
+    alias = values["aliases"]
     name = alias if isinstance(alias, str) else alias[0]
     assert settings.kv_events_topic.split("@")[2] == name, "the picker asks for the model by this name"
 

@@ -56,10 +56,24 @@ def _contracts() -> list[dict[str, bool]]:
     ]
 
 
+@cache
+def _classes() -> dict[str, ast.ClassDef]:
+    return {n.name: n for path in PUBLIC for n in _tree(path).body if isinstance(n, ast.ClassDef)}
+
+
+def _inherited(owner: ast.AST) -> set[str]:
+    """Methods that a base class of these modules explains."""
+    found = [_classes().get(getattr(base, "id", "")) for base in getattr(owner, "bases", ())]
+    bases = [base for base in found if base is not None]
+    said = {name for base in bases for name, is_explained in _explained(base).items() if is_explained}
+    return said.union(*map(_inherited, bases))
+
+
 def _explained_elsewhere(owner: ast.AST) -> set[str]:
     own = _explained(owner)
     fulfilled = [contract for contract in _contracts() if contract and contract.keys() <= own.keys()]
-    return {name for contract in fulfilled for name, is_explained in contract.items() if is_explained}
+    said = {name for contract in fulfilled for name, is_explained in contract.items() if is_explained}
+    return said | _inherited(owner)
 
 
 @cache

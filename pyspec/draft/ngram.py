@@ -18,6 +18,7 @@ N_DRAFT = 8
 
 
 def host_drafter(n_draft: int, settings: EngineSettings) -> NGram:
+    """The drafter of up to `n_draft` tokens a round."""
     return NGram(n_draft, settings.ngram_match)
 
 

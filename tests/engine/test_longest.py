@@ -155,7 +155,7 @@ def test_a_cpu_leaves_half_of_its_memory_to_others(model: Path, monkeypatch: pyt
         slow(["--tp", "2", "--vram", "24G"], ["--tp", "2"], 4),
         (
             ["-np", "7", "-ub", "333", "--no-cache-prompt", "--vram", "48G"],
-            ["-ub", "333", "--no-cache-prompt"],
+            ["--no-cache-prompt", "-ub", "333"],
             7,
         ),
         (["-np", "5", "-c", "3333", "--vram", "40G"], ["-np", "5", "-c", "3333"], 5),

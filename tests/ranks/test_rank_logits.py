@@ -93,7 +93,9 @@ def test_who_reads_what_was_left_out_fails() -> None:
     def left_out(ranks: Collective) -> Out:
         head = Gathered(lambda x, prep=None, residual=None: x, ranks, (3, 2))
         own = torch.randn(4, 3 - ranks.rank.index)
-        return Out(own, torch.zeros(4, 8), None, head.best(own), head).whole(LogitsNeed(logits=False))
+        return Out(own, torch.zeros(4, 8), None, head.best(own), head.whole).whole(
+            LogitsNeed(logits=False)
+        )
 
     for out in together(2, left_out):
         assert out.logits.shape == (4, 5) and out.logits.dtype == torch.float32 and out.head is None

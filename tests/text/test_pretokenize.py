@@ -126,7 +126,7 @@ def test_only_llama_and_mistral_take_whole_tokens_and_begin_with_bos():
     """llama.cpp takes whole tokens for glm4, too, and not for chatglm-bpe: tried with a token that no merges give."""
     whole = {name for name, pre in PRE.items() if pre.ignore_merges}
     begins = {name for name, pre in PRE.items() if pre.add_bos}
-    assert begins == {*LLAMA3, "tekken"} - set(SMAUG) and whole == begins | {"minicpm5", "glm4"}
+    assert begins == {*LLAMA3, "tekken"} - set(SMAUG) and whole == begins | {"minicpm5", "glm4", "glm5"}
 
 
 @pytest.mark.parametrize("said", [None, ""])

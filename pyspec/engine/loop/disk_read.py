@@ -12,7 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from pyspec.cache import n_cores
-from pyspec.engine.loop.span import Span, SpanCodec
+from pyspec.engine.loop.span import StoredSpan, SpanCodec
 from pyspec.errors import BadSlotFile
 from pyspec.repeats import limited
 from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder, DiskHit
@@ -30,7 +30,7 @@ TRIES = 4  # times that a prompt is looked up: each damaged file that is found c
 class Piece:
     """An entry's content, checked. buffer: the reader's memory that holds it, to be given back; None: its own."""
 
-    span: Span
+    span: StoredSpan
     buffer: Bytes | None
 
 
@@ -130,7 +130,7 @@ class EntryReader:
 
     def _checked(
         self, folder: DiskFolder, text: Sequence[int], i: int, entry: DiskEntry, into: Bytes | None
-    ) -> Span | None:
+    ) -> StoredSpan | None:
         """The content of an entry, which is behind segment `i` of a text. None if it is gone. Raises BadSlotFile."""
         file = folder.open(entry)
         if file is None:  # another engine has removed it

@@ -20,7 +20,7 @@ from typing import Any
 from pyspec.device.worker import Worker, is_device_error, stamp
 from pyspec.engine.aside import AsideThread
 from pyspec.engine.loop.disk_read import EntryReader, Piece, Restore
-from pyspec.engine.loop.span import Span, SpanCodec, encoded, host_copies
+from pyspec.engine.loop.span import StoredSpan, SpanCodec, encoded, host_copies
 from pyspec.errors import PyspecError
 from pyspec.repeats import limited
 from pyspec.slots.cache import PrefixCache
@@ -201,7 +201,7 @@ class DiskTier:
         if self._wants:
             self.on_work()
 
-    def _write(self, want: WantedEntry, span: Span, copied: Any) -> None:
+    def _write(self, want: WantedEntry, span: StoredSpan, copied: Any) -> None:
         try:
             if self.folder is not None and self.clock() >= self._no_write_until:
                 if copied is not None:
@@ -313,7 +313,7 @@ class DiskTier:
         restore.heard = self.clock()
         return True
 
-    def _place(self, slot: Slot, span: Span) -> Saved | None:
+    def _place(self, slot: Slot, span: StoredSpan) -> Saved | None:
         """Write an entry into the slot's pages, but those that other slots read. Returns its state, if it has one."""
         self.table.grow(slot, span.end)
         first, n_page = span.first // self.table.page_size, self.table.pages_for(span.n_token)

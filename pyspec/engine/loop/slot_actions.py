@@ -12,7 +12,7 @@ from pyspec.engine.aside import AsideThread
 from pyspec.engine.loop.job import blamed
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import OnAnswer, SlotTask, careful
-from pyspec.engine.loop.span import Span, encoded
+from pyspec.engine.loop.span import StoredSpan, encoded
 from pyspec.errors import PyspecError, RequestError
 from pyspec.gguf.reader import fingerprint
 from pyspec.repeats import limited
@@ -83,7 +83,7 @@ class SlotActions:
 
     # -- aside ----------------------------------------------------------------------------------------------------
 
-    def _write(self, action: SlotAction, image: Span, began: float, on_answer: OnAnswer) -> None:
+    def _write(self, action: SlotAction, image: StoredSpan, began: float, on_answer: OnAnswer) -> None:
         head, pieces = encoded(image)
         of = self.identity() | ({"salt": action.cache_salt} if action.cache_salt else {})
         n_bytes = write(Path(action.path), {"of": of, **head}, pieces, SLOT)

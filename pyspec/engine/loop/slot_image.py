@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker
 from pyspec.engine.loop.disk_tier import DiskTier
-from pyspec.engine.loop.span import Span, SpanCodec, StateHead
+from pyspec.engine.loop.span import StoredSpan, SpanCodec, StateHead
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.prefix import NOBODY, Owner, unread_end
@@ -29,7 +29,7 @@ class SlotImager:
 
     # -- taking ---------------------------------------------------------------------------------------------------
 
-    def take(self, index: int, salt: str = "") -> Span:
+    def take(self, index: int, salt: str = "") -> StoredSpan:
         """Copy the text that the slot's last request left to the host, if it had this salt. Nothing changes."""
         self._check_cache()
         left = self.table.slots[index].left_of(salt)
@@ -45,7 +45,7 @@ class SlotImager:
         pages = [node.page for node in nodes[: self.table.pages_for(n)]]
         return self.codec.take(left[:n], pages, kept, Tensor.cpu)
 
-    def decode(self, file: SpanFile, n_vocab: int, n_ctx: int) -> Span:
+    def decode(self, file: SpanFile, n_vocab: int, n_ctx: int) -> StoredSpan:
         """Read the image in a file. Raises BadSlotFile."""
         span = self.codec.read(file, 0, min(n_ctx, self.table.n_row))
         n, tokens = span.n_token, span.content[0]
@@ -65,7 +65,7 @@ class SlotImager:
             self.disk.forget(left, salt)
         return self.table.erase(slot, salt)
 
-    def put(self, index: int, image: Span, owner: Owner = NOBODY) -> None:
+    def put(self, index: int, image: StoredSpan, owner: Owner = NOBODY) -> None:
         """File an image's content as if a request in this slot had left it. Raises RequestError if the pages do not suffice."""
         self._check_cache()
         slot = self.table.slots[index]
@@ -95,7 +95,7 @@ class SlotImager:
                 "slots hold nothing between requests: the prefix cache is off (--cache-prompt)"
             )
 
-    def _fill(self, slot: Slot, image: Span) -> None:
+    def _fill(self, slot: Slot, image: StoredSpan) -> None:
         self.codec.place(image, slot.pages)
         drafter = self.worker.drafter
         is_unread = drafter is not None and drafter.can_join

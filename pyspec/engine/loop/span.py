@@ -36,7 +36,7 @@ class StateHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StoredSpan:
     """`n_token` tokens of a text, behind its first `first`.
 
     content  the tokens [n_token] int32, their pages of `n_plane` planes, then each state's tensors, share and logits
@@ -55,7 +55,7 @@ class Span:
         """Tokens of the text up to its last one."""
         return self.first + self.n_token
 
-    def on(self, device: torch.device) -> Span:
+    def on(self, device: torch.device) -> StoredSpan:
         """The same on a device: one copy brings all."""
         assert self.whole is not None
         whole = self.whole.to(device)
@@ -132,7 +132,7 @@ class SpanCodec:
         states: Sequence[Saved],
         keep: Keep,
         first: int = 0,
-    ) -> Span:
+    ) -> StoredSpan:
         """A copy of these tokens' pages, with the states, which never change. keep: puts each tensor where it is wanted."""
         content = [torch.tensor(tokens, dtype=torch.int32)]
         content += self.memory.read_pages(self.table.page_size, pages, keep)
@@ -146,11 +146,11 @@ class SpanCodec:
             if saved.logits is not None:
                 content.append(keep(saved.logits.float()))
             heads.append(StateHead(saved.checkpoint.n_past, has_share, saved.logits is not None))
-        return Span(first, len(tokens), tuple(heads), n_plane, content)
+        return StoredSpan(first, len(tokens), tuple(heads), n_plane, content)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    def read(self, file: SpanFile, first: int, most: int, into: Bytes | None = None) -> Span:
+    def read(self, file: SpanFile, first: int, most: int, into: Bytes | None = None) -> StoredSpan:
         """The span in a file, which is behind `first` tokens of its text and has at most `most`. Every number is checked against this engine
         before anything is allocated. Raises BadSlotFile; `into` is memory for the content (`SpanFile.read`)."""
         n = file.head.get("tokens")
@@ -164,7 +164,7 @@ class SpanCodec:
         n_plane = len(like) - 1
         like += [one for head in states for one in self._state_like(head)]
         whole = torch.from_numpy(file.read(sum(map(_padded, like)), into))
-        return Span(first, n, states, n_plane, _views(whole, like), whole)
+        return StoredSpan(first, n, states, n_plane, _views(whole, like), whole)
 
     def _heads(self, file: SpanFile, first: int, n: int) -> tuple[StateHead, ...]:
         rows, before = file.head.get("states"), max(0, first - 1)
@@ -186,14 +186,14 @@ class SpanCodec:
                     )
         return tuple(heads)
 
-    def place(self, span: Span, pages: Sequence[int], shared: int = 0) -> None:
+    def place(self, span: StoredSpan, pages: Sequence[int], shared: int = 0) -> None:
         """Write its pages behind the first `shared` ones into these pages."""
         content = iter([t[shared:] for t in span.content[1 : span.n_plane + 1]])
         if pages:
             self.memory.write_pages(self.table.page_size, pages, content)
             write_planes(self._drafts(), pages, content)
 
-    def states(self, span: Span) -> Iterator[tuple[StateHead, list[Tensor]]]:
+    def states(self, span: StoredSpan) -> Iterator[tuple[StateHead, list[Tensor]]]:
         """Its states, each with its tensors."""
         content = iter(span.content[span.n_plane + 1 :])
         for head in span.states:
@@ -209,7 +209,7 @@ class SpanCodec:
         return drafter.share_of(head.n_past, tensors[-1].clone()), logits
 
 
-def encoded(span: Span) -> tuple[dict[str, Any], list[Bytes]]:
+def encoded(span: StoredSpan) -> tuple[dict[str, Any], list[Bytes]]:
     """Head and pieces of the file of a span in host memory."""
     states = [[s.n_past, s.has_share, s.has_logits] for s in span.states]
     pieces: list[Bytes] = []
@@ -219,7 +219,7 @@ def encoded(span: Span) -> tuple[dict[str, Any], list[Bytes]]:
     return {"first": span.first, "tokens": span.n_token, "states": states}, pieces
 
 
-def host_copies(span: Span) -> Generator[None, None, Span]:
+def host_copies(span: StoredSpan) -> Generator[None, None, StoredSpan]:
     """Start the copies of a span's tensors to host memory, and pause behind each piece of PIECE bytes. Those in host memory cost nothing."""
     here: list[Tensor] = []
     tensors = span.content

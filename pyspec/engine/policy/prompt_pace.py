@@ -23,7 +23,7 @@ URGENT = 0.5  # share of the time to first token after which a waiting prompt ta
 NEWER = 0.1  # weight of the last round in the mean tokens of a slot
 
 
-class Seated(Protocol):
+class PacedRequest(Protocol):
     """A request in a slot, such as the loop's `Job`.
 
     started    seconds, of the loop's clock
@@ -79,7 +79,7 @@ class PromptPace:
         self.balance = 0.0
         self._tokens = 1.0  # of a slot, in the mean of rounds
 
-    def rows(self, jobs: Iterable[Seated], now: float, n_verify: int) -> int:
+    def rows(self, jobs: Iterable[PacedRequest], now: float, n_verify: int) -> int:
         """Most rows of the next forward, if slots decode. now: seconds, of the loop's clock; n_verify: rows of those slots, about."""
         is_fixed = self.least == self.most and not self.targets.tpot
         if is_fixed or not self.costs.is_known:
@@ -105,14 +105,14 @@ class PromptPace:
             most = CREDIT * self._allowed
             self.balance = min(max(self.balance + self._allowed - ms, -most), most)
 
-    def pause_ms(self, jobs: Iterable[Seated], now: float) -> float:
+    def pause_ms(self, jobs: Iterable[PacedRequest], now: float) -> float:
         """Most that requests rest while prompts run alone: nothing where the operator fixed the rows of forwards, or a prompt is urgent, and
         what is left of the target for output tokens. now: as in `rows`."""
         if (self.least == self.most and not self.targets.tpot) or self._is_urgent(jobs, now):
             return 0.0
         return min(PAUSE_MS, self._allowed + self.balance) if self.targets.tpot else PAUSE_MS
 
-    def _is_urgent(self, jobs: Iterable[Seated], now: float) -> bool:
+    def _is_urgent(self, jobs: Iterable[PacedRequest], now: float) -> bool:
         urgent = now - 1e-3 * URGENT * self.targets.ttft
         return bool(self.targets.ttft) and any(
             job.started <= urgent for job in jobs if not job.is_decoding

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from pyspec.engine.policy.prompt_pace import PAUSE_MS, Seated
+from pyspec.engine.policy.prompt_pace import PAUSE_MS, PacedRequest
 
 LONG = 8192  # uncached tokens of a long prompt
 N_CHUNK = 5  # chunks whose lower quartile says how long one takes: pauses of the machine come in a row
@@ -19,14 +19,14 @@ PAUSE = 2.0  # factor of that beyond which a chunk's time is a pause of the mach
 NEWER = 0.25  # weight of the last round in the mean time of a round
 
 
-R = TypeVar("R", bound=Seated)
+R = TypeVar("R", bound=PacedRequest)
 
 
 class RoundPart(Protocol):
     """A request's part in a round, such as the loop's `Work`."""
 
     @property
-    def job(self) -> Seated: ...
+    def job(self) -> PacedRequest: ...
 
     @property
     def is_prompt(self) -> bool: ...
@@ -63,7 +63,7 @@ class PromptThrottle:
         """A paused prompt may run again."""
         return self.n_resting > 0 and self.owed <= 0
 
-    def _is_long(self, job: Seated) -> bool:
+    def _is_long(self, job: PacedRequest) -> bool:
         if not self.weight or job.slot is None or job.n_prefill - job.n_cached <= LONG:
             return False
         return job.slot.n_past - job.n_cached >= self.n_free

@@ -67,7 +67,7 @@ class Found:
     attributes: str = ""
 
 
-class Ahead:
+class LookaheadTree:
     """Look-aheads, of which the first that matches counts. Beginnings that they share are matched once."""
 
     def __init__(self, lookaheads: Iterable[Lookahead]) -> None:

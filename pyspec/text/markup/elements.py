@@ -26,9 +26,9 @@ from pyspec.text.markup.ahead import (
     OVER,
     SIGN,
     TAIL,
-    Ahead,
     Found,
     Lookahead,
+    LookaheadTree,
     Names,
     Step,
 )
@@ -248,7 +248,7 @@ class Elements:
         value, depth, n_own = _Value(emit), 0, 0
         own = (f"<{name}", f"</{name}>")
         marks = self._marks(own)
-        forms: dict[tuple[bool, ...], Ahead] = {}
+        forms: dict[tuple[bool, ...], LookaheadTree] = {}
         while mark := (yield from reader.find(marks, value)):
             text = mark.lstrip("\n")
             lead: Lookahead = () if text == mark else (("\n",),)
@@ -264,7 +264,7 @@ class Elements:
                         tools, expected, () if n_own else own[1:], is_line=is_line, is_word=is_word
                     )
                 )
-                forms[key] = Ahead((*lead, *end) for end in ends)
+                forms[key] = LookaheadTree((*lead, *end) for end in ends)
             if (yield from reader.take(forms[key], cut_fits=True)):
                 return True
             if depth and text in self.close_ends:

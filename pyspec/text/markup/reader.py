@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pyspec.text.markup.ahead import Ahead, Found, Lookahead
+from pyspec.text.markup.ahead import Found, Lookahead, LookaheadTree
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class AnswerReader:
         self.stray = ""
         self.ends: tuple[str, ...] = ()
         self.room = NO_LIMIT
-        self._known: dict[object, Ahead] = {}
+        self._known: dict[object, LookaheadTree] = {}
         self.parts: list[Part] = []
         self.n_calls = 0
         self.ids = set[str]()
@@ -131,27 +131,31 @@ class AnswerReader:
                 return ""
             yield
 
-    def sees(self, *lookaheads: Lookahead | Ahead, cut_fits: bool = False) -> Steps[Found | None]:
+    def sees(
+        self, *lookaheads: Lookahead | LookaheadTree, cut_fits: bool = False
+    ) -> Steps[Found | None]:
         """The first of these that follows; nothing is consumed. cut_fits: the answer may end inside it."""
         only = lookaheads[0] if lookaheads else ()
-        ahead = only if isinstance(only, Ahead) else Ahead(lookaheads)  # type: ignore[arg-type]
+        ahead = only if isinstance(only, LookaheadTree) else LookaheadTree(lookaheads)  # type: ignore[arg-type]
         while True:
             found = ahead.find(self._text, self._at, is_over=self.is_over, cut_fits=cut_fits)
             if found is not None:
                 return found or None
             yield
 
-    def take(self, *lookaheads: Lookahead | Ahead, cut_fits: bool = False) -> Steps[Found | None]:
+    def take(
+        self, *lookaheads: Lookahead | LookaheadTree, cut_fits: bool = False
+    ) -> Steps[Found | None]:
         """Take the first of these that follows."""
         if found := (yield from self.sees(*lookaheads, cut_fits=cut_fits)):
             self._at = found.end
         return found
 
-    def known(self, key: object, lookaheads: Callable[[], Iterable[Lookahead]]) -> Ahead:
+    def known(self, key: object, lookaheads: Callable[[], Iterable[Lookahead]]) -> LookaheadTree:
         """Look-aheads that an answer needs again and again. key: of those that are the same."""
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = Ahead(lookaheads())
+            found = self._known[key] = LookaheadTree(lookaheads())
         return found
 
     def take_mark(self, *marks: str) -> Steps[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import Ahead, Lookahead
+from pyspec.text.markup.ahead import Lookahead, LookaheadTree
 from pyspec.text.markup.prose import Prose
 from pyspec.text.markup.reader import AnswerReader, Steps, Trimmed, beginnings
 
@@ -69,7 +69,7 @@ def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -
     out = Trimmed(reader.content, trims_start=False) if form.is_shown else Trimmed(reader.reasoning)
     thought = Prose(out)
     starts = [mark for head in form.heads for mark in head[0]]
-    options, heads = beginnings([marks.end, *starts]), Ahead(form.heads)
+    options, heads = beginnings([marks.end, *starts]), LookaheadTree(form.heads)
     while (mark := (yield from reader.find(options, thought))) not in ("", marks.end):
         if not thought.quotes() and (yield from reader.sees(heads)):
             reader.stray = marks.end
