@@ -69,7 +69,7 @@ class BlockView:
         return n
 
     def check(self, table: SlotTable, growing: Iterable[Slot] = ()) -> None:
-        """It is what the cache holds, and what these slots will leave there."""
+        """Blocks of the cache, and those that these slots will leave there."""
         assert sorted(self.texts.values()) == sorted(wanted(table, growing))
 
 
@@ -149,7 +149,7 @@ class BlockReader:
             self.read()
 
     def catch_up(self) -> None:
-        """Take in what a replay has and this reader lacks."""
+        """Take in the events of a replay that this reader lacks."""
         for n, body in self.ask(self.seen[-1] + 1 if self.seen else 0):
             self._take(n, body)
 

@@ -1,4 +1,4 @@
-"""Progress without a terminal: whole lines, and an end for what was begun."""
+"""Progress without a terminal: whole lines, and an end for each begun one."""
 
 from __future__ import annotations
 

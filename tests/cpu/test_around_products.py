@@ -77,7 +77,7 @@ def test_a_recorded_call_reads_its_batch_again() -> None:
 
 
 def test_norms_and_best_tokens_are_recorded() -> None:
-    """Their outputs are the recording's, and what they read is read again."""
+    """Their outputs are the recording's, and their inputs are read again."""
     x, rows, weight = torch.randn(4, 96), torch.tensor([3, 0]), torch.randn(96)
     normed, found = cpu_of(norms, NormsSpec(CPU, 96, 1e-6)), cpu_of(best, best.shapes(CPU)[0])
     recorded = Recorded(

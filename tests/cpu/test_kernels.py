@@ -141,7 +141,7 @@ def _no_pages() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_pages")
 def test_large_outputs_use_the_pages_of_those_that_are_gone() -> None:
-    """Those of a smaller one, too; what is still read keeps its own, and one piece grows in place of many."""
+    """Those of a smaller one, too; memory that is still read stays, and one piece grows in place of many."""
     n = kernels.LARGE // 4
 
     def faults() -> int:
@@ -169,7 +169,7 @@ def test_large_outputs_use_the_pages_of_those_that_are_gone() -> None:
 
 @pytest.mark.usefixtures("_no_pages")
 def test_forwards_of_many_rows_take_no_new_pages() -> None:
-    """glibc gives back what has more than 32 MiB: eight prompts at once were slower than one."""
+    """glibc gives back blocks of more than 32 MiB: eight prompts at once were slower than one."""
     from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, bind, prepared, sample
     from pyspec.gguf import GGMLType
 

@@ -252,7 +252,7 @@ class Sparse:
 
 
 def recorded_block(kind: str) -> tuple[DFlashNet, torch.Tensor, Batch, dict[str, np.ndarray]]:
-    """The net of a fixture, the rows of its block behind the recorded features, their batch, and what llama.cpp made of them."""
+    """The net of a fixture, the rows of its block behind the recorded features, their batch, and llama.cpp's results."""
     want, path = np.load(FIXTURES / f"{kind}.npz"), FIXTURES / f"{kind}.gguf"
     file, device, table = open_gguf(path), torch.device("cpu"), SlotTable(1, 4, 16)
     module, net_of = {

@@ -1,6 +1,6 @@
 """A second chained head, as a package of its own would bring it: MTP's block, fed from a tap of the last layer.
 
-Its hidden states are the target's, so it drafts what MTP drafts; but it asks for taps, and makes its states of them itself.
+Its hidden states are the target's, so its drafts are MTP's; but it asks for taps, and makes its states of them itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shorter blocks where many slots draft: how long they are, what they draft, and that each has a graph."""
+"""Shorter blocks where many slots draft: their lengths, their drafts, and a graph for each."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_short_block_of_causal_layers_drafts_what_the_whole_one_does(
 
 @pytest.mark.slow
 def test_texts_are_the_same_and_drafts_nearly_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's layers see the whole block: what they draft may differ, what is written may not."""
+    """The demo's layers see the whole block: their drafts may differ, written keys may not."""
     prompts = [prompt for prompt, _ in demo_prompts()[:6]]
     params = replace(GREEDY, ignore_eos=False)
     plain = rig(DEMO)

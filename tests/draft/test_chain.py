@@ -1,4 +1,4 @@
-"""What chained heads share runs with any block: another head is a module, and drafts as well in rounds that are launched ahead."""
+"""The base of chained heads runs with any block: another head is a module, and drafts as well in rounds that are launched ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyspec.slots.batch import Batch
 
 
 def overwrite_taps(r: Rig) -> None:
-    """As a graph does: what the last forward gave is gone when the next one runs."""
+    """As a graph does: results of the last forward are gone when the next one runs."""
     forward, last = r.loop.worker.forward, list[Tensor]()
 
     def run(batch: Batch) -> Out:
@@ -66,7 +66,7 @@ def test_a_second_chained_head_drafts_what_mtp_drafts_from_the_same_states(
 def test_a_block_with_a_vocabulary_of_its_own_drafts_tokens_of_the_target(
     p_min: float, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of the target's tokens in another order: what MTP drafts. A third of them: no other token, and the same text."""
+    """All of the target's tokens in another order: MTP's drafts. A third of them: no other token, and the same text."""
     monkeypatch.setitem(registry.DRAFTERS, "mapped", "mapped_mtp")
     found, known = {}, demo_prompts()[:2]
     for kind, every in (("mtp", 1), ("mapped", 1), ("mapped", 3)):

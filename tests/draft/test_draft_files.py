@@ -1,4 +1,4 @@
-"""What a drafter's file brings of its own is checked when it is loaded, not met in the first draft."""
+"""Tensors that a drafter's file has of its own are checked when it is loaded, not in the first draft."""
 
 from __future__ import annotations
 

@@ -383,7 +383,7 @@ def test_a_vocabulary_with_few_common_tokens_is_refused() -> None:
 
 @dataclass
 class Rows:
-    """What a draft model looks at of a batch."""
+    """The parts of a batch that a draft model reads."""
 
     tokens: torch.Tensor
     positions: torch.Tensor

@@ -1,4 +1,4 @@
-"""Drafts that are drawn: the cuts of a request, races by the target's numbers, and what the rows of a block are drawn from."""
+"""Drafts that are drawn: the cuts of a request, races by the target's numbers, and the distributions of a block's rows."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ EAGLE = FIXTURES / "eagle3.gguf"
 
 
 def test_rows_and_taps_give_the_numbers_of_llama_cpp() -> None:
-    """Row 0 has no state and is no context: others see what they see in llama.cpp, which has no such row."""
+    """Row 0 has no state and is no context: others see the rows that they see in llama.cpp, which has no such row."""
     want, file = np.load(FIXTURES / "eagle3.npz"), open_gguf(EAGLE)
     c, device, table = read_eagle(file), torch.device("cpu"), SlotTable(1, 4, 16)
     memory = allocate(

@@ -1,4 +1,4 @@
-"""MTP: rows and chains against llama.cpp, and a cache that is exact whatever was drafted meanwhile."""
+"""MTP: rows and chains against llama.cpp, and a cache that is exact after any drafts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:
 
 
 def exact_rows_of(r: Rig, h: Heard) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """What a finished request left in the cache: its tokens, and the K and V that the drafter holds to be exact."""
+    """Left in the cache by a finished request: its tokens, and the K and V that the drafter holds to be exact."""
     drafter = r.loop.drafter
     assert isinstance(drafter, Chain)
     tokens = [*h.request.prompt, *h.tokens][:-1]  # the last one has no row
@@ -117,7 +117,7 @@ def test_silent_slots_catch_up_together() -> None:
         heard.append(r.submit([1, 2, 3, 4], 120, n_draft_max=0))
         for _ in range(5):
             r.loop.step()
-    for _ in range(20):  # whoever has half of them waiting comes along
+    for _ in range(20):  # slots with half of them waiting come along
         r.loop.step()
     calls.clear()
     for _ in range(48):

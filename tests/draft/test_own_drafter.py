@@ -1,4 +1,4 @@
-"""Drafters of other packages: found by their entry point, run like ours, and no trouble where nobody asked for them."""
+"""Drafters of other packages: found by their entry point, run like ours, and no trouble where they are not asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN = ROOT / "examples" / "own_drafter"
 
 
 def install(folder: Path, project: str, drafters: dict[str, str]) -> None:
-    """What `pip install` leaves behind for importlib.metadata."""
+    """The files that `pip install` leaves for importlib.metadata."""
     info = folder / f"{project}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n")
@@ -56,7 +56,7 @@ def test_the_example_is_short() -> None:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_slot", [1, 3])
 def test_the_example_drafts_and_the_text_is_that_of_plain_decoding(own: Path, n_slot: int) -> None:
-    known = demo_prompts()[:3] * 2  # what was asked before is known the second time
+    known = demo_prompts()[:3] * 2  # answers of the first time are known the second time
     r = rig(DEMO, np=n_slot, spec_type="own", n_draft_fixed=True)
     assert r.info.drafter == "own" and r.info.n_draft_max == 4
     heard = [r.submit(prompt, len(answer)) for prompt, answer in known]

@@ -1,4 +1,4 @@
-"""The prefix cache's tier on disk: texts and drafts are those without it, after a restart and beside other engines, whatever is on the disk."""
+"""The prefix cache's tier on disk: texts and drafts are those without it, after a restart and beside other engines, with any content of the disk."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_what_fails_while_a_prompt_is_restored_costs_its_tokens(
         assert e.loop.disk.reader.buffers.qsize() == n_buffer, "every buffer came back"
 
 
-# -- what belongs to it ---------------------------------------------------------------------------------------------
+# -- its entries ---------------------------------------------------------------------------------------------
 
 
 def test_an_erased_slot_is_erased_on_the_disk(tmp_path: Path) -> None:

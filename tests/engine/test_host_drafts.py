@@ -41,7 +41,7 @@ class Clock:
 
 @dataclass
 class Work:
-    """What the host did for drafts, by round.
+    """Work of the host for drafts, by round.
 
     host_ms  of a lookup for all slots, and entering a piece of texts
     """

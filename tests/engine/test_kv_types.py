@@ -109,7 +109,7 @@ def test_few_bits_change_logits_by_little() -> None:
     [("q8_0", "f16"), ("f16", "q8_0"), ("f8_e4m3", "f32"), ("bf16", "f8_e4m3"), ("q5_0", "f16")],
 )
 def test_keys_and_values_are_off_by_what_their_types_are_off(k: str, v: str) -> None:
-    """A pair is near the sum of what each type does on its own side, and a type on the wrong side shows."""
+    """A pair is near the sum of the effects of each type on its own side, and a type on the wrong side shows."""
     ids = random.Random(3).choices(range(256), k=40)
 
     def off(**types: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a start on a CPU leaves out: modules, copies and rounds that the first token does not need."""
+"""Left out of a start on a CPU: modules, copies and rounds that the first token does not need."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from pyspec.cache import n_cores
-from pyspec.engine.loop.span import StoredSpan, SpanCodec
+from pyspec.engine.loop.span import SpanCodec, StoredSpan
 from pyspec.errors import BadSlotFile
 from pyspec.repeats import limited
 from pyspec.slots.disk_folder import END, SEGMENT, DiskEntry, DiskFolder, DiskHit

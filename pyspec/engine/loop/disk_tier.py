@@ -20,7 +20,7 @@ from typing import Any
 from pyspec.device.worker import Worker, is_device_error, stamp
 from pyspec.engine.aside import AsideThread
 from pyspec.engine.loop.disk_read import EntryReader, Piece, Restore
-from pyspec.engine.loop.span import StoredSpan, SpanCodec, encoded, host_copies
+from pyspec.engine.loop.span import SpanCodec, StoredSpan, encoded, host_copies
 from pyspec.errors import PyspecError
 from pyspec.repeats import limited
 from pyspec.slots.cache import PrefixCache

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker
 from pyspec.engine.loop.disk_tier import DiskTier
-from pyspec.engine.loop.span import StoredSpan, SpanCodec, StateHead
+from pyspec.engine.loop.span import SpanCodec, StateHead, StoredSpan
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.prefix import NOBODY, Owner, unread_end
