@@ -185,8 +185,9 @@ class Weights:
     def rank_norms(self, q: str, k: str, widths: tuple[int, int], eps: float) -> RankNorms:
         """Norms of queries and keys over all heads of a row, which ranks divide."""
         assert self.ranks is not None, "one rank norms its rows by an op"
-        whole = self._info(q).shape[-1], self._info(k).shape[-1]
-        return RankNorms(self.ranks, (self.vector(q), self.vector(k)), whole, widths, eps)
+        files = (self.file.tensors[self.alias.get(name, name)] for name in (q, k))  # of all ranks
+        n_q, n_k = (info.shape[-1] for info in files)
+        return RankNorms(self.ranks, (self.vector(q), self.vector(k)), (n_q, n_k), widths, eps)
 
     def head(self) -> Matrix:
         """From the stream to logits; the embedding, where the file has no head."""

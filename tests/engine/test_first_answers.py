@@ -68,13 +68,26 @@ def test_a_warm_up_that_timed_drafts_under_noise_silences_no_answer() -> None:
     assert all(drafted(r, 8))
 
 
-@pytest.mark.parametrize("seed", few(range(8), 2, 5))
-def test_first_answers_on_a_machine_that_stays_busy_draft(seed: int) -> None:
+def drafted_beside_others(seed: int) -> list[int]:
     rng = random.Random(seed)
     r = engine_on(Machine(lambda what: rng.uniform(3, 12) if rng.random() < 0.4 else 1.0))
     warm_up(r.loop, r.tokenizer, r.info.n_overhang, 0)
-    found = drafted(r, 12)
-    assert sum(n > 0 for n in found) >= 10 and any(found[:2]), found
+    return drafted(r, 12)
+
+
+@pytest.mark.parametrize("seed", few(range(8), 2, 5))
+def test_first_answers_on_a_machine_that_stays_busy_draft(seed: int) -> None:
+    found = drafted_beside_others(seed)
+    assert sum(n > 0 for n in found) >= 8 and any(found[:2]), found
+
+
+@pytest.mark.slow
+def test_of_thirty_engines_on_busy_machines_all_but_one_draft_ten_of_their_first_twelve_answers() -> (
+    None
+):
+    """Of 100 engines one does not, another one before and after each change of the policy."""
+    rare = [found for found in map(drafted_beside_others, range(30)) if sum(n > 0 for n in found) < 10]
+    assert len(rare) <= 1, rare
 
 
 def test_drafts_that_are_truly_dear_are_given_up() -> None:
