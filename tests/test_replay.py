@@ -27,8 +27,7 @@ def rate(name: str, off: str = "") -> float:
         ("levels of slots", "27b-mtp mixed after a busy start, 1", 0.95),
         ("certainty and cuts", "27b-dflash 3.0 tokens, 64", 0.985),
         ("credit for information", "27b-mtp low, then code, 32", 0.985),
-        ("tries after silence", "27b-mtp mixed after a busy start, 1", 0.8),
-        ("plain rounds again", "27b-mtp mixed after a busy start, 1", 0.95),
+        ("plain rounds again", "27b-mtp mixed after a busy start, 8", 0.95),
         ("drafts beside prompts", "35b suffix, 16", 0.97),
     ],
 )
