@@ -395,11 +395,11 @@ def test_clients_that_come_once_do_not_starve_those_that_were_served_before(
     queue, table = Queue[Item](20), SlotTable(1, 64, 16)
     running: list[Item] = []
     queue.running = lambda: running
-    came: dict[int, int] = {}
+    came: dict[int, tuple[int, Item]] = {}  # with the item itself, so that no other one gets its id
 
     def turn(t: int, client: str) -> Item:
         item = Item(cost=20, n_left=answer, client=client)
-        came[id(item)] = t
+        came[id(item)] = t, item
         queue.push(item)
         first = queue.next(table)
         assert first is not None
@@ -420,7 +420,7 @@ def test_clients_that_come_once_do_not_starve_those_that_were_served_before(
     for t in range(200, 1000):
         seat = turn(t, f"once {t}")
         old = [item for item in old if item is not seat]
-        late = max(late, t - came.get(id(seat), 200))
+        late = max(late, t - came.get(id(seat), (200, seat))[0])
     assert not old, f"{len(old)} still wait after 800 turns"
     assert late <= 120, "of those that come once, too"
 
