@@ -314,7 +314,9 @@ class Elements:
         calls = self.calls(Names(tools))
         keys = self.keys(NAME if expected is None else Names(expected))
         end: Lookahead = (self.value_ends, TAIL)
-        whole: Lookahead = (tuple(mark.rstrip(">") + ">" for mark in self.value_ends),)
+        whole: Lookahead = (
+            tuple(mark.rstrip(">") + end for mark in self.value_ends for end in ">\n"),
+        )  # a line's end stands for a bracket
         follow: list[Lookahead] = [(self._behind,), (self.open, GAP, *calls[-1])]
         follow += [calls[-1], keys[1]] if self._has_tags else []
         twice: Lookahead = (*end, GAP, (*self.value_ends, *by_name), TAIL)
@@ -450,7 +452,7 @@ DSML = Elements(
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 KEYS: Step = (KEY, KEY[:-1], KEY[1:])  # a bracket may be missing
 KEY_ENDS: Step = (END_KEY, END_KEY[:-1], END_KEY[1:])
-VALUES: Step = (VALUE, VALUE[:-1], VALUE[1:])
+VALUES: Step = (VALUE, f"{VALUE[:-1]}\n", VALUE[:-1], VALUE[1:])  # a line's end stands for a bracket
 
 
 def pairs(names: Step) -> tuple[Lookahead, ...]:
