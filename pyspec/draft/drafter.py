@@ -7,6 +7,7 @@ knows no drafter: a load and the memory plan read its `DraftPlan`, and the loop 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -225,7 +226,7 @@ def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device:
 # -- calls of the loop -----------------------------------------------------------------------------------------------
 
 
-class Drafter:
+class Drafter(ABC):
     """Base class of drafters: what a drafter can not do has a default here, so the loop asks none for its kind.
 
     It has state per slot only; a slot's state is tagged with the slot's generation.
@@ -296,9 +297,9 @@ class Drafter:
         keep; the rest is overwritten next.
         """
 
+    @abstractmethod
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
         """Proposals per request, each at most its n_draft long; shorter and empty ones are allowed. Their tokens are the target's."""
-        raise NotImplementedError
 
     def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> DraftsAhead | None:
         """Drafts on the device for every sequence of the verify that ran `batch`, behind the rows that are `kept` of it, before the host has read
@@ -333,12 +334,12 @@ class Drafter:
         return ()
 
     def share_tensor(self, saved: object) -> Tensor:
-        """The result of `checkpoint`, as a tensor."""
-        raise NotImplementedError
+        """The result of `checkpoint`, as a tensor. TypeError without `has_share`."""
+        raise TypeError(f"{self.name} keeps no share of a checkpoint in files")
 
     def share_of(self, n_past: int, packed: Tensor) -> object:
-        """The share, at so many tokens, that `share_tensor` made this of; `begin` takes it."""
-        raise NotImplementedError
+        """The share, at so many tokens, that `share_tensor` made this of; `begin` takes it. TypeError without `has_share`."""
+        raise TypeError(f"{self.name} keeps no share of a checkpoint in files")
 
     # -- before the first round, and behind the last one ------------------------------------------------------------
 
@@ -356,8 +357,9 @@ class Drafter:
         return None
 
     def obey(self, command: DraftCommand, kept: Kept | None) -> None:
-        """On another rank than the first: run one command. kept: the rows of the last verify, as this rank has counted them."""
-        raise NotImplementedError
+        """On another rank than the first: run one command. kept: the rows of the last verify, as this rank has counted them. TypeError of one that ranks
+        do not divide."""
+        raise TypeError(f"{self.name} has no part on other ranks")
 
     def forget(self) -> None:
         """Of a divided one: free its graphs, which hold sums of ranks. Nothing is captured after this."""

@@ -6,13 +6,14 @@ a `HostDrafter` for a load's `EngineSettings`. `ngram.py` is one, and so is `exa
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pyspec.slots.drafts import DraftRequest, Drafts
 from pyspec.slots.table import Slot
 
 
-class HostDrafter:
+class HostDrafter(ABC):
     """Base class of drafters without a model. Any proposal is right: wrong ones cost time, but no text.
 
     n_draft  most tokens that it proposes per slot and round
@@ -23,9 +24,9 @@ class HostDrafter:
     def begin(self, slot: Slot) -> None:
         """A request starts on `slot`, which may have tokens already."""
 
+    @abstractmethod
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Drafts]:
         """Proposals per request, each at most its n_draft long; shorter and empty ones are allowed. `slot.tokens` has all tokens before the anchor."""
-        raise NotImplementedError
 
     def end(self, slot: Slot) -> None:
         """The request is over. Exactly once per `begin`."""

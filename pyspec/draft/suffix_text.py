@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import takewhile
@@ -41,8 +42,8 @@ class Learned(NamedTuple):
     promise: Promise
 
 
-class SlotText:
-    """One slot's text. Base class.
+class SlotText(ABC):
+    """One slot's text.
 
     slot       None: no request has it
     keeps      its answer may be kept for later ones
@@ -55,32 +56,32 @@ class SlotText:
         self.slot: Slot | None = None
 
     @property
-    def n_entered(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def n_entered(self) -> int: ...
 
     @property
-    def n_bytes(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def n_bytes(self) -> int: ...
 
+    @abstractmethod
     def continues(self, prompt: Sequence[int]) -> bool:
         """What is entered is the begin of the prompt."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, slot: Slot, prompt: Sequence[int], learned: Learned) -> None:
         """A request starts in `slot`. prompt: every token before its answer."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """The request is over."""
         self.slot = None
 
+    @abstractmethod
     def enter(self, n: int) -> None:
         """Enter up to n further tokens of the prompt."""
-        raise NotImplementedError
 
+    @abstractmethod
     def judge(self, n_draft: int, n_accepted: int) -> None:
         """Report the verdict on the last draft."""
-        raise NotImplementedError
 
 
 # A wish for a draft: text, the slot's last chosen token, most tokens, and indices of answers, the young one first
