@@ -10,47 +10,13 @@ from pathlib import Path
 import pytest
 from draft_fakes import FAKES
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig, rig_for
+from harness import ADDED
 from known_texts import N_TEXT, continuation, demo_prompts, joined, known_texts, tiny
 
 from pyspec.request import SamplingParams
 
 QWEN35 = FIXTURES / "qwen35.gguf"
-ADDED, GEMMA3 = (
-    (
-        "qwen2",
-        "qwen3moe",
-        "gemma3",
-        "granite",
-        "mistral3",
-        "glm4moe",
-        "minimax-m2",
-        "lfm2moe",
-        "qwen3next",
-        "gpt-oss",
-        "deepseek2",
-        "gemma4-dense",
-        "gemma4-moe",
-        "gemma4-e",
-        "granitemoe",
-        "granitehybrid",
-        "granitehybrid-moe",
-        "smollm3",
-        "seed_oss",
-        "qwen2moe",
-        "dots1",
-        "bailingmoe2",
-        "ernie4_5",
-        "ernie4_5-moe",
-        "glm4",
-        "phi3",
-        "olmo2",
-        "olmo3",
-        "exaone4",
-        "exaone4-32b",
-        "exaone-moe",
-    ),
-    FIXTURES / "gemma3.gguf",
-)
+GEMMA3 = FIXTURES / "gemma3.gguf"
 DEEPSEEK4, DEEPSEEK4_MTP = FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4_mtp.gguf"
 
 

@@ -25,6 +25,40 @@ from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+ADDED = [
+    "qwen2",
+    "qwen3moe",
+    "gemma3",
+    "granite",
+    "mistral3",
+    "glm4moe",
+    "minimax-m2",
+    "lfm2moe",
+    "qwen3next",
+    "gpt-oss",
+    "deepseek2",
+    "gemma4-dense",
+    "gemma4-moe",
+    "gemma4-e",
+    "granitemoe",
+    "granitehybrid",
+    "granitehybrid-moe",
+    "smollm3",
+    "seed_oss",
+    "qwen2moe",
+    "dots1",
+    "bailingmoe2",
+    "ernie4_5",
+    "ernie4_5-moe",
+    "glm4",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "exaone4",
+    "exaone4-32b",
+    "exaone-moe",
+]
+"""Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(
     os.environ.get("PYSPEC_TEST_DEVICE", "cpu")
 )  # the GPU machine runs these tests with cuda

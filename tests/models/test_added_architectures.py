@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import ADDED as NAMES
 from harness import DEVICE, FIXTURES, Bench
 from rewrite import rewrite
 
@@ -25,39 +26,6 @@ from pyspec.models.model import ModelSpec
 from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
-NAMES = [
-    "qwen2",
-    "qwen3moe",
-    "gemma3",
-    "granite",
-    "mistral3",
-    "glm4moe",
-    "minimax-m2",
-    "lfm2moe",
-    "qwen3next",
-    "gpt-oss",
-    "deepseek2",
-    "gemma4-dense",
-    "gemma4-moe",
-    "gemma4-e",
-    "granitemoe",
-    "granitehybrid",
-    "granitehybrid-moe",
-    "smollm3",
-    "seed_oss",
-    "qwen2moe",
-    "dots1",
-    "bailingmoe2",
-    "ernie4_5",
-    "ernie4_5-moe",
-    "glm4",
-    "phi3",
-    "olmo2",
-    "olmo3",
-    "exaone4",
-    "exaone4-32b",
-    "exaone-moe",
-]
 CAPTURED = {  # no windows, no experts, no recurrences
     *(
         "qwen2",
