@@ -17,9 +17,8 @@ AGREE, SLACK = (
 )  # the median is at most this factor above the least, plus this share of a plain round
 CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy machine made those too slow, and drafts would rest [0 and 1: 0.997]
 FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it (tests/test_control_noise.py: offers are taken again)
-LIKELY = (
-    1.25  # a single sample above this factor of the straight line counts as noise [1.0: 0.99, 4: 0.98]
-)
+# a single sample above this factor of the straight line counts as noise [1.0: 0.99, 4: 0.98]
+LIKELY = 1.25
 
 
 def bucket(size: int) -> int:
@@ -65,9 +64,7 @@ class Timer:
         if len(samples) == N_SAMPLE:
             newer = sorted([*samples, ms][1:])
             if samples[0] < newer[0] and not _agree(newer, 0.0):
-                del samples[
-                    1
-                ]  # in place of the least, which stands until newer ones agree that it is longer
+                del samples[1]  # the least stands until newer ones agree that it is longer
         samples.append(ms)
         self.fresh.add(size)
         if self._was_warmed and size not in self.used:
