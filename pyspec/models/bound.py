@@ -149,8 +149,9 @@ class RankSum:
 
 
 class BoundForward:
-    """A function of a block bound to weights and launches: called with its inputs and a `Pass`.
+    """A function of a block bound to weights and launches.
 
+    run         the function, of its inputs and a `Pass`
     program     its calls as they run
     capturable  a CUDA graph may hold it: its launches look at no list of the host
     captures_prompts  and in the forward of a prompt that stands alone
@@ -165,7 +166,7 @@ class BoundForward:
         self.captures_prompts = holds_prompts(self.program)
         for rule in rewrite.BOUND:
             rule(self.program, self.sources)
-        self.run = ProgramText(self.program, self.sources).function()
+        self.run: Callable[..., Tensor] = ProgramText(self.program, self.sources).function()
         self.sources.at = None  # the file's bytes go
         self.ops = [(op_named(op), spec) for op, spec in self.sources.launches]
         self.capturable = self.sources.capturable
@@ -175,9 +176,6 @@ class BoundForward:
         if folds is not None:
             launches = self.sources.launches.items()
             self.fold = fuse.folder(next(own for (op, _), own in launches if op == folds[0]), folds[1])
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        return self.run(*inputs)
 
     def first(self) -> fuse.FirstRead | None:
         """The product that reads the first input first, behind a norm, if one does before all others."""
@@ -200,7 +198,7 @@ class BoundForward:
 
 
 class Block(BoundForward):
-    """A block bound to its weights: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it."""
+    """A block bound to its weights. run: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it."""
 
     def __init__(self, spec: BlockSpec, at: Binding) -> None:
         folds = next((part.folds for part in spec.specs if part.folds is not None), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -113,8 +112,10 @@ class Decoder:
         """Hidden states [row, n_hidden] f32 of every row, as of an MTP block: for a drafter, which asks for few logits."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
         given = self._given(x, angles, batch)
-        behind = self.residual.through(self.residual.begin(x), self.blocks, given)
-        return self.residual.state(deque(behind, maxlen=1).pop())
+        x = self.residual.begin(x)
+        for block in self.blocks:
+            x = block.run(x, given)
+        return self.residual.state(x)
 
     def _given(self, x: Tensor, angles: tuple[Angles, ...], batch: Batch) -> Pass:
         """x: rows of the embedding."""
@@ -133,7 +134,8 @@ class Decoder:
         given = self._given(x, angles, batch)
         x = self.residual.begin(x)
         tapped: dict[int, Tensor] = {}
-        for i, x in enumerate(self.residual.through(x, self.blocks, given)):  # noqa: B020 - one name: old rows go
+        for i, block in enumerate(self.blocks):
+            x = block.run(x, given)
             if i in taps:
                 tapped[i] = self.residual.tapped(x)
         hidden, wanted = self.residual.end(x, batch.out_rows)

@@ -73,7 +73,7 @@ def bound(w: Weights, s: Experts) -> BoundForward:
 
 def run(feed: BoundForward, x: torch.Tensor) -> torch.Tensor:
     """x + feed(norm(x)), of which no row looks at a batch."""
-    return feed(x, None)
+    return feed.run(x, None)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
