@@ -22,7 +22,7 @@ from pyspec.forward.trace import traced
 from pyspec.models.binding import Binding
 from pyspec.models.block import BlockSpec
 from pyspec.models.kernels import holds_prompts
-from pyspec.models.matrices import reader_of, sum_of
+from pyspec.models.matrices import reader_of
 
 FEW = 32  # rows whose biases are ready
 READS = "product", "unfinished", "biased", "handed"
@@ -37,9 +37,19 @@ class Sources:
         self.launches: dict[tuple[str, Any], Any] = {}
         self.norms: dict[tuple[Weight, float], Norm] = {}
         self.loads: dict[tuple[Any, Weight], Any] = {}
-        self.rank_sums: dict[int, RankSum] = {}
+        self.rank_sums: dict[int, fuse.RankSum] = {}
         self.added: dict[int, AddedNorm] = {}
         self.device, self.capturable = at.weights.device, True
+
+    def read(self, call: OpCall) -> None:
+        """Read all weights that a call names."""
+        for x in (call.spec, *call.inputs, *call.more.values()):
+            if isinstance(x, Weight):
+                self.weight(x)
+            elif isinstance(x, OpCall):
+                self.read(x)
+        if call.loads is not None:
+            self.loaded(call)
 
     @property
     def binding(self) -> Binding:
@@ -80,7 +90,7 @@ class Sources:
         if op == "rank_sum":
             ranks = self.binding.weights.ranks
             assert ranks is not None, "others have no such call"
-            made = self.rank_sums[id(call)] = RankSum(ranks.sum)
+            made = self.rank_sums[id(call)] = fuse.RankSum(ranks.sum)
             return made
         if call.op == "norms.added":
             added = self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
@@ -138,16 +148,6 @@ class AddedNorm:
         return fuse.added(self.launch, x, weight, stream, factor, self.next)
 
 
-class RankSum:
-    """The sum of all ranks' rows. into: sums, and may prepare the rows of the product that reads the sum."""
-
-    def __init__(self, into: Callable[[Tensor], Tensor]) -> None:
-        self.into = into
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.into(x)
-
-
 class BoundForward:
     """A function of a block bound to weights and launches.
 
@@ -164,6 +164,8 @@ class BoundForward:
         self.sources = Sources(at)
         self.program = rewrite.plain(traced(block, at, *widths))
         self.captures_prompts = holds_prompts(self.program)
+        for call in self.program.calls:
+            self.sources.read(call)
         for rule in rewrite.BOUND:
             rule(self.program, self.sources)
         self.run: Callable[..., Tensor] = ProgramText(self.program, self.sources).function()
@@ -205,16 +207,11 @@ class Block(BoundForward):
         super().__init__(spec.forward, at, at.n_embd, folds=folds)
 
     @property
-    def sums(self) -> Iterator[tuple[fuse.GivesSum, Value]]:
-        """Sums of ranks that are the stream itself, and that stream."""
+    def sums(self) -> Iterator[tuple[fuse.RankSum, Value]]:
+        """Sums of ranks, and what they make."""
         for call in self.program.calls:
-            gives: fuse.GivesSum | None = None
             if call.op == "rank_sum":
-                gives = self.sources.rank_sums[id(call)]
-            elif call.op in ("product", "then") and call.inputs[2] is not None:
-                gives = sum_of(self.sources.weight(call.spec))
-            if gives is not None:
-                yield gives, call.output
+                yield self.sources.rank_sums[id(call)], call.output
 
     @property
     def normed_sums(self) -> Iterator[tuple[AddedNorm, Value]]:
@@ -241,8 +238,8 @@ def link_reads(blocks: Sequence[Block]) -> None:
 def link_sums(ranks: Collective, blocks: Sequence[Block]) -> None:
     """Have the sums of ranks in these blocks prepare the rows of the part behind them, where kernels can. All ranks call it together."""
     found = [
-        (gives, _behind(block, next, stream))
+        (own, _behind(block, next, stream))
         for block, next in zip_longest(blocks, blocks[1:])
-        for gives, stream in block.sums
+        for own, stream in block.sums
     ]
     fuse.link(ranks, found)

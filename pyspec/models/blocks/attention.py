@@ -208,7 +208,7 @@ class Attention(Plain):
         if s.gated:
             both = f"[:, :{2 * s.n_head * s.head_dim}].view(-1, {s.n_head}, {2 * s.head_dim})"
             o = f.head_gate(o, f.view(y, f"{both}[..., {s.head_dim}:]", heads))
-        o = f.add(stream, f.summed(o, "attn_output.weight", n_out))
+        o = f.summed(o, "attn_output.weight", n_out, stream)
         return f.biased(o, f.optional("attn_output.bias"))
 
     def write(self, f: Forward, c: Value, rows: Value) -> Value:

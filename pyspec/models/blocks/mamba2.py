@@ -67,7 +67,7 @@ class Mamba2(Plain):
         spec, shape = Mamba2Spec(f.device, s), (s.n_head, s.head_dim)
         y = f.op("mamba2", spec, m, dt, params, f.state, f.batch, shape=shape)
         y = f.group_norm(f.flat(y), f.read(_flat, "ssm_norm.weight"), gate, s.n_group)
-        return f.add(stream, f.summed(y, "ssm_out.weight", x.width))
+        return f.summed(y, "ssm_out.weight", x.width, stream)
 
 
 def _flat(w: Any, name: str) -> Tensor:
