@@ -110,9 +110,9 @@ class Worker:
         self.device = target.device
         self.arena = arena  # batches of graphs; None: no graphs
         self.lock = gpu_lock(self.device)
-        self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter, self.n_suffix = len(table.slots), drafter, n_suffix
         self.ahead_rows = AheadRows(self.device, n_slot, n_slot * (self.n_draft + 1))
+        self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         # results of rounds, and their tokens
         self._best = Pinned()
         self._found = Pinned()

@@ -132,6 +132,7 @@ GIVEN = {
     "kept": "run.memory.layers[{0[0]}][{0[1]!r}]",
     "positions": "run.batch.positions",
     "row_seq": "run.batch.row_seq",
+    "tokens": "run.batch.tokens",
     "inputs": "run.inputs[:, {}]",
 }
 """What a forward brings, as it is read of a `Pass`. {}: the layer."""

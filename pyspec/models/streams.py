@@ -72,7 +72,7 @@ class Step(BoundForward):
 
 
 @dataclass(slots=True)
-class Streams:
+class Carried:
     """The streams of a forward on their way, which blocks change in place, so that rows go when they were read.
 
     x           [row, stream, n_embd] f32
@@ -97,7 +97,7 @@ class StreamsBlock:
         self.capturable = all(step.capturable for step in steps)
         self.fold = next((step.fold for step in steps if step.fold is not None), None)
 
-    def run(self, s: Streams, run: Pass) -> Streams:
+    def run(self, s: Carried, run: Pass) -> Carried:
         """The same streams behind it."""
         for step in self.steps:
             s.y = step.run(s.y, run)
@@ -141,7 +141,7 @@ class BoundResidual:
 
 
 class BoundStreams(BoundResidual):
-    """Several streams (`Streams`). Hidden states are all streams side by side, not normed.
+    """Several streams (`Carried`). Hidden states are all streams side by side, not normed.
 
     Merging a part's output and reading for the next part are one step, so that kernels may do both at once.
     """
@@ -162,14 +162,14 @@ class BoundStreams(BoundResidual):
             if self.prepares:  # all but the last are merged and read in one launch, which may make sums
                 step.leave_sums(self.streams)
 
-    def begin(self, rows: Tensor) -> Streams:
+    def begin(self, rows: Tensor) -> Carried:
         return self._split(rows[:, None].repeat(1, self.n, 1))
 
-    def _split(self, x: Tensor) -> Streams:
+    def _split(self, x: Tensor) -> Carried:
         """Streams x [row, stream, n_embd] f32 before the first part."""
-        return Streams(x, *self.streams.split(x, self.first.mix, **self._into(self.first, len(x))))
+        return Carried(x, *self.streams.split(x, self.first.mix, **self._into(self.first, len(x))))
 
-    def merge(self, s: Streams, next: Step | None) -> None:
+    def merge(self, s: Carried, next: Step | None) -> None:
         """Add a part's output s.y to the streams, and read them for the next part, if there is one."""
         if next is None:
             s.x, s.y = self.streams.merge(s.y, s.x, s.post, s.comb), None
@@ -183,20 +183,20 @@ class BoundStreams(BoundResidual):
             return {}
         return {"into": fuse.place_for(*step.reads, n_row)}
 
-    def tapped(self, x: Streams) -> Tensor:
+    def tapped(self, x: Carried) -> Tensor:
         return x.x.mean(1)
 
-    def end(self, x: Streams, out_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def end(self, x: Carried, out_rows: Tensor) -> tuple[Tensor, Tensor]:
         return x.x.flatten(1), self._read(x.x[out_rows])
 
-    def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Streams:
+    def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Carried:
         """The token's row goes with each stream of the hidden state."""
         n_row, shape = len(hidden[0]), (-1, self.n, self.n_embd)
         e = self.norms(*tokens)[:, None].expand(shape)
         h = self.norms(hidden[0].view(n_row * self.n, -1), hidden[1]).view(shape)
         return self._split(product(torch.cat((e, h), -1).view(n_row * self.n, -1)).view(shape))
 
-    def state(self, x: Streams) -> Tensor:
+    def state(self, x: Carried) -> Tensor:
         return x.x.flatten(1)
 
     def headed(self, hidden: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from pyspec.engine.loop.job import Job, Sink, blamed
 from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.policy.evict import evict_for
-from pyspec.engine.process.fork_guard import refuse_fork
 from pyspec.engine.process.watchdog import RoundPace
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.gguf import GGUFFile
@@ -51,6 +50,7 @@ TRIM_S = 60.0  # seconds of rounds without rest after which it goes back meanwhi
 FLUSH_S = 2.0  # of a close, in which texts are still copied for the cache on disk
 CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
 _ENDING = threading.Event()  # the main thread has ended; other threads may still run
+_LOADED_IN: list[int] = []  # the process that loaded the first engine
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 
@@ -138,7 +138,7 @@ class EngineCore:
 
         file  the same file, if it is open already
         """
-        refuse_fork()
+        _refuse_fork()
         core = cls(
             load(path, settings, is_isolated=hand_over is not None, file=file),
             hand_over=hand_over,
@@ -492,3 +492,15 @@ def _close_all() -> None:
     """Close all engines: a thread inside the device's library would crash the process when the interpreter ends."""
     for core in list(_RUNNING):
         core.close()
+
+
+def _refuse_fork() -> None:
+    """Refuse a fork of a process that has loaded an engine: torch's threads do not survive it, and its first product would hang."""
+    here = os.getpid()
+    if not _LOADED_IN:
+        _LOADED_IN.append(here)
+    elif _LOADED_IN[0] != here:
+        raise Unavailable(
+            f"an engine was loaded in process {_LOADED_IN[0]}, and its threads and device do not survive a fork: "
+            f"in process {here} load one with isolated=True, or start that with spawn"
+        )
