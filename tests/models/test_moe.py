@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pyspec.errors import BadTensors, ModelError
-from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
+from pyspec.gguf import GGMLType, GGUFFile, open_gguf
+from pyspec.gguf.write import GGUFWriter
 from pyspec.models.binding import Binding
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.bound import BoundForward
