@@ -224,7 +224,7 @@ class TpGraphs(Graphed[Out]):
         self.absorbs = worker.drafter is not None and worker.drafter.is_divided
 
     def __call__(self, batch: Batch) -> Out:
-        own, reads = super().__call__, self.reads
+        own, reads, self.reads = super().__call__, self.reads, ALL
         return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads, absorbs=self.absorbs)
 
     def seal(self) -> None:
