@@ -21,11 +21,10 @@ from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
 from pyspec.gguf import GGUFFile, TensorInfo
-from pyspec.models.block import BlockSpec
 from pyspec.models.blocks.layer_input import layer_inputs
 from pyspec.models.model import ModelSpec
 from pyspec.models.mtp import MtpOfBlock
-from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
+from pyspec.models.part import LoadTypes, Place, PlannedSite, Request
 from pyspec.models.wants import scale_of
 from pyspec.models.weight_bytes import row_bytes
 
@@ -72,16 +71,14 @@ def needs_of_model(
     model: ModelSpec, file: GGUFFile, on: LoadTypes, n_row: int, n_token: int
 ) -> ForwardNeeds:
     """Those of a forward of `n_row` rows; contexts have up to `n_token` tokens."""
-    size = ForwardSize(on.device, on.kv.k.dtype, n_row, n_token, model.n_embd, model.eps)
-    distinct = {block: i for i, block in enumerate(model.blocks)}
-    programs = [program for program, _ in _programs(model, file, on, distinct.values())]
+    distinct = {block: i for i, block in enumerate(model.blocks)}.values()
+    programs = [program for program, _ in _programs(model, file, on, distinct)]
     ropes = {x.place for p in programs for c in p.calls for x in c.inputs if _is_angles(x)}
     angles = sum(4 * rope.n_rot for rope, _ in ropes)
     keeps = model.residual.n_iter is not None or not on.is_cuda
-    pairs = [*zip(distinct, programs, strict=True)]
-    # a part that says bytes of its own has counted its values
-    peaks = (p.peak() for block, p in pairs if not any(s.scratch(size) for s in block.specs))
-    scratch = (_scratch(block, p, size, keeps) for block, p in pairs)
+    # streams and scratch of sparse attention have room for its values
+    peaks = (p.peak() for p in programs if all(call.op != "sparse_attend" for call in p.calls))
+    scratch = (_scratch(p, n_row, n_token, keeps) for p in programs)
     of_inputs = (program.peak() for program, _ in _of_inputs(model, file, on))
     streams = model.residual.row_bytes(model.n_embd) + sum(of_inputs)
     return ForwardNeeds(
@@ -136,13 +133,13 @@ def _is_angles(x: Any) -> bool:
     return isinstance(x, RunInput) and x.name == "angles"
 
 
-def _scratch(block: BlockSpec, program: ForwardProgram, size: ForwardSize, keeps: bool) -> int:
+def _scratch(program: ForwardProgram, n_row: int, n_token: int, keeps: bool) -> int:
     """keeps: with the buffers that loaded launches keep. On GPUs the plans of models of one stream have room for them elsewhere."""
-    kept, most = sum(spec.scratch(size) for spec in block.specs), 0
+    kept = most = 0
     for call in program.calls:
         if call.op in PLAIN or isinstance(call.spec, Weight):
             continue
-        n = op_named(call.op.partition(".")[0]).scratch(call.spec, size.n_row, size.n_token)
+        n = op_named(call.op.partition(".")[0]).scratch(call.spec, n_row, n_token)
         kept, most = (kept + n * keeps, most) if call.loads is not None else (kept, max(most, n))
     return kept + most
 

@@ -139,18 +139,6 @@ class PlannedSite(Place):
         return replace(self, norm=norm)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardSize:
-    """The largest forward of a load, for its memory plan. n_token: tokens of a context at most."""
-
-    device: torch.device
-    kv: torch.dtype
-    n_row: int
-    n_token: int
-    n_embd: int
-    eps: float
-
-
 class PartSpec(Protocol):
     """A mixer or a feed-forward as data.
 
@@ -179,10 +167,6 @@ class PartSpec(Protocol):
         """The part with the sizes of blocks in this file, if its shares depend on them: numbers of quantised types stand in blocks along rows."""
         ...
 
-    def scratch(self, size: ForwardSize) -> int:
-        """Bytes that it takes while it runs, beyond those that every model takes and those of its ops (`Op.scratch`)."""
-        ...
-
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """stream + part(norm(x)) of x [row, n_embd]; without a stream part(norm(x)) alone."""
         ...
@@ -203,9 +187,6 @@ class Plain:
 
     def of_file(self, at: Place) -> Self:
         return self
-
-    def scratch(self, size: ForwardSize) -> int:
-        return 0
 
 
 def column_block(at: Place, tensor: str) -> int:

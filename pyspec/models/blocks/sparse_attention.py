@@ -22,7 +22,7 @@ from pyspec.forward.trace import Forward
 from pyspec.models.blocks.attention import SINKS
 from pyspec.models.blocks.compressor import Compressor
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.part import AttentionShape, ForwardSize, Place, Plain
+from pyspec.models.part import AttentionShape, Place, Plain
 from pyspec.models.rope import RopeFlags, turning_dimension
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import KvFormat
@@ -150,11 +150,6 @@ class SparseAttention(Plain):
     def share(self, n: int) -> SparseAttention:
         """Heads by the groups of their outputs. All share one key, so each rank has all keys, compressed rows and choices."""
         return replace(self, attends=self.attends.share(n), n_group=self.n_group // n)
-
-    def scratch(self, size: ForwardSize) -> int:
-        """Heads in f16, as the next product reads them, and a copy of the indexer's queries."""
-        a, x = self.attends, self.indexer
-        return size.n_row * (2 * a.n_head * a.head_dim + (0 if x is None else 4 * x.n_head * x.dim))
 
     def attend_spec(self, device: torch.device, kv: torch.dtype, eps: float) -> SparseSpec:
         a = self.attends

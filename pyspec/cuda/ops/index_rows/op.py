@@ -16,10 +16,9 @@ def shapes(device: torch.device) -> list[index_ref.IndexSpec]:
 
 
 def scratch(spec: index_ref.IndexSpec, n_row: int, n_token: int) -> int:
-    """Memory of scores while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
-    if spec.device.type != "cuda":
-        return 0
-    return index_cuda.scratch_bytes(spec, n_row, n_token)
+    """A copy of its queries, and on a GPU scores while it runs."""
+    scores = index_cuda.scratch_bytes(spec, n_row, n_token) if spec.device.type == "cuda" else 0
+    return n_row * 4 * spec.n_head * spec.dim + scores
 
 
 index_rows: Op[index_ref.IndexSpec, index_ref.IndexRows] = Op(

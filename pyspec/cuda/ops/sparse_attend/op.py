@@ -16,10 +16,9 @@ def shapes(device: torch.device) -> list[sparse_ref.SparseSpec]:
 
 
 def scratch(spec: sparse_ref.SparseSpec, n_row: int, n_token: int) -> int:
-    """Memory of parts of rows while it runs, for `n_row` rows of contexts up to `n_token`: a planner counts it before a load."""
-    if spec.device.type != "cuda":
-        return 0
-    return sparse_cuda.scratch_bytes(spec, n_row, n_token)
+    """Heads in f16, as the next product reads them, and on a GPU parts of rows while it runs."""
+    parts = sparse_cuda.scratch_bytes(spec, n_row, n_token) if spec.device.type == "cuda" else 0
+    return n_row * 2 * spec.n_head * spec.dim + parts
 
 
 sparse_attend: Op[sparse_ref.SparseSpec, sparse_ref.SparseAttend] = Op(
