@@ -50,6 +50,8 @@ def plan_memory(d: Description) -> MemoryPlan:
     unread = _unread(d)
     read = [t for name, t in shares.items() if name not in unread]
     read += draft_shares.values()
+    weights = weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d)
+    n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
     needs = _needs(d)
     activations, workspace = _workspace(d, needs)
     workspace += attention_bytes(d)
@@ -57,7 +59,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         workspace += rank_bytes(s.tp) if s.tp > 1 else 0
         workspace += d.draft.graph_bytes + PIECE_BYTES * n_large(read)
     plan = MemoryPlan(
-        weights=weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d),
+        weights=weights,
         kv=kv,
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
         draft_weights=0
@@ -78,7 +80,6 @@ def plan_memory(d: Description) -> MemoryPlan:
             d.assumed,
         )
     arch = unpacked.arch_on(d.device) if d.assumed is None else d.assumed.arch
-    n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
     plan = with_copies(
         plan, 0 if s.exact or arch in NO_COPIES else n_wide, d.device, s.weights, d.assumed
     )
