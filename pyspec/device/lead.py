@@ -60,7 +60,7 @@ class KeptElsewhere:
 
 
 class Leader:
-    """Implements `Lead`, and sends commands to the other ranks.
+    """Sends commands to the other ranks, and leads their forwards.
 
     moved   memory of the next forward's batch, if only the first rank's device knows its rows
     moving  rows of the next forward as they were laid out, if every rank moves them behind the rows that it kept

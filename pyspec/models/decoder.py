@@ -118,7 +118,7 @@ class Decoder:
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         if self.lead is not None:
-            return self.lead.forward(self.run, batch, taps)
+            return self.lead(self.run, batch, taps)
         return self.run(batch, taps).whole()
 
     @torch.inference_mode()

@@ -39,6 +39,10 @@ class Out:
         return self if self.head is None else self.head(self, reads)
 
 
+Lead = Callable[[Callable[[Batch, Sequence[int]], Out], Batch, Sequence[int]], Out]
+"""(this rank's part of a forward, batch, taps) -> the results of all ranks."""
+
+
 class Matrix(Protocol):
     """y = prep(x) W^T + residual for a weight [out, in]: x [row, in] f32 -> [row, out] f32.
 
@@ -94,7 +98,7 @@ class Target(Protocol):
     memory  of its layers, for the slots
     output  the matrix behind `head`, of which each of several ranks has a part
     ranks   the processes that run it together, with this one among them; None: this one alone
-    lead    the way of a forward on the first of several ranks
+    lead    on the first of several ranks: runs a forward of each rank's part, on all of them
     """
 
     memory: Memory
@@ -138,14 +142,4 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32, normed -> logits [row, n_vocab] f32. Drafters share it."""
-        ...
-
-
-class Lead(Protocol):
-    """Runs the forwards of the first of several ranks on the others, too."""
-
-    def forward(
-        self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]
-    ) -> Out:
-        """`run(batch, taps)` on every rank."""
         ...

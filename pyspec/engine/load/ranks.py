@@ -196,7 +196,7 @@ def lead_ranks(target: Target, memory: Memory, send: Send) -> Memory:
     now on."""
     assert target.ranks is not None
     leader = Leader(send, target.ranks)
-    target.lead, target.memory = leader, TpMemory(memory, leader)
+    target.lead, target.memory = leader.forward, TpMemory(memory, leader)
     return target.memory
 
 
