@@ -174,26 +174,37 @@ def put_keys(attend: Any, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor |
 # -- norms behind parts --------------------------------------------------------------------------------------------
 
 FirstRead = tuple[Product, Norm]  # how the next part begins
-ADDS_INTO = 1  # 0: a launch of its own prepares these rows
 
 
-def added(
-    launch: Any, x: Tensor, weight: Tensor, stream: Tensor, factor: float, read: FirstRead | None
-) -> Tensor:
-    """launch.added(x, weight, stream, factor). read: what reads the result next; its rows are prepared on the way where a launch can."""
-    product = None if read is None else read[0]
-    if (
-        read is not None
-        and isinstance(product, Streamed)
-        and has(launch, "added_into", "takes")
-        and ADDS_INTO
-    ):
-        to = product.reads(len(x))
-        if 0 < len(x) <= product.most_ready(read[1]) and launch.takes(to):
-            ready: Tensor = launch.added_into(x, weight, stream, factor, to, read[1])
-            return ready
-    done: Tensor = launch.added(x, weight, stream, factor)
-    return done
+class AddedNorm:
+    """stream + norm(x), times a factor.
+
+    next  what reads the result first; the rows of a product are prepared on the way where a launch can
+    most  rows up to which it does
+    """
+
+    def __init__(self, launch: Any) -> None:
+        self.launch, self.most = launch, 0
+        self.next: FirstRead | None = None
+
+    def link(self, next: FirstRead | None) -> None:
+        self.next = next
+        if (
+            next is not None
+            and isinstance(next[0], Streamed)
+            and has(self.launch, "added_into", "takes")
+        ):
+            self.most = next[0].most_ready(next[1])
+
+    def __call__(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
+        if self.next is not None and 0 < len(x) <= self.most:
+            product, norm = self.next
+            to = product.reads(len(x))  # type: ignore[attr-defined]  # it is Streamed
+            if self.launch.takes(to):
+                ready: Tensor = self.launch.added_into(x, weight, stream, factor, to, norm)
+                return ready
+        done: Tensor = self.launch.added(x, weight, stream, factor)
+        return done
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------

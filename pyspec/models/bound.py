@@ -13,7 +13,6 @@ from pyspec.cuda import fuse
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.op import op_named
-from pyspec.cuda.ops.norms.ref import Norms
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.forward import rewrite
 from pyspec.forward.call import Folding, OpCall, RunInput, Value, Weight
@@ -38,7 +37,7 @@ class Sources:
         self.norms: dict[tuple[Weight, float], Norm] = {}
         self.loads: dict[tuple[Any, Weight], Any] = {}
         self.rank_sums: dict[int, fuse.RankSum] = {}
-        self.added: dict[int, AddedNorm] = {}
+        self.added: dict[int, fuse.AddedNorm] = {}
         self.device, self.capturable = at.weights.device, True
 
     def read(self, call: OpCall) -> None:
@@ -93,7 +92,7 @@ class Sources:
             made = self.rank_sums[id(call)] = fuse.RankSum(ranks.sum)
             return made
         if call.op == "norms.added":
-            added = self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
+            added = self.added[id(call)] = fuse.AddedNorm(self.launch("norms", call.spec))
             return added
         if call.loads is not None:
             launch = self.loaded(call)
@@ -136,17 +135,6 @@ GIVEN = {
     "inputs": "run.inputs[:, {}]",
 }
 """What a forward brings, as it is read of a `Pass`. {}: the layer."""
-
-
-class AddedNorm:
-    """stream + norm(x), times a factor. next: what reads the result first; its rows are prepared on the way where a launch can (`link_reads`)."""
-
-    def __init__(self, launch: Norms) -> None:
-        self.launch = launch
-        self.next: fuse.FirstRead | None = None
-
-    def __call__(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
-        return fuse.added(self.launch, x, weight, stream, factor, self.next)
 
 
 class BoundForward:
@@ -215,7 +203,7 @@ class Block(BoundForward):
                 yield self.sources.rank_sums[id(call)], call.output
 
     @property
-    def normed_sums(self) -> Iterator[tuple[AddedNorm, Value]]:
+    def normed_sums(self) -> Iterator[tuple[fuse.AddedNorm, Value]]:
         """Norms behind parts with their sums, and the streams that they make."""
         for call in self.program.calls:
             if call.op == "norms.added":
@@ -233,7 +221,7 @@ def link_reads(blocks: Sequence[Block]) -> None:
     """Tell each norm behind a part what reads its sum first. The blocks run one after the other."""
     for block, next in zip_longest(blocks, blocks[1:]):
         for added, stream in block.normed_sums:
-            added.next = _behind(block, next, stream)
+            added.link(_behind(block, next, stream))
 
 
 def link_sums(ranks: Collective, blocks: Sequence[Block]) -> None:
