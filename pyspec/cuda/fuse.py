@@ -21,6 +21,7 @@ Sums of ranks may prepare the rows of the next product, too (`link`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +37,7 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 Product = Callable[..., Tensor]  # as models.weights.Matrix
+FirstRead = tuple[Product, Norm]  # how the next part begins
 Fold = Callable[[StateLayer, int, int], None]
 
 
@@ -81,14 +83,16 @@ def then(
 
 
 def reads_into(streams: object) -> bool:
-    """Whether a launch of streams may put the rows that it gives, normed, where the next product reads them (`place_for`), and sum what
+    """Whether a launch of streams may put the rows that it gives, normed, where the next product reads them (`place_of`), and sum what
     experts made of few rows."""
     return has(streams, "reads_into", "sums_of")
 
 
-def place_for(product: Product, norm: Norm, n_row: int) -> RowBuffer | None:
-    """Where `n_row` rows may be put, normed, for `product` to read; None: the product prepares them."""
-    return product.normed(n_row, norm) if isinstance(product, Streamed) else None
+def place_of(read: FirstRead | None) -> Callable[[int], RowBuffer | None] | None:
+    """By their number, where rows may be put, normed, for the product that reads them first, or None where it prepares them. None: it always does."""
+    if read is None or not isinstance(read[0], Streamed):
+        return None
+    return partial(read[0].normed, norm=read[1])
 
 
 def writes_rows(route: object) -> bool:
@@ -172,8 +176,6 @@ def put_keys(attend: Any, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor |
 
 
 # -- norms behind parts --------------------------------------------------------------------------------------------
-
-FirstRead = tuple[Product, Norm]  # how the next part begins
 
 
 class AddedNorm:

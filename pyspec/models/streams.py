@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -54,15 +54,15 @@ def mix_of(w: Weights, name: str) -> StreamMix:
 
 
 class Step(BoundForward):
-    """A bound part between several streams, without their sums. mix: its coefficients among them; next: the part behind it."""
+    """A bound part between several streams, without their sums. mix: its coefficients among them; next: the part behind it; place: as of `fuse.place_of`."""
 
     next: Step | None = None
+    place: Callable[[int], Any] | None = None
 
     def __init__(self, part: Part, at: Binding) -> None:
         assert part.mix is not None, "a part between streams has coefficients"
         self.mix = mix_of(at.weights, at.name(part.mix.name))
         super().__init__(part.alone, at, at.n_embd, folds=part.spec.folds)
-        self.reads = self.first()
 
     def leave_sums(self, streams: Any) -> None:
         """Let `streams` sum the outputs of experts, where they are few rows, if the part ends with them."""
@@ -154,12 +154,16 @@ class BoundStreams(BoundResidual):
         self.streams: Any = streams.bind(spec)
         self.capturable = streams.chosen(spec).capturable
         steps = [step for block in blocks for step in block.steps]
-        self.first, self.prepares = steps[0], fuse.reads_into(self.streams)
+        self.first, prepares = steps[0], fuse.reads_into(self.streams)
         for block in blocks:
             block.residual = self
-        for step, next in pairwise(steps):
+        for step, next in zip_longest(steps, steps[1:]):
             step.next = next
-            if self.prepares:  # all but the last are merged and read in one launch, which may make sums
+            if prepares:
+                step.place = fuse.place_of(step.first())
+            if (
+                prepares and next is not None
+            ):  # they are merged and read in one launch, which may make sums
                 step.leave_sums(self.streams)
 
     def begin(self, rows: Tensor) -> Carried:
@@ -179,9 +183,7 @@ class BoundStreams(BoundResidual):
 
     def _into(self, step: Step, n_row: int) -> dict[str, Any]:
         """Where a launch may put the rows of a step's first product, normed, as a further argument of the launch."""
-        if not self.prepares or step.reads is None:
-            return {}
-        return {"into": fuse.place_for(*step.reads, n_row)}
+        return {} if step.place is None else {"into": step.place(n_row)}
 
     def tapped(self, x: Carried) -> Tensor:
         return x.x.mean(1)
