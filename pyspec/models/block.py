@@ -35,6 +35,7 @@ class Part:
 
     mix     for a model of several streams
     factor  f, of what the part adds to the stream
+    post_eps  of the norm `post`; 0.0: the model's
     """
 
     norm: str
@@ -42,11 +43,13 @@ class Part:
     post: str = ""
     mix: Mix | None = None
     factor: float = 1.0
+    post_eps: float = 0.0
 
     def alone(self, f: Forward, x: Value) -> Value:
         """What it adds to a stream."""
         y = self.spec.forward(f.behind(self.norm), x, None)
-        y = f.norm_apart(y, f.vector(f"{self.post}.weight")) if self.post else y
+        if self.post:
+            y = f.norm_apart(y, f.vector(f"{self.post}.weight"), eps=self.post_eps)
         return f.scaled(y, self.factor)
 
     @property

@@ -37,8 +37,13 @@ def read_gqa(
     return read_decoder(file, (block,) * block_count(file), n_ff)
 
 
-def read_decoder(file: GGUFFile, blocks: tuple[BlockSpec, ...], n_ff: int) -> ModelSpec:
-    """A decoder of these blocks, and the numbers that every file has."""
+def read_decoder(
+    file: GGUFFile,
+    blocks: tuple[BlockSpec, ...],
+    n_ff: int,
+    eps: str = "attention.layer_norm_rms_epsilon",
+) -> ModelSpec:
+    """A decoder of these blocks, and the numbers that every file has. eps: its key"""
     h = file.hparams
     return ModelSpec(
         arch=file.architecture,
@@ -46,7 +51,7 @@ def read_decoder(file: GGUFFile, blocks: tuple[BlockSpec, ...], n_ff: int) -> Mo
         n_embd=h.integer("embedding_length"),
         n_ff=n_ff,
         n_ctx_train=h.integer("context_length"),
-        eps=h.number("attention.layer_norm_rms_epsilon"),
+        eps=h.number(eps),
         blocks=blocks,
     )
 
@@ -62,16 +67,29 @@ def read_rope(
     return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, scaling)
 
 
-def read_windows(file: GGUFFile, n_block: int, pattern: int, default: int = 0) -> tuple[int, ...]:
-    """The window of each block; 0: none. The file names the blocks, or a period whose last block has none; `pattern` is its default, and
-    `default` that of the window."""
+def read_near_rope(
+    file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0
+) -> RopeSpec:
+    """The rope of blocks with a window, which nothing stretches. base: where the file has none; 0.0: that of the others"""
+    h, far = file.hparams, read_rope(file, shape, neox=neox)
+    n_rot = h.integer("rope.dimension_count_swa", far.n_rot)
+    check_rope(n_rot, shape.head_dim)
+    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox)
+
+
+def read_windows(
+    file: GGUFFile, n_block: int, pattern: int, default: int = 0, *, first_is_whole: bool = False
+) -> tuple[int, ...]:
+    """The window of each block; 0: none. The file names the blocks, or a period whose last block has none (first_is_whole: whose first);
+    `pattern` is its default, and `default` that of the window."""
     h, key = file.hparams, "attention.sliding_window_pattern"
     window = h.integer("attention.sliding_window", default)
     if isinstance(h.metadata.get(h.key(key)), np.ndarray):
         has_window = h.flags(key, n_block, or_more=True)
     else:
         period = h.integer(key, pattern, legal=Whole(1, 1 << 16))
-        has_window = [i % period < period - 1 for i in range(n_block)]
+        whole = 0 if first_is_whole else period - 1
+        has_window = [i % period != whole for i in range(n_block)]
     return tuple(window if has else 0 for has in has_window)
 
 

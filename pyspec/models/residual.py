@@ -19,11 +19,15 @@ class Residual:
     """The way of the residual as data: `n` streams with `n_iter` steps and a lower bound of their coefficients (op `streams`).
 
     n_iter  None: one stream, to which every part adds its output
+    norms_rows  of one stream: rows of the embedding are normed, without weights
+    takes_mean  the last norm is a LayerNorm without a bias
     """
 
     n: int = 1
     n_iter: int | None = None
     floor: float = 0.0
+    norms_rows: bool = False
+    takes_mean: bool = False
 
     def tensors(self, n_embd: int) -> dict[str, Want]:
         """The tensors between blocks and head, besides the last norm. They have no prefix."""

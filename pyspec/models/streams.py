@@ -41,7 +41,7 @@ def bound_residual(
 ) -> BoundResidual:
     """norm: weights of the last one. blocks: bound (`bound_block`), as they run."""
     if residual.n_iter is None:
-        return BoundResidual(weights.device, n_embd, eps, norm)
+        return BoundResidual(weights.device, n_embd, eps, norm, residual)
     spec = StreamsSpec(weights.device, residual.n, n_embd, residual.n_iter, eps, residual.floor)
     return BoundStreams(spec, weights, norm, blocks)
 
@@ -83,13 +83,21 @@ class BoundResidual:
 
     capturable = True
 
-    def __init__(self, device: torch.device, n_embd: int, eps: float, norm: Tensor) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        n_embd: int,
+        eps: float,
+        norm: Tensor,
+        spec: Residual = Residual(),  # noqa: B008 - frozen
+    ) -> None:
         self.n_embd, self.norm = n_embd, norm
-        self.norms = self.last_norm = norms.bind(NormsSpec(device, n_embd, eps))
+        self.norms = self.last_norm = norms.bind(NormsSpec(device, n_embd, eps, spec.takes_mean))
+        self.of_rows = torch.ones(n_embd, device=device) if spec.norms_rows else None
 
     def begin(self, rows: Tensor) -> Tensor:
         """Streams of the embedding's rows [row, n_embd]."""
-        return rows
+        return rows if self.of_rows is None else self.norms(rows, self.of_rows)
 
     def through(self, x: Tensor, blocks: Sequence[Any], run: Pass) -> Iterator[Tensor]:
         """The streams behind each block."""

@@ -57,6 +57,10 @@ ADDED = [
     "exaone4",
     "exaone4-32b",
     "exaone-moe",
+    "muse-glimmer",
+    "laguna",
+    "falcon-h1",
+    "cohere2",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

@@ -52,6 +52,10 @@ DIVIDED = {  # a file and its numbers of ranks
     "olmo2": 2,
     "exaone4": 2,
     "exaone-moe": 2,
+    "muse-glimmer": 2,
+    "laguna": 2,
+    "falcon-h1": 2,
+    "cohere2": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

@@ -22,6 +22,7 @@ from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import KV, LayerParts, Paged
 
 SINKS = "attn_sinks.weight"  # one logit a head
+GATE = "attn_gate.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Attention(Plain):
     sinks    each head has a sink
     norms_v  values are normed, without weights
     may_share_keys  where the file has no matrix of values, they are the products of keys
+    gate     the result is multiplied with act(a product of `attn_gate`): the act, of `cpu.tensors.GATE_ACTS`, and the gates of a head, which
+             are one or one for each dimension; None: it has no such gates
     reads    the layer whose keys and values it reads, having none of its own; None: it writes them itself
     """
 
@@ -47,6 +50,7 @@ class Attention(Plain):
     sinks: bool = False
     norms_v: bool = False
     may_share_keys: bool = False
+    gate: tuple[str, int] | None = None
     reads: int | None = None
 
     @property
@@ -63,6 +67,9 @@ class Attention(Plain):
             wants[at.name("attn_qkv.weight")] = Want((q + 2 * kv, n), cut=Cut(0, (of_q, of_kv, of_kv)))
         else:
             wants |= self.matrices(at)
+        if self.gate is not None:
+            n_gate = self.gate[1]
+            wants[at.name(GATE)] = Want((s.n_head * n_gate, n), cut=Cut(0, (self._readers(n_gate),)))
         return wants | self._extras(at) | self.rope.tensors()
 
     def matrices(self, at: Place) -> dict[str, Want]:
@@ -166,10 +173,12 @@ class Attention(Plain):
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """Writes the rows' K and V, then attends."""
-        y = f.biased(self.projected(f, f.normed(x)), _bias(f), few=True)
+        n = f.normed(x)
+        y = f.biased(self.projected(f, n), _bias(f), few=True)
         if self.row_norm:
             y = self._row_normed(f, y)
-        return self.attended(f, y, stream, x.width)
+        gate = self.gate and f.product(n, GATE, n_out=self.shape.n_head * self.gate[1])
+        return self.attended(f, y, stream, x.width, gate)
 
     def projected(self, f: Forward, n: Value) -> Value:
         """q, k and v of normed rows, side by side."""
@@ -189,8 +198,10 @@ class Attention(Plain):
         q, k = (f.norm_apart(x, f.vector(name)) for x, name in zip((q, k), names, strict=True))
         return f.side_by_side(q, k, v)
 
-    def attended(self, f: Forward, y: Value, stream: Value | None, n_out: int) -> Value:
-        """Of products q, k, v of rows, side by side."""
+    def attended(
+        self, f: Forward, y: Value, stream: Value | None, n_out: int, gate: Value | None = None
+    ) -> Value:
+        """Of products q, k, v of rows, side by side. gate: of the result"""
         s, at, is_near = self.shape, f.at, self.window > 0
         norms = [None if self.row_norm else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
         pool = f.pool(self.reads)
@@ -208,6 +219,10 @@ class Attention(Plain):
         if s.gated:
             both = f"[:, :{2 * s.n_head * s.head_dim}].view(-1, {s.n_head}, {2 * s.head_dim})"
             o = f.head_gate(o, f.view(y, f"{both}[..., {s.head_dim}:]", heads))
+        if gate is not None and self.gate == ("sigmoid", s.head_dim):
+            o = f.head_gate(o, f.view(gate, f".view(-1, {s.n_head}, {s.head_dim})", heads))
+        elif gate is not None and self.gate is not None:
+            o = f.gate_times(gate, o, self.gate[0], o.width)
         o = f.add(stream, f.summed(o, "attn_output.weight", n_out))
         return f.biased(o, f.optional("attn_output.bias"))
 

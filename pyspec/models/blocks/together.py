@@ -1,23 +1,35 @@
-"""Parts that read the same stream, each behind its own norms, and give one sum."""
+"""Parts that read the same stream, behind one norm or each behind its own, and give one sum."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
-from pyspec.forward.call import Value
+from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.block import BlockSpec
-from pyspec.models.part import Place, Plain
+from pyspec.models.part import AttentionShape, ForwardSize, Place, Plain
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts
 
 
 @dataclass(frozen=True, slots=True)
 class Together(Plain):
-    """The parts of a block, side by side, as one part. No attention may be among them."""
+    """The parts of a block, side by side, as one part. At most one is an attention, and one a recurrence.
+
+    takes_mean  the norm before them, whose rows parts without a norm read, is a LayerNorm without a bias
+    """
 
     of: BlockSpec
+    takes_mean: bool = False
+
+    @property
+    def attends(self) -> AttentionShape | None:
+        return next(iter(self.of.attention), None)
+
+    @property
+    def folds(self) -> Folding | None:
+        return next((spec.folds for spec in self.of.specs if spec.folds is not None), None)
 
     def tensors(self, at: Place) -> dict[str, Want]:
         return self.of.tensors(at)
@@ -26,11 +38,18 @@ class Together(Plain):
         return self.of.memory()
 
     def share(self, n: int) -> Together:
-        return Together(self.of.share(n))
+        return replace(self, of=self.of.share(n))
 
     def of_file(self, at: Place) -> Together:
         """See `PartSpec.of_file`."""
-        return Together(self.of.of_file(at))
+        return replace(self, of=self.of.of_file(at))
+
+    def scratch(self, size: ForwardSize) -> int:
+        return sum(spec.scratch(size) for spec in self.of.specs)
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        if self.takes_mean:
+            x = f.norm_apart(x, f.vector(f"{f.at.norm}.weight"), takes_mean=True)
+        else:
+            x = f.normed(x)
         return f.add(stream, reduce(f.add, (part.alone(f, x) for part in self.of.parts)))
