@@ -54,6 +54,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "exaone4": "pyspec.models.arch.olmo2",
     "exaone-moe": "pyspec.models.arch.exaone_moe",
     "muse-glimmer": "pyspec.models.arch.muse",
+    "k2-horizon": "pyspec.models.arch.k2_horizon",
     "laguna": "pyspec.models.arch.laguna",
     "falcon-h1": "pyspec.models.arch.falcon_h1",
     "cohere2": "pyspec.models.arch.cohere2",

@@ -23,6 +23,7 @@ GATE_ACTS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of tensors.
     "sigmoid": torch.sigmoid,
     "softplus": F.softplus,
     "softplus2": lambda x: torch.logaddexp2(x, torch.zeros_like(x)),  # log2(1 + 2^x)
+    "none": lambda x: x,
 }
 
 

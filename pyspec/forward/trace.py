@@ -157,6 +157,11 @@ class Forward:
         spec = NormsSpec(self.device, x.width, eps or self.eps, takes_mean)
         return self.op("norms", spec, x, weight, shape=x.shape)
 
+    def slice_norm(self, x: Value, *names: str, n_slice: int) -> Value:
+        """RMSNorm of each of the equal slices of a row, times vectors, side by side. Columns behind those of the vectors stay as they are."""
+        how = Weight("slice_norms", names, (("dim", x.width // n_slice), ("eps", self.eps)))
+        return self.op("slice_norms", how, x, shape=x.shape)
+
     def relu2(self, x: Value) -> Value:
         return self._prep("relu2", x)
 

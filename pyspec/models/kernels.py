@@ -174,6 +174,8 @@ def _of_weight(
 ) -> Iterator[Request]:
     """A product with its gate, or a gate that it leaves to the next one; a product of each head."""
     how = dict(weight.how)
+    if weight.kind == "slice_norms":
+        yield op_named("norms"), NormsSpec(at.device, how["dim"], how["eps"])
     if weight.kind == "gated" and at.on.streams and "limit" not in how:
         info = at.file.tensors.get(at.name(weight.names[0]))
         if how["act"] in GATES and info is not None and is_streamed(info, at.file):

@@ -67,9 +67,7 @@ def read_rope(
     return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, scaling)
 
 
-def read_near_rope(
-    file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0
-) -> RopeSpec:
+def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0) -> RopeSpec:
     """The rope of blocks with a window, which nothing stretches. base: where the file has none; 0.0: that of the others"""
     h, far = file.hparams, read_rope(file, shape, neox=neox)
     n_rot = h.integer("rope.dimension_count_swa", far.n_rot)

@@ -17,6 +17,7 @@ from pyspec.models.binding import Binding, Pass
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.bound import Block, BoundForward
 from pyspec.models.residual import HEAD_MIX, Residual
+from pyspec.models.slice_norms import SliceNorms
 from pyspec.models.target import Matrix
 from pyspec.models.weights import Weights
 
@@ -92,7 +93,10 @@ class BoundResidual:
         spec: Residual = Residual(),  # noqa: B008 - frozen
     ) -> None:
         self.n_embd, self.norm = n_embd, norm
-        self.norms = self.last_norm = norms.bind(NormsSpec(device, n_embd, eps, spec.takes_mean))
+        bound = norms.bind(NormsSpec(device, n_embd, eps, spec.last.takes_mean))
+        if spec.last.n_slice > 1:
+            bound = SliceNorms(device, n_embd // spec.last.n_slice, eps)
+        self.norms = self.last_norm = bound
         self.of_rows = torch.ones(n_embd, device=device) if spec.norms_rows else None
 
     def begin(self, rows: Tensor) -> Tensor:

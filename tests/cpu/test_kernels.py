@@ -7,12 +7,11 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor

@@ -58,6 +58,7 @@ ADDED = [
     "exaone4-32b",
     "exaone-moe",
     "muse-glimmer",
+    "k2-horizon",
     "laguna",
     "falcon-h1",
     "cohere2",

@@ -38,6 +38,7 @@ CAPTURED = {  # no windows, no experts, no recurrences
         "phi3",
         "olmo2",
         "exaone4",
+        "k2-horizon",
     ),
 }
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it

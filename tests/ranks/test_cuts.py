@@ -53,6 +53,7 @@ DIVIDED = {  # a file and its numbers of ranks
     "exaone4": 2,
     "exaone-moe": 2,
     "muse-glimmer": 2,
+    "k2-horizon": 2,
     "laguna": 2,
     "falcon-h1": 2,
     "cohere2": 2,

@@ -49,7 +49,7 @@ struct GateArgs {
   int64_t n_row, n, gate_stride, y_stride, per, act;  // per: columns of y for each gate
 };
 
-enum Act { GELU, SILU, SIGMOID, SOFTPLUS, SOFTPLUS2 };  // in the order of tensors.py
+enum Act { GELU, SILU, SIGMOID, SOFTPLUS, SOFTPLUS2, NONE };  // in the order of tensors.py
 
 inline f8 tanh(f8 x) {
   const f8 e = exp(all(2.0f) * min(max(x, all(-20.0f)), all(20.0f)));
@@ -63,6 +63,7 @@ inline f8 softplus(f8 x, float unit) {  // log(1 + e^(unit x)) / unit
 }
 
 inline f8 activated(f8 x, int64_t act) {
+  if (act == NONE) return x;
   if (act == GELU) return gelu(x);
   if (act == SILU) return silu(x);
   if (act == SIGMOID) return sigmoid(x);

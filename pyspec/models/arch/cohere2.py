@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import LAYER, BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.together import Together
@@ -27,12 +27,12 @@ def read(file: GGUFFile) -> ModelSpec:
     def block(window: int) -> BlockSpec:
         attention = Attention(shape, rope if window else NO_ROPE, window)
         parts = BlockSpec((Part("", attention), Part("", Mlp(n_ff))))
-        return BlockSpec((Part("attn_norm", Together(parts, takes_mean=True)),))
+        return BlockSpec((Part("attn_norm", Together(parts), kind=LAYER),))
 
     windows = read_windows(file, block_count(file), PATTERN)
     blocks = tuple(block(window) for window in windows)
     return replace(
         read_decoder(file, blocks, n_ff, "attention.layer_norm_epsilon"),
-        residual=Residual(takes_mean=True),
+        residual=Residual(last=LAYER),
         logit_factor=h.number("logit_scale"),
     )

@@ -32,6 +32,7 @@ class Attention(Plain):
     window   a row sees itself and the window - 1 rows before it; 0: all rows before it
     qk_norm  heads of q and k are normed before they are turned
     row_norm  instead all heads of q are normed at once, and all of k
+    own_norms  instead each head is normed with weights of its own
     biased   q, k and v have biases
     sinks    each head has a sink
     norms_v  values are normed, without weights
@@ -47,6 +48,7 @@ class Attention(Plain):
     qk_norm: bool = False
     biased: bool = False
     row_norm: bool = False
+    own_norms: bool = False
     sinks: bool = False
     norms_v: bool = False
     may_share_keys: bool = False
@@ -98,7 +100,7 @@ class Attention(Plain):
         has_norms = self.qk_norm or any(map(at.has, of_heads))
         has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
         of_norms = [Want((s.head_dim,), optional=not has_norms)] * 2
-        if self.row_norm:
+        if self.norms_apart:
             of_norms = [Want((q,), cut=Cut(0, (of_q,))), Want((kv,), cut=Cut(0, (of_kv,)))]
         return {
             **{at.name(name): want for name, want in zip(of_heads, of_norms, strict=True)},
@@ -112,6 +114,11 @@ class Attention(Plain):
             at.name("attn_output.bias"): Want((at.n_embd,), optional=True),
             at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (self._readers(),))),
         }
+
+    @property
+    def norms_apart(self) -> bool:
+        """Norms of q and k are a call of their own, before the rope."""
+        return self.row_norm or self.own_norms
 
     def _readers(self, size: int = 1) -> Readers:
         """Heads of queries, `size` rows or columns each."""
@@ -164,7 +171,7 @@ class Attention(Plain):
             r.n_rot,
             r.neox,
             s.gated,
-            has(f"attn_{'q' if reads else 'k'}_norm.weight") and not self.row_norm,
+            has(f"attn_{'q' if reads else 'k'}_norm.weight") and not self.norms_apart,
             eps,
             kv,
             self.norms_v,
@@ -175,8 +182,8 @@ class Attention(Plain):
         """Writes the rows' K and V, then attends."""
         n = f.normed(x)
         y = f.biased(self.projected(f, n), _bias(f), few=True)
-        if self.row_norm:
-            y = self._row_normed(f, y)
+        if self.norms_apart:
+            y = self._normed_apart(f, y)
         gate = self.gate and f.product(n, GATE, n_out=self.shape.n_head * self.gate[1])
         return self.attended(f, y, stream, x.width, gate)
 
@@ -189,8 +196,10 @@ class Attention(Plain):
         n_q, n_k = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
         return f.product(n, *names, n_out=n_q + (len(parts) - 1) * n_k)
 
-    def _row_normed(self, f: Forward, y: Value) -> Value:
+    def _normed_apart(self, f: Forward, y: Value) -> Value:
         names, widths = [f"attn_{x}_norm.weight" for x in "qk"], self.row_widths
+        if self.own_norms:
+            return f.slice_norm(y, *names, n_slice=y.width // self.shape.head_dim)
         if f.at.n_rank > 1:
             both = Weight("rank_norms", tuple(names), (("widths", widths), ("eps", f.eps)))
             return f.op("rank_norms", both, y, shape=y.shape)
@@ -203,7 +212,7 @@ class Attention(Plain):
     ) -> Value:
         """Of products q, k, v of rows, side by side. gate: of the result"""
         s, at, is_near = self.shape, f.at, self.window > 0
-        norms = [None if self.row_norm else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
+        norms = [None if self.norms_apart else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
         pool = f.pool(self.reads)
         given = *norms, f.angles(self.rope, is_near=is_near), pool, f.kv_rows(pool)
         heads = s.n_head, s.head_dim

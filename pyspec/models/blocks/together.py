@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 from pyspec.forward.call import Folding, Value
@@ -15,13 +15,10 @@ from pyspec.slots.parts import LayerParts
 
 @dataclass(frozen=True, slots=True)
 class Together(Plain):
-    """The parts of a block, side by side, as one part. At most one is an attention, and one a recurrence.
-
-    takes_mean  the norm before them, whose rows parts without a norm read, is a LayerNorm without a bias
-    """
+    """The parts of a block, side by side, as one part; those without a norm read rows behind its own. At most one is an attention, and one
+    a recurrence."""
 
     of: BlockSpec
-    takes_mean: bool = False
 
     @property
     def attends(self) -> AttentionShape | None:
@@ -38,18 +35,15 @@ class Together(Plain):
         return self.of.memory()
 
     def share(self, n: int) -> Together:
-        return replace(self, of=self.of.share(n))
+        return Together(self.of.share(n))
 
     def of_file(self, at: Place) -> Together:
         """See `PartSpec.of_file`."""
-        return replace(self, of=self.of.of_file(at))
+        return Together(self.of.of_file(at))
 
     def scratch(self, size: ForwardSize) -> int:
         return sum(spec.scratch(size) for spec in self.of.specs)
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
-        if self.takes_mean:
-            x = f.norm_apart(x, f.vector(f"{f.at.norm}.weight"), takes_mean=True)
-        else:
-            x = f.normed(x)
-        return f.add(stream, reduce(f.add, (part.alone(f, x) for part in self.of.parts)))
+        n = f.normed(x)
+        return f.add(stream, reduce(f.add, (part.alone(f, n) for part in self.of.parts)))
