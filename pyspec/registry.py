@@ -56,6 +56,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "muse-glimmer": "pyspec.models.arch.muse",
     "k2-horizon": "pyspec.models.arch.k2_horizon",
     "laguna": "pyspec.models.arch.laguna",
+    "step35": "pyspec.models.arch.step35",
     "falcon-h1": "pyspec.models.arch.falcon_h1",
     "cohere2": "pyspec.models.arch.cohere2",
     "mistral3": "pyspec.models.arch.mistral3",

@@ -72,7 +72,7 @@ def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: f
     h, far = file.hparams, read_rope(file, shape, neox=neox)
     n_rot = h.integer("rope.dimension_count_swa", far.n_rot)
     check_rope(n_rot, shape.head_dim)
-    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox)
+    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox, divisors="")
 
 
 def read_windows(
@@ -133,6 +133,24 @@ def read_kv_heads(file: GGUFFile, n_block: int) -> list[int]:
     """Key heads of each block: one number, one for each, or as many as heads."""
     h, key = file.hparams, "attention.head_count_kv"
     return h.each(key, n_block) if key in h else [h.integer("attention.head_count")] * n_block
+
+
+def read_limits(file: GGUFFile, n_block: int) -> list[tuple[float, float]]:
+    """Where activations of each block are cut, the experts' and the shared one's; 0: nowhere."""
+    own = _each_number(file, "swiglu_clamp_exp", [0.0] * n_block)
+    shared = _each_number(file, "swiglu_clamp_shexp", own)
+    return [(a if a > 1e-6 else 0.0, b if b > 1e-6 else 0.0) for a, b in zip(own, shared, strict=True)]
+
+
+def _each_number(file: GGUFFile, name: str, default: list[float]) -> list[float]:
+    """A number for each block, or one for all."""
+    h, n = file.hparams, len(default)
+    if name not in h:
+        return default
+    try:
+        return [h.number(name)] * n
+    except ModelError:
+        return h.numbers(name, n)
 
 
 def split_gates(file: GGUFFile, n_block: int, n_ff: int) -> None:

@@ -60,6 +60,7 @@ ADDED = [
     "muse-glimmer",
     "k2-horizon",
     "laguna",
+    "step35",
     "falcon-h1",
     "cohere2",
 ]

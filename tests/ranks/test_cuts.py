@@ -55,6 +55,7 @@ DIVIDED = {  # a file and its numbers of ranks
     "muse-glimmer": 2,
     "k2-horizon": 2,
     "laguna": 2,
+    "step35": 2,
     "falcon-h1": 2,
     "cohere2": 2,
 }
