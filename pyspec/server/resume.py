@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from pyspec.errors import NotFound, QueueFull, RequestError
 from pyspec.server.http.gate import key_of
 from pyspec.server.settings import ServerSettings
-from pyspec.server.stream import HEADERS, disconnected, stop_task
+from pyspec.server.stream import disconnected, head, stop_task
 
 log = logging.getLogger(__name__)
 
@@ -187,9 +187,7 @@ class ReplayStream:
         at: int,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._session, self._at = session, at
-        more = ((k.lower().encode(), v.encode()) for k, v in (headers or {}).items())
-        self._headers = [*HEADERS, *more]
+        self._session, self._at, self._headers = session, at, head(headers or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))

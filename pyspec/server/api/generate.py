@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from pyspec.errors import PyspecError
-from pyspec.server.api.answers import Answer, Choice
+from pyspec.server.api.answers import Answer
 from pyspec.server.api.anthropic_answer import MessagesAnswer
 from pyspec.server.api.chat_answer import ChatAnswer
 from pyspec.server.api.constrained import NotCompiled
@@ -22,7 +22,7 @@ from pyspec.server.bridge import Submission
 from pyspec.server.http.envelope import JSON
 from pyspec.server.resume import ReplayStream, SessionKey, session_key
 from pyspec.server.service import Service
-from pyspec.server.stream import EventStream, chunks, encoder, gather, while_connected
+from pyspec.server.stream import EventStream, chunks, gather, while_connected
 from pyspec.text.tokenizer import Tokenizer
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -67,14 +67,13 @@ async def _answer(
     prepared = await _prepared(service, kind, raw, client)
     submission = await service.start(prepared, client)
     answer = ANSWERS[prepared.kind](prepared, service.model, service.engine.tokenizer)
-    if prepared.stream:
-        choices, headers = [Choice() for _ in prepared.requests], _headers(prepared)
-        source = chunks(submission, prepared, answer, choices)
-        if key is not None:
-            return _resumable(service, submission, source, key, headers)
-        on_end, encode = partial(service.end, submission), encoder(prepared, answer, choices)
-        return EventStream(submission, source, on_end, answer.error, headers, encode)
-    return await _complete(service, submission, prepared, answer)
+    headers = _headers(prepared)
+    if not prepared.stream:
+        return await _complete(service, submission, answer, headers)
+    source = chunks(submission, prepared.ping_s, answer)
+    if key is not None:
+        return _resumable(service, submission, source, key, headers)
+    return EventStream(submission, source, partial(service.end, submission), answer, headers)
 
 
 async def _prepared(service: Service, kind: Kind, raw: bytes, client: str) -> PreparedBody:
@@ -103,16 +102,13 @@ def _resumable(
 
 
 async def _complete(
-    service: Service,
-    submission: Submission,
-    prepared: PreparedBody,
-    answer: Answer,
+    service: Service, submission: Submission, answer: Answer, headers: dict[str, str]
 ) -> Response:
     try:
-        choices = await gather(submission, prepared, service.settings.limits.total_s)
+        await gather(submission, answer, service.settings.limits.total_s)
     finally:
         service.end(submission)
-    return JSON(answer.complete(choices), headers=_headers(prepared))
+    return JSON(answer.complete(), headers=headers)
 
 
 def _headers(prepared: PreparedBody) -> dict[str, str]:

@@ -14,12 +14,17 @@ from typing import Any, Literal
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
-from pyspec.server.api.answers import generation_settings
 from pyspec.server.api.chats import plan_chat, with_tools
-from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.infill import infill_ids
-from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
+from pyspec.server.api.params import (
+    draft_limit,
+    generation_settings,
+    n_choices,
+    n_prompt_logprobs,
+    sampling_params,
+    stop_strings,
+)
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import (
     SEED_MAX,
