@@ -18,10 +18,11 @@ from starlette.requests import Request as HTTPRequest
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.heap import give_back_memory
 from pyspec.server.api.prepared import PreparedBody
+from pyspec.server.api.schema import AnyBody, validate
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
 from pyspec.server.fair_threads import FairThreads
-from pyspec.server.http.body import Reading, read_body
+from pyspec.server.http.body import Reading, parse_object, read_body
 from pyspec.server.http.gate import key_of
 from pyspec.server.latency import Latencies
 from pyspec.server.resume import StreamSessions
@@ -98,6 +99,16 @@ class Service:
     async def body(self, request: HTTPRequest) -> bytes:
         """Read the body. A slow client blocks no other request; it only holds memory."""
         return await read_body(request, self.settings.limits, self.reading, self.client_of(request))
+
+    async def read(self, model: type[AnyBody], request: HTTPRequest) -> AnyBody:
+        """The body as its model, of a request that is admitted meanwhile."""
+        raw, client = await self.body(request), self.client_of(request)
+        with self.admitted(client):
+            return await self.text(self.checked, model, raw, n_byte=len(raw), client=client)
+
+    def checked(self, model: type[AnyBody], raw: bytes) -> AnyBody:
+        """A body as its model. Raises RequestError."""
+        return validate(model, parse_object(raw, self.settings.limits))
 
     def client_of(self, request: HTTPRequest) -> str:
         """The client's identity for fair queueing: its API key, else its address. "" over a unix socket."""

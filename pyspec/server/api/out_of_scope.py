@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -19,12 +19,9 @@ NOT_HERE: dict[str, str] = {path: why for why, paths in _REASONS.items() for pat
 def routes_not_here() -> list[Route]:
     """A route for each of these paths, and for writing to `/props`."""
     both, read_only = ["GET", "POST"], "it is read-only; use the server's flags"
-    routes = [Route(path, _refusal(path, why), methods=both) for path, why in NOT_HERE.items()]
-    return [*routes, Route("/props", _refusal("/props", read_only), methods=["POST"])]
+    routes = [Route(path, partial(_refuse, path, why), methods=both) for path, why in NOT_HERE.items()]
+    return [*routes, Route("/props", partial(_refuse, "/props", read_only), methods=["POST"])]
 
 
-def _refusal(path: str, why: str) -> Callable[[Request], Awaitable[Response]]:
-    async def refuse(request: Request) -> Response:
-        raise NotSupported(f"{request.method} {path} is not supported: {why}")
-
-    return refuse
+async def _refuse(path: str, why: str, request: Request) -> Response:
+    raise NotSupported(f"{request.method} {path} is not supported: {why}")
