@@ -107,14 +107,16 @@ class EngineCollector(Collector):
         prompt = m.prompt_tokens / m.prompt_seconds if m.prompt_seconds else 0.0
         predicted = m.predicted_tokens / m.predicted_seconds if m.predicted_seconds else 0.0
         busy = m.busy_slot_rounds / m.rounds if m.rounds else 0.0
-        about = "prompt tokens per second since start"
-        yield Gauge("llamacpp:prompt_tokens_seconds", about, prompt)
-        yield Gauge("llamacpp:predicted_tokens_seconds", "tokens per second since start", predicted)
-        yield Gauge("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy)
         rate = m.accepted_tokens / m.draft_tokens if m.draft_tokens else 0.0
-        yield Gauge("pyspec_draft_acceptance_rate", "accepted / drafted tokens since start", rate)
         hits = m.prompt_tokens_cached / m.prompt_tokens_seen if m.prompt_tokens_seen else 0.0
-        yield Gauge("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits)
+        for name, about, value in (
+            ("llamacpp:prompt_tokens_seconds", "prompt tokens per second since start", prompt),
+            ("llamacpp:predicted_tokens_seconds", "tokens per second since start", predicted),
+            ("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy),
+            ("pyspec_draft_acceptance_rate", "accepted / drafted tokens since start", rate),
+            ("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits),
+        ):
+            yield Gauge(name, about, value)
         usage = m.pages_used / m.pages_total if m.pages_total else 0.0
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # and its older one
             yield Gauge(name, "share of cache pages in use, 0..1", usage)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
@@ -34,6 +34,14 @@ LARGE_BODY = 64 << 10  # bytes
 HUGE_BODY = 1 << 20  # after a body of this size, freed memory is returned to the system
 
 
+class OfLoop(NamedTuple):
+    """What belongs to one event loop: the wake-ups of all submissions, and the queues for small bodies, large ones and grammars."""
+
+    loop: asyncio.AbstractEventLoop
+    post: Post
+    turns: tuple[FairThreads, ...]
+
+
 class Service:
     """One served engine. Lives on the event loop; only `text` work runs in threads."""
 
@@ -53,8 +61,7 @@ class Service:
         self._text: list[ThreadPoolExecutor | None] = [None] * 3
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
-        self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
-        self._turns: tuple[asyncio.AbstractEventLoop, tuple[FairThreads, ...]] | None = None
+        self._of_loop: OfLoop | None = None
 
     @property
     def n_jobs(self) -> int:
@@ -76,7 +83,7 @@ class Service:
             n_thread = (self.settings.text_threads, 1, 1)[which]
             name = ("pyspec-text", "pyspec-large", "pyspec-compile")[which]
             threads = self._text[which] = ThreadPoolExecutor(n_thread, thread_name_prefix=name)
-        loop, turns = asyncio.get_running_loop(), self._text_threads()[which]
+        loop, turns = asyncio.get_running_loop(), self._here().turns[which]
         await turns.take(client)
         began = time.monotonic()
         try:
@@ -162,7 +169,7 @@ class Service:
         submission = Submission(
             self.engine,
             self.settings.limits.stream_buffer if prepared.stream else 1 << 62,
-            self._loop_post(),
+            self._here().post,
             self.latencies,
         )
         if sum(len(request.prompt) for request in prepared.requests) < LONG_PROMPT:
@@ -193,20 +200,13 @@ class Service:
             submitting.add_done_callback(end)
             raise
 
-    def _text_threads(self) -> tuple[FairThreads, ...]:
-        """The queues for small bodies, large bodies and grammars; new ones if the application moved to another loop."""
+    def _here(self) -> OfLoop:
+        """What belongs to this event loop; anew if the application moved to another one."""
         loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:
-            n_thread = self.settings.text_threads
-            self._turns = loop, (FairThreads(n_thread), FairThreads(1), FairThreads(1))
-        return self._turns[1]
-
-    def _loop_post(self) -> Post:
-        """One for all submissions; a new one if the application moved to another loop."""
-        loop = asyncio.get_running_loop()
-        if self._post is None or self._post[0] is not loop:
-            self._post = loop, Post(loop)
-        return self._post[1]
+        if self._of_loop is None or self._of_loop.loop is not loop:
+            turns = tuple(FairThreads(n) for n in (self.settings.text_threads, 1, 1))
+            self._of_loop = OfLoop(loop, Post(loop), turns)
+        return self._of_loop
 
     def end(self, submission: Submission) -> None:
         """Remove a submission and cancel its running requests. Safe to call twice."""

@@ -101,6 +101,15 @@ async def chunks(submission: Submission, ping_s: float, answer: Answer) -> Async
     yield answer.tail()
 
 
+async def send_parts(send: Send, source: AsyncGenerator[bytes, None]) -> None:
+    """Send the body of an answer, part by part."""
+    async with contextlib.aclosing(source):
+        async for data in source:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 class EventStream:
     """Server-sent events of one submission: `source`, and what its connection takes without a task (PARTS).
 
@@ -164,8 +173,4 @@ class EventStream:
 
     async def _send_all(self, send: Send) -> None:
         await self._begin(send)
-        async with contextlib.aclosing(self._source) as source:
-            async for data in source:
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_parts(send, self._source)

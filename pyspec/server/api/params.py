@@ -103,22 +103,20 @@ def check_alternatives(name: str, count: int | None, body: Generate, limits: Lim
     """Raise RequestError if an answer would have too many alternatives. A few are allowed at any length, many only for short answers."""
     if count is None or count <= limits.top_logprobs:
         return
-    n = token_limit(body)
-    most = limits.top_logprobs
-    if n is not None:
+    n, most = token_limit(body), limits.top_logprobs
+    if n is not None and n >= 0:
         most = min(limits.most_top_logprobs, max(most, limits.alternatives // max(1, n)))
     if count > most:
-        length = "an answer without max_tokens" if n is None else f"{n} tokens"
+        length = "an answer without max_tokens" if n is None or n < 0 else f"{n} tokens"
         raise RequestError(
             f"{name}: {count} alternatives; at most {most} are reported for each token of {length}",
         )
 
 
 def token_limit(body: Generate) -> int | None:
-    """The body's limit of answer tokens; None: no limit given, or as many as fit."""
+    """The body's limit of answer tokens; None: no limit given. Below 0: as many as fit."""
     limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
-    said = [n for n in limits if n is not None]
-    return said[0] if said and said[0] >= 0 else None
+    return next((n for n in limits if n is not None), None)
 
 
 def bias_pairs(

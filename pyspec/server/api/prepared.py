@@ -24,6 +24,7 @@ from pyspec.server.api.params import (
     n_prompt_logprobs,
     sampling_params,
     stop_strings,
+    token_limit,
 )
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import (
@@ -251,13 +252,13 @@ def _request(
     """Choice i of a prompt; with a given seed each choice gets a seed of its own."""
     if i and params.seed >= 0:
         params = replace(params, seed=(params.seed + i) % SEED_MAX)
-    slot = -1 if body.id_slot is None else body.id_slot
+    slot, n_answer = -1 if body.id_slot is None else body.id_slot, token_limit(body)
     if slot >= info.n_slot:
         raise RequestError(f"id_slot: {slot} is outside 0..{info.n_slot - 1}")
     return Request(
         prompt=tuple(ids),
         params=params,
-        max_tokens=_max_tokens(body, settings),
+        max_tokens=settings.max_tokens if n_answer is None else n_answer,
         stop=stop_strings(body.stop, settings.limits),
         cache_prompt=body.cache_prompt is not False,
         n_draft_max=draft_limit(body, info),
@@ -265,12 +266,6 @@ def _request(
         timings_per_token=bool(body.timings_per_token),
         max_predict_ms=max(0.0, float(body.t_max_predict_ms or 0.0)),
     )
-
-
-def _max_tokens(body: Generate, settings: ServerSettings) -> int:
-    limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
-    said = [n for n in limits if n is not None]
-    return said[0] if said else settings.max_tokens
 
 
 def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
@@ -291,8 +286,8 @@ def _gap_ids(
     engine: EngineLike,
     settings: ServerSettings,
 ) -> list[int]:
-    n_answer = _max_tokens(body, settings)
-    n_ctx = engine.info.n_ctx
+    n_answer, n_ctx = token_limit(body), engine.info.n_ctx
+    n_answer = settings.max_tokens if n_answer is None else n_answer
     return infill_ids(engine.tokenizer, gap, n_ctx, n_answer, suffix_first=settings.spm_infill)
 
 

@@ -17,25 +17,16 @@ from starlette.responses import Response
 from pyspec.errors import PromptTooLong, PyspecError, QueueFull
 from pyspec.ranges import printable
 
-TYPES = {
-    400: "invalid_request_error",
+TYPES = dict.fromkeys((400, 405, 408, 413, 414, 431, 505), "invalid_request_error") | {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    414: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
-    505: "invalid_request_error",
     507: "server_error",
 }
-
-
 # characters of a path and of a method that answers and logs repeat
 MOST_SHOWN, MOST_METHOD = 200, 20
 ANTHROPIC_PATH = "/v1/messages"
