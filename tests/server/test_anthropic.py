@@ -11,7 +11,7 @@ from server_client import App
 from server_fakes import FakeEngine, Script
 from server_live import Live
 
-from pyspec.errors import NotSupported, RequestError
+from pyspec.errors import NotSupported
 from pyspec.server.api.anthropic import to_chat
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
@@ -286,55 +286,6 @@ def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
         output_config={"effort": "low"}, output_format={"type": "json_schema", "schema": schema}
     )
     assert asked["response_format"]["json_schema"]["schema"] == schema and "output_format" not in asked
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"messages": "hi"}, RequestError, "messages"),
-        ({"messages": [{"role": "user"}]}, RequestError, "messages.0.content"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, RequestError, "messages.0.role"),
-        (
-            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-            RequestError,
-            "messages.0.content.0.type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            RequestError,
-            "messages.0.content.0.text",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            NotSupported,
-            "image input is out of scope",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            NotSupported,
-            "'document'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            RequestError,
-            "tool_use_id",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            RequestError,
-            "content.0",
-        ),
-        ({"tool_choice": {"type": "tool"}}, RequestError, "tool_choice.name"),
-        ({"tool_choice": "auto"}, RequestError, "tool_choice"),
-        ({"max_tokens": -3}, RequestError, "max_tokens"),
-        ({"system": [{"type": "image"}]}, NotSupported, "system.0"),
-        ({"system": ["text"]}, RequestError, "system"),
-        ({"container": "x"}, NotSupported, "container"),
-    ],
-)
-def test_a_refusal_names_the_field(fields: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        chat(**fields)
 
 
 # -- blocks with text, and an overflow -------------------------------------------------------------------------------
