@@ -126,16 +126,6 @@ def test_a_failing_round_ends_a_stream_with_anthropics_error(
         list(stream.text_stream)
 
 
-def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    sampling = {"top_k": 7, "temperature": 0.5, "top_p": 0.25, "seed": 3}
-    client.messages.create(
-        model="x", max_tokens=5, messages=HELLO, metadata={"user_id": "u"}, extra_body=sampling
-    )
-    request = engine.seen[-1]
-    assert (request.params.top_k, request.params.temperature, request.params.top_p) == (7, 0.5, 0.25)
-    assert (request.max_tokens, request.params.seed) == (5, 3)
-
-
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,15 +1,15 @@
-"""One table of bodies that no path takes: the field is named, the kind of error is told, and nothing reaches the engine.
-
-What is taken, and its answers: test_server_answers.py.
-"""
+"""Two tables of bodies: those that no path takes, whose field is named, and those that are, with what the engine gets of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 from server_client import App
-from server_fakes import FakeEngine
+from server_fakes import BOS, FakeEngine
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 NOT_HERE = "not_supported_error"
@@ -170,3 +170,77 @@ def test_a_refusal_names_the_field(
     assert said.startswith(begun) if begun == words else begun in said, said
     assert "\n" not in said and error["type"] == kind
     assert not engine.seen
+
+
+# Fields of the first request, and of its sampling parameters, by body and path
+# fmt: off
+TAKEN: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {
+    "/completion": [
+        ({}, {"n_draft_max": None}),
+        ({"speculative": True}, {"n_draft_max": None}),
+        ({"speculative": False}, {"n_draft_max": 0}),
+        ({"speculative": {"n_max": 4}}, {"n_draft_max": 4}),
+        ({"speculative": {"type": "none"}}, {"n_draft_max": 0}),
+        ({"speculative": {"n_max": -1}}, {"n_draft_max": None}),
+        ({"speculative.n_max": 2}, {"n_draft_max": 2}),
+        ({"speculative.n_max": -1}, {"n_draft_max": None}),
+        ({"speculative.type": "draft-ngram", "speculative.n_max": 0}, {"n_draft_max": 0}),
+        ({"speculative.type": "ngram-simple", "speculative.n_max": 3}, {"n_draft_max": 3}),
+        *(({"speculative.type": kind}, {}) for kind in ("ngram-simple,suffix", "suffix", "ngram", "auto,suffix")),
+        ({"logit_bias": {"97": 2, "b": -1.5}}, {"logit_bias": ((97, 2.0), (98, -1.5))}),
+        ({"logit_bias": [[97, 2], ["bb", 1], [99, False]]}, {"logit_bias": ((97, 2.0), (98, 2.0), (99, -inf))}),
+        ({"logit_bias": [[257, False]]}, {"logit_bias": ((257, -inf),)}),
+        ({"logit_bias": []}, {"logit_bias": ()}),
+        ({"n_predict": -1}, {"max_tokens": -1}),
+        ({"samplers": ["top_k", "temperature"], "top_p": 0.5, "top_k": -1}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 0.8}),
+        ({"ignore_eos": True, "n_predict": 20, "cache_prompt": False, "id_slot": 2}, {"ignore_eos": True, "max_tokens": 20, "cache_prompt": False, "slot": 2}),
+        ({"t_max_predict_ms": 50, "temperature": 0}, {"max_predict_ms": 50.0, "greedy": True}),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["\n"]}, {"dry_multiplier": 1.0, "dry_sequence_breakers": ("\n",)}),
+        ({"temperature": -1}, {"temperature": 0.0}),
+        ({"seed": 2**40 + 1}, {"seed": 2**40 + 1}),
+        ({"seed": -5}, {"seed": 2**32 - 5}),
+        ({"seed": 2**32 - 1}, {"seed": -1}),
+        ({"n_probs": 1024, "n_predict": 1}, {"logprobs": 1024}),
+    ],
+    "/v1/chat/completions": [
+        *(({name: 5}, {"max_tokens": 5}) for name in ("max_tokens", "max_completion_tokens", "n_predict")),
+        ({"response_format": {"type": "text"}}, {"grammar": None}),
+        ({"response_format": None, "json_schema": None, "grammar": "", "guided_choice": [], "guided_regex": ""}, {"grammar": None}),
+        ({"structured_outputs": {"json": None, "regex": None}}, {"grammar": None}),
+    ],
+    "/v1/messages": [
+        ({"max_tokens": 5, "top_k": 7, "temperature": 0.5, "top_p": 0.25, "seed": 3, "metadata": {"user_id": "u"}}, {"top_k": 7, "temperature": 0.5, "top_p": 0.25, "max_tokens": 5, "seed": 3}),
+    ],
+}
+PROMPTS: list[tuple[Any, list[Sequence[int]]]] = [
+    ("ab", [(BOS, 97, 98)]),
+    ([97, 98], [(97, 98)]),
+    ([97, "b", 99], [(97, 98, 99)]),
+    (["a", 98], [(BOS, 97, 98)]),
+    (["a", "b"], [(BOS, 97), (BOS, 98)]),
+    ([[97], "b", ["a", 98]], [(97,), (BOS, 98), (BOS, 97, 98)]),
+    ({"prompt_string": "a"}, [(BOS, 97)]),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "got"), [(path, *row) for path, rows in TAKEN.items() for row in rows]
+)
+def test_fields_reach_the_engine(
+    app: App, engine: FakeEngine, path: str, body: dict[str, Any], got: dict[str, Any]
+) -> None:
+    engine.info = replace(engine.info, has_suffixes=True)
+    answer = app.post(path, ({"prompt": "x"} if path == "/completion" else CHAT) | body)
+    assert answer.status_code == 200, answer.text
+    request = engine.seen[0]
+    assert {n: getattr(request if hasattr(request, n) else request.params, n) for n in got} == got
+
+
+@pytest.mark.parametrize(("prompt", "prompts"), PROMPTS)
+def test_prompts_come_as_text_ids_and_mixtures(
+    app: App, engine: FakeEngine, prompt: Any, prompts: list[Sequence[int]]
+) -> None:
+    value = app.post("/completion", {"prompt": prompt, "n_predict": 1}).json()
+    assert [request.prompt for request in engine.seen] == prompts
+    assert isinstance(value, list) == (len(prompts) > 1)

@@ -58,27 +58,6 @@ def test_every_field_reaches_the_engine(
     assert grammar is not None and grammar.kind == "compiled"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"response_format": {"type": "text"}},
-        {
-            "response_format": None,
-            "json_schema": None,
-            "grammar": "",
-            "guided_choice": [],
-            "guided_regex": "",
-        },
-        {"structured_outputs": {"json": None, "regex": None}},
-    ],
-)
-def test_what_asks_for_nothing_constrains_nothing(
-    post: Callable[..., httpx.Response], engine: FakeEngine, body: dict[str, Any]
-) -> None:
-    assert post("/v1/chat/completions", CHAT | body).status_code == 200
-    assert engine.seen[-1].grammar is None
-
-
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Engine]:
     with Engine.load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -82,35 +82,30 @@ ERRORS = {
 }
 BODY_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 503)
 ANTHROPIC_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 529)
-ANTHROPIC_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["code", "message", "type"],
-            "properties": {
-                "code": {"type": "integer"},
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "n_prompt_tokens": {"type": "integer"},
-                "n_ctx": {"type": "integer"},
-            },
-        }
-    },
-}
+
+
+class ErrorDetails(BaseModel):
+    """An error as llama-server tells it. The numbers are there if the prompt was too long."""
+
+    code: int
+    message: str
+    type: str
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+
+
+class Error(BaseModel):
+    error: ErrorDetails
+
+
+class AnthropicErrorDetails(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetails
 
 
 EVENTS = {
@@ -124,12 +119,12 @@ EVENTS = {
 def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
     shown = [endpoint for endpoint in endpoints if endpoint.about]
-    models = {endpoint.body for endpoint in shown if endpoint.body is not None}
+    models: set[type[BaseModel]] = {Error, AnthropicError}
+    models |= {endpoint.body for endpoint in shown if endpoint.body is not None}
     refs, defs = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda m: m.__name__)],
         ref_template="#/components/schemas/{model}",
     )
-    schemas = {**defs["$defs"], "Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}
     paths: dict[str, Any] = {}
     for one in shown:
         operation = _operation(one)
@@ -146,7 +141,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": defs["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],

@@ -117,30 +117,28 @@ def prepare(
     hides_logprobs = n_run > n and params.logprobs is None
     if hides_logprobs:
         params = replace(params, logprobs=0)
-    runs = [(ids, i) for ids in prompts for i in range(n_run)]
-    requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids, i in runs)
-    # One choice computes them for all
-    if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:
-        requests = tuple(
-            replace(r, prompt_logprobs=n_top) if i == 0 else r
-            for r, (_, i) in zip(requests, runs, strict=True)
-        )
+    requests = [
+        _request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n_run)
+    ]
+    n_top = n_prompt_logprobs(body, settings.limits)
+    more: dict[str, Any] = {}
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
-        requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
+        more["n_stable"] = _n_common(prompts[0], others[0])
     around = plan.answer.around(plan.begun) if plan else ALONE
-    if (grammar := checked_grammar(body, engine, around, compiles=compiles)) is not None:
-        requests = tuple(replace(r, grammar=grammar) for r in requests)
+    grammar = checked_grammar(body, engine, around, compiles=compiles)
     if plan:
-        shown, calls = plan.answer.shown, plan.answer.grammar
-        requests = tuple(
-            replace(r, shown=shown, think_budget=plan.budget, grammar=calls or r.grammar)
-            for r in requests
-        )
+        more |= {"shown": plan.answer.shown, "think_budget": plan.budget}
+        grammar = plan.answer.grammar or grammar
+    requests = [
+        # one choice of a prompt computes its log probabilities for all
+        replace(request, grammar=grammar, prompt_logprobs=None if i % n_run else n_top, **more)
+        for i, request in enumerate(requests)
+    ]
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return PreparedBody(
         kind=kind,
-        requests=requests,
+        requests=tuple(requests),
         n=n,
         stream=bool(body.stream),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
