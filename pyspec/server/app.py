@@ -169,7 +169,7 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _openapi(service: Service, request: Request) -> Response:
-    return JSON(_document())
+    return JSON(await service.in_thread(_document))
 
 
 @cache

@@ -75,6 +75,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         (CHAT | {"tools": [{"type": ["function"]}]}, "tools.0.type"),
         (CHAT | {"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported: MCP is out of scope", NOT_HERE),
         (CHAT | {"lora": [{"id": 0, "scale": 1.0}]}, "lora is not supported: LoRA adapters are out of scope", NOT_HERE),
+        (CHAT | {"echo": True}, "echo is not supported here", NOT_HERE),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "bad", "content": "x"}]}, "the chat template refuses"),

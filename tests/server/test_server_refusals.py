@@ -32,19 +32,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("lora", [{"id": 0, "scale": 1.0}]),
-        ("echo", True),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-    ],
-)
-def test_what_would_change_the_text_is_refused_not_ignored(app: App, field: str, value: Any) -> None:
-    error = error_of(app.post("/v1/chat/completions", CHAT | {field: value}), 400)
-    assert error["type"] == "not_supported_error"
-
-
 def test_default_values_of_unsupported_fields_pass(app: App) -> None:
     body = {
         "response_format": {"type": "text"},

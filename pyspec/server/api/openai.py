@@ -152,8 +152,8 @@ class OpenAIAnswer(Answer):
 
     def _prompt_logprobs(self, choice: Choice, n: int) -> list[Any]:
         """vLLM's list of a prompt's tokens: null for the first one."""
-        told = prompt_logprobs(choice.prompt_logprobs, choice.prompt_ranks, self._tokenizer, n)
-        return [None, *told] if choice.n_prompt else told
+        rows = prompt_logprobs(choice.prompt_logprobs, choice.prompt_ranks, self._tokenizer, n)
+        return [None, *rows] if choice.n_prompt else rows
 
     def _finish_reason(self, i: int, done: Done) -> str:
         return finish_reason(done.finish)
