@@ -49,7 +49,6 @@ from pyspec.server.metrics import EngineCollector, exposition
 from pyspec.server.page import page
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
-from pyspec.server.stream import while_connected
 
 ANTHROPIC = "anthropic-version"  # header of Anthropic's clients
 
@@ -190,11 +189,7 @@ def _worked(work: Callable[[Service, bytes], object]) -> Handler:
     """A handler that runs `work` on the body in a text thread and answers with its result."""
 
     async def handle(service: Service, request: Request) -> Response:
-        raw = await service.body(request)
-        client = service.client_of(request)
-        with service.admitted(client):
-            done = service.text(work, service, raw, n_byte=len(raw), client=client)
-            return JSON(await while_connected(done, request.receive))
+        return JSON(await service.on_body(request, work))
 
     return handle
 

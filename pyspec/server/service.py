@@ -27,6 +27,7 @@ from pyspec.server.http.gate import key_of
 from pyspec.server.latency import Latencies
 from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
+from pyspec.server.stream import while_connected
 
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
@@ -107,11 +108,12 @@ class Service:
         """Read the body. A slow client blocks no other request; it only holds memory."""
         return await read_body(request, self.settings.limits, self.reading, self.client_of(request))
 
-    async def read(self, model: type[AnyBody], request: HTTPRequest) -> AnyBody:
-        """The body as its model, of a request that is admitted meanwhile."""
+    async def on_body(self, request: HTTPRequest, work: Callable[[Service, bytes], T]) -> T:
+        """Run `work` on the body in a text thread, while the request counts as admitted and its client is there."""
         raw, client = await self.body(request), self.client_of(request)
         with self.admitted(client):
-            return await self.text(self.checked, model, raw, n_byte=len(raw), client=client)
+            done = self.text(work, self, raw, n_byte=len(raw), client=client)
+            return await while_connected(done, request.receive)
 
     def checked(self, model: type[AnyBody], raw: bytes) -> AnyBody:
         """A body as its model. Raises RequestError."""

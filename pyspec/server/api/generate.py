@@ -142,6 +142,6 @@ async def stop_stream(service: Service, request: Request) -> Response:
 
 async def lookup_streams(service: Service, request: Request) -> Response:
     """The streams of the named conversations."""
-    body = await service.read(LookupBody, request)
+    body = await service.on_body(request, lambda service, raw: service.checked(LookupBody, raw))
     owner = owner_of(request.headers, service.settings)
     return JSON(service.sessions.rows(owner, list(dict.fromkeys(body.conversation_ids))))

@@ -57,6 +57,8 @@ TO_CHAT: dict[Kind, Callable[[dict[str, Any], Limits], dict[str, Any]]] = {
 }
 """APIs whose bodies are converted to chat completions first."""
 
+SWITCHES = ("stream", "return_tokens", "return_progress", "return_pieces", "timings_per_token", "echo")
+"""Fields of bodies that a PreparedBody has, too."""
 _logged: set[str] = set()
 """Ignored field names that were logged. Bounded, because clients choose the names."""
 
@@ -140,17 +142,12 @@ def prepare(
         kind=kind,
         requests=tuple(requests),
         n=n,
-        stream=bool(body.stream),
+        **{name: bool(getattr(body, name, False)) for name in SWITCHES},
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        return_tokens=bool(body.return_tokens),
-        return_progress=bool(body.return_progress),
-        timings_per_token=bool(body.timings_per_token),
         ping_s=max(ping_s, settings.limits.least_ping_s) if ping_s > 0 else settings.limits.total_s,
         prompt_texts=_texts(body, engine.tokenizer, prompts, n_run, settings),
         verbose=settings.verbose if body.verbose is None else body.verbose,
-        return_pieces=bool(body.return_pieces),
         n_run=n_run,
-        echo=isinstance(body, TextBody) and bool(body.echo),
         tells_prompt=body.prompt_logprobs is not None,
         hides_logprobs=hides_logprobs,
         calls_functions="functions" in sent and "functions" not in value,

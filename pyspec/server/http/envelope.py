@@ -44,12 +44,11 @@ ANTHROPIC_TYPES = {
 
 
 class Refused(PyspecError):
-    """Refused by HTTP itself: too large, too slow, no key, a page of another site."""
+    """Refused by HTTP itself: too large, too slow, no key, a page of another site; or an error of the framework, or a bug."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status
-        self.kind = TYPES[status]
+        self.status, self.kind = status, TYPES.get(status, "server_error")
 
 
 class JSON(Response):
@@ -116,14 +115,6 @@ async def on_error(request: Request, error: Exception) -> Response:
     return error_response(request.url.path, error, headers)
 
 
-class _StatusError(PyspecError):
-    """An error of the framework, or a bug, with a status of its own."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.kind = status, TYPES.get(status, "server_error")
-
-
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Answer a route or method that does not exist."""
     assert isinstance(error, HTTPException)
@@ -133,10 +124,10 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     what = {404: f"no such path: {path}", 405: f"{path} does not take {method}"}
     message = what.get(status, HTTPStatus(status).phrase.lower())
     headers = dict(error.headers or {})
-    return error_response(request.url.path, _StatusError(status, message), headers)
+    return error_response(request.url.path, Refused(status, message), headers)
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
     """Answer any other exception; the framework logs the traceback and re-raises."""
-    failure = _StatusError(500, "the server failed on this request; its log says why")
+    failure = Refused(500, "the server failed on this request; its log says why")
     return error_response(request.url.path, failure)
