@@ -24,7 +24,7 @@ from pyspec.server.api import views
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.generate import generate, lookup_streams, read_stream, stop_stream
 from pyspec.server.api.openapi import Endpoint, Handler, document, get, post
-from pyspec.server.api.out_of_scope import routes_not_here
+from pyspec.server.api.out_of_scope import refuse_unsupported, routes_not_here
 from pyspec.server.api.prepared import Kind, as_read, count_tokens
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
 from pyspec.server.api.responses import ResponsesBody
@@ -40,7 +40,6 @@ from pyspec.server.api.schema import (
     validate,
 )
 from pyspec.server.api.slots import SlotFileBody, act_on_slot
-from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import ClientGone, on_gone, parse_object
 from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error

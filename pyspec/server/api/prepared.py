@@ -17,6 +17,7 @@ from pyspec.server.api import anthropic, responses
 from pyspec.server.api.chats import plan_chat, with_tools
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.infill import infill_ids
+from pyspec.server.api.out_of_scope import refuse_elsewhere, refuse_unsupported
 from pyspec.server.api.params import (
     draft_limit,
     generation_settings,
@@ -37,7 +38,6 @@ from pyspec.server.api.schema import (
     validate,
 )
 from pyspec.server.api.steady import steady, with_lines
-from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings

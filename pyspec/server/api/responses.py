@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.left_out import is_foreign_item, words
+from pyspec.server.api.out_of_scope import is_foreign_item, words
 from pyspec.server.api.schema import (
     AsSent,
     Body,

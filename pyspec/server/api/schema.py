@@ -2,7 +2,7 @@
 
 Strict means that "1" is no number and true no count, because lax coercion hides clients' mistakes. 4.0 is an integer, as in JSON
 Schema; 4.5 is not. The published OpenAPI document is built from these models. Unsupported fields that would change the text are in
-`unsupported.py`; all others are ignored, as in OpenAI's and llama.cpp's servers.
+`out_of_scope.py`; all others are ignored, as in OpenAI's and llama.cpp's servers.
 """
 
 from __future__ import annotations
