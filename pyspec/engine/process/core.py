@@ -28,7 +28,6 @@ from pyspec.engine.loop.job import Job, Sink, blamed
 from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.policy.evict import evict_for
-from pyspec.engine.process.fork_guard import refuse_fork
 from pyspec.engine.process.watchdog import RoundPace
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.gguf import GGUFFile
@@ -52,6 +51,7 @@ FLUSH_S = 2.0  # of a close, in which texts are still copied for the cache on di
 CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
 _ENDING = threading.Event()  # the main thread has ended; other threads may still run
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+_LOADED_IN: list[int] = []  # the process that loaded the first engine
 
 
 class EngineCore:
@@ -475,6 +475,18 @@ class EngineCore:
             self._ranks.close()
         _RUNNING.discard(self)
         return True
+
+
+def refuse_fork() -> None:
+    """Refuse a fork of a process that has loaded an engine: torch's threads do not survive it, and its first product would hang."""
+    pid = os.getpid()
+    if not _LOADED_IN:
+        _LOADED_IN.append(pid)
+    elif _LOADED_IN[0] != pid:
+        raise Unavailable(
+            f"an engine was loaded in process {_LOADED_IN[0]}, and its threads and device do not survive a fork: "
+            f"in process {pid} load one with isolated=True, or start that with spawn"
+        )
 
 
 def _begin_to_end() -> None:
