@@ -12,13 +12,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from pyspec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine, Result
     from pyspec.engine.chat_tools import ChatDelta, ChatResult, ToolCall
     from pyspec.errors import PyspecError
     from pyspec.request import Delta, Done, Request, SamplingParams, Timings, TokenLogprob
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "ChatDelta": "pyspec.engine.chat_tools",

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pyspec.gguf import GGMLType, GGUFWriter, Strings, ValueType, open_gguf
+from pyspec.gguf import GGMLType, Strings, ValueType, open_gguf
+from pyspec.gguf.write import GGUFWriter
 from pyspec.heap import LEAST_KIB, _unwritten
 
 LINES = """\

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pyspec import __version__
 from pyspec.bench.measure import Mode, Run, Turn, measure, with_rate
 from pyspec.bench.over_http import Clients, measure_http
 from pyspec.bench.parts import watch_rounds
 from pyspec.bench.prompts import Chat, make_prompts
 from pyspec.bench.result import Report, Row, summarise_turns
+from pyspec.version import __version__
 
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from pyspec import __version__
 from pyspec.cli.chat_options import CHAT_OPTIONS, chat_settings
 from pyspec.cli.fields import options_of
 from pyspec.cli.flags import LlamaCommand, gathered, grouped, option
@@ -32,6 +31,7 @@ from pyspec.heap import give_back_memory, unmap_idle_pages
 from pyspec.ranges import rules_of
 from pyspec.request import EngineInfo
 from pyspec.server.settings import DAY_S, LISTENING, Limits, ServerSettings, keys_of
+from pyspec.version import __version__
 
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine

@@ -13,8 +13,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from pyspec.constrain.grammar import LIMITS, compile_text, one_line
-from pyspec.constrain.trie import TokenTable, begin
+from pyspec.constrain.grammar import compile_text
+from pyspec.constrain.trie import LIMITS, TokenTable, begin, one_line
 from pyspec.errors import RequestError
 from pyspec.ranges import printable
 from pyspec.request import Grammar

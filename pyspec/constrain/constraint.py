@@ -9,10 +9,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pyspec.constrain.grammar import one_line
 from pyspec.constrain.offer import LEAST_CHANCE, Offer
 from pyspec.constrain.phrases import ORDER, Estimate, Phrasebook
-from pyspec.constrain.trie import TokenTrie, begin
+from pyspec.constrain.trie import TokenTrie, begin, one_line
 from pyspec.errors import GrammarTooLarge, RequestError, SlotError
 from pyspec.request import Grammar
 

@@ -1,37 +1,26 @@
 """Translates grammars for llguidance: JSON Schemas, GBNF, regular expressions and lark become one JSON text, under limits.
 
-A grammar may be hostile. `compile_text` and a matcher run first in a process that can be killed (check.py), under the limits here. The
+A grammar may be hostile. `compile_text` and a matcher run first in a process that can be killed (check.py), under limits (trie.py). The
 engine compiles only grammars that passed there.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from pyspec.constrain.gbnf_lark import lark_of
+from pyspec.constrain.trie import one_line
 from pyspec.errors import RequestError
-from pyspec.ranges import printable
 from pyspec.request import Grammar
 from pyspec.text.schemas import closed
 
 SOURCE_BYTES = 256 << 10
-MESSAGE_CHARS = 300  # of the compiler's message
 SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
 """White space between two JSON tokens, as llama.cpp allows it. It is bounded, so that no run of spaces lasts."""
-LIMITS = LLParserLimits(
-    max_items_in_row=2000,
-    initial_lexer_fuel=1_000_000,  # 20 ms
-    step_lexer_fuel=200_000,  # 14 ms for one row's mask
-    step_max_items=200_000,  # 40 ms: rules of single characters that meet take most
-    max_lexer_states=50_000,  # of up to 2 kB each
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Allowed tokens depend on the text so far and not on its split into tokens: the model may spell as it likes."""
 _FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
@@ -47,9 +36,6 @@ class TokenIds(Protocol):
 
     def id_of(self, text: str) -> int | None:
         """The token with this text."""
-
-
-_PICTURE = re.compile(r"^(at )?\d+\(\d+\): | \d+ \| .*")
 
 
 def check_size(grammar: Grammar) -> None:
@@ -87,13 +73,6 @@ def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
     calls = [{"name": "calls", "lark_grammar": grammar.calls}] if grammar.calls else []
     parts = [{"lark_grammar": _OPTIONS + top}, {**first, "name": "constrained"}, *calls, *rest]
     return json.dumps({"grammars": parts})
-
-
-def one_line(message: str) -> str:
-    """The reason in a compiler's message, without its picture of the source and its names for types, on one short line."""
-    reason = _PICTURE.sub("", " ".join(message.split())).rpartition("error: ")[2]
-    reason = reason.replace("f64", "number").replace("Unsatisfiable schema:", "nothing fits it:")
-    return printable(reason, MESSAGE_CHARS) or "no reason is given"
 
 
 def _json_schema(source: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""A model's vocabulary in llguidance's form. Built on first use: 150,000 tokens take most of a second."""
+"""A model's vocabulary in llguidance's form, and the limits of its matchers. Built on first use: 150,000 tokens take most of a second."""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from array import array
 from bisect import bisect_right
@@ -12,10 +13,10 @@ from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from pyspec.constrain.grammar import LIMITS, one_line
 from pyspec.errors import RequestError
+from pyspec.ranges import printable
 from pyspec.text.rust import border
 from pyspec.text.tokenizer import Tokenizer
 
@@ -23,6 +24,17 @@ NO_GRAMMARS = "grammars are not supported: the model's vocabulary"
 MOST_THREADS = 8
 # of a token: the depth of the library's tree, minus one mark before control tokens
 MOST_BYTES = 1023
+MESSAGE_CHARS = 300  # of the compiler's message
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=200_000,  # 14 ms for one row's mask
+    step_max_items=200_000,  # 40 ms: rules of single characters that meet take most
+    max_lexer_states=50_000,  # of up to 2 kB each
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+_PICTURE = re.compile(r"^(at )?\d+\(\d+\): | \d+ \| .*")
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,13 @@ def ends_of(tokenizer: Tokenizer, n_vocab: int) -> list[int]:
     if not eog:
         raise RequestError(f"{NO_GRAMMARS} has no token that ends a generation")
     return eog
+
+
+def one_line(message: str) -> str:
+    """The reason in a compiler's message, without its picture of the source and its names for types, on one short line."""
+    reason = _PICTURE.sub("", " ".join(message.split())).rpartition("error: ")[2]
+    reason = reason.replace("f64", "number").replace("Unsatisfiable schema:", "nothing fits it:")
+    return printable(reason, MESSAGE_CHARS) or "no reason is given"
 
 
 def begin(tokenizer: LLTokenizer, matcher: LLMatcher, text: str) -> list[int] | None:

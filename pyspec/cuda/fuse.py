@@ -15,14 +15,13 @@ of them and runs in the same models.
     runs_beside            a compressor: so are its rows
     with_beside            a compressor: may run in one launch with another one of its class
 
-A product that ranks sum (`Summed`) is asked for this rank's own part, which reads the rows. Sums behind it may prepare the rows of the next
-product (`link`).
+Sums of ranks may prepare the rows of the next product, too (`link`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -45,16 +44,10 @@ def has(launch: object, *names: str) -> bool:
     return all(hasattr(launch, name) for name in names)
 
 
-def part_of(product: Any) -> Any:
-    """This rank's part of a product."""
-    return product.own if has(product, "own") else product
-
-
 def read_next(launch: Any, product: Product) -> dict[str, Tensor]:
     """Further arguments of `launch`, whose output `product` reads: the product's weights, if the launch fetches them ahead."""
-    own = part_of(product)
-    if has(launch, "fetches") and isinstance(own, Streamed):
-        return {"after": own.packed.data}
+    if has(launch, "fetches") and isinstance(product, Streamed):
+        return {"after": product.packed.data}
     return {}
 
 
@@ -70,18 +63,18 @@ def leaves_rest(product: object) -> bool:
 
 def writes_rows_of(launch: object, product: Product) -> bool:
     """Whether `launch` can write the rows that the product reads."""
-    return has(launch, "prepared") and isinstance(part_of(product), Streamed)
+    return has(launch, "prepared") and isinstance(product, Streamed)
 
 
 def then(
     launch: Any,
     given: tuple[Tensor, *tuple[Any, ...]],
-    product: Product,
+    product: Streamed,
     prep: HeadNorm,
     residual: Tensor | None = None,
 ) -> Tensor:
     """residual + product(prep(launch(*given))). Of few rows the launch writes the rows that the product reads (`writes_rows_of`)."""
-    into = part_of(product).place(len(given[0]), prep)
+    into = product.place(len(given[0]), prep)
     if into is not None:
         return product(launch.prepared(*given, into=into), residual=residual)
     return product(launch(*given).flatten(1), prep, residual=residual)
@@ -113,12 +106,12 @@ def both(main: Any, beside: Any) -> Callable[..., None] | None:
 def handing(first: Any, next: Product, bound: float) -> Handing | None:
     """Runs `first`, of few rows, straight into the rows of `next`: no launch prepares them. None where no kernel does that.
     bound: of the magnitudes that `first` gives, or, if it is in parts, of the norms of theirs."""
-    own, of = part_of(next), first
+    of = first
     if has(first, "few", "reach"):  # one matrix for few rows reads parts as rows of their own
         of = first.few if isinstance(first.few, StreamedParts) else None
-    if not isinstance(of, Streamed | StreamedParts) or not isinstance(own, Streamed):
+    if not isinstance(of, Streamed | StreamedParts) or not isinstance(next, Streamed):
         return None
-    return handing_of(of, own, bound if of is first else bound * first.reach())
+    return handing_of(of, next, bound if of is first else bound * first.reach())
 
 
 def handed(
@@ -206,23 +199,25 @@ def added(
 # -- ranks -------------------------------------------------------------------------------------------------------
 
 
-class GivesSum(Protocol):
-    """The end of a part that sums over ranks. into: makes the sum of this rank's part."""
+class RankSum:
+    """The sum of all ranks' rows. into: sums, and may prepare the rows of the product that reads the sum."""
 
-    into: Callable[[Tensor], Tensor]
+    def __init__(self, into: Callable[[Tensor], Tensor]) -> None:
+        self.into = into
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.into(x)
 
 
-def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | None]]) -> None:
+def link(ranks: Collective, pairs: Sequence[tuple[RankSum, FirstRead | None]]) -> None:
     """Have sums prepare the rows of the product that reads them next, where kernels can, on all ranks together. pairs: a sum, and the product
     with its norm that reads the sum first."""
     readers = [
-        (read[0], read[1])
-        if gives is not None and read is not None and isinstance(read[0], Streamed)
-        else None
-        for gives, read in pairs
+        (read[0], read[1]) if read is not None and isinstance(read[0], Streamed) else None
+        for _, read in pairs
     ]
     if not any(readers):
         return
-    for (gives, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
-        if gives is not None and into is not None:
-            gives.into = into
+    for (own, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
+        if into is not None:
+            own.into = into

@@ -11,6 +11,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -89,7 +90,7 @@ class Graphed(Generic[Out]):
         recorded = self._tapes.pop(key, None)
         if recorded is None:
             try:
-                recorded = Recorded(lambda: self.fn(batch), self._memory)
+                recorded = Recorded(partial(self.fn, batch), self._memory)
             except CannotRecord as e:
                 self._cannot = str(e)
                 log.info("forwards run call by call, because %s is not a kernel", e)

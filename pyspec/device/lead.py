@@ -76,7 +76,6 @@ class Leader:
         self.has_accepted = False
         self._dropped: deque[int] = deque()  # filled on the thread that frees a checkpoint
         self._n_kept = 0
-        self._is_running = False  # a forward that the others run, too
 
     def send(self, command: Command) -> None:
         """Send a command to all other ranks, in order."""
@@ -113,8 +112,6 @@ class Leader:
         absorbs: bool = False,
     ) -> Out:
         """Run a forward on every rank. Logits are gathered after `run`, which a graph may hold."""
-        if self._is_running:
-            return run(batch, taps)
         is_moved, moves, in_arena = (
             self.moved is not None,
             self.moving is not None,
@@ -126,13 +123,9 @@ class Leader:
         with self.together(
             RunForward(*rows, tuple(taps), in_arena, is_moved, moves, reads, absorbs, prompt)
         ):
-            self._is_running = True
-            try:
-                if self.moved is not None:
-                    self.ranks.spread(self.moved)
-                return run(batch, taps).whole(reads)
-            finally:
-                self._is_running = False
+            if self.moved is not None:
+                self.ranks.spread(self.moved)
+            return run(batch, taps).whole(reads)
 
     def accept(self, behind: Continuation) -> None:
         """Have the others count the kept rows of the last forward, which this rank does, too."""
@@ -218,15 +211,20 @@ class TpMemory(Memory):
 
 
 class TpGraphs(Graphed[Out]):
-    """The first rank's forwards, with or without graphs. The others learn of each before it starts, and have graphs of their own."""
+    """The first rank's forwards, with or without graphs. The others learn of each before it starts, and have graphs of their own.
+
+    reads  results of the next forward that the host needs
+    """
+
+    reads: LogitsNeed = ALL
 
     def __init__(self, worker: Worker, leader: Leader) -> None:
         super().__init__(worker.run, by_single=worker.plan.n_held > 0)
         self.leader, self.taps = leader, worker.plan.taps
         self.absorbs = worker.drafter is not None and worker.drafter.is_divided
 
-    def __call__(self, batch: Batch, reads: LogitsNeed = ALL) -> Out:
-        own = super().__call__
+    def __call__(self, batch: Batch) -> Out:
+        own, reads, self.reads = super().__call__, self.reads, ALL
         return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads, absorbs=self.absorbs)
 
     def seal(self) -> None:
@@ -274,10 +272,11 @@ class TpWorker(Worker):
         arena = self.arena
         return arena is not None and arena.bucket(widths) is not None and n_page <= arena.n_page
 
-    def results(self, batch: Batch, reads: LogitsNeed) -> Out:
-        """Results without logits, if the host does not read them."""
+    def _send(self, batch: Batch, reads: LogitsNeed) -> Launched:
+        """Launch a forward without logits, if the host does not read them."""
         assert isinstance(self.forward, TpGraphs)
-        return self.forward(batch, reads)
+        self.forward.reads = reads
+        return super()._send(batch, reads)
 
     def keeps_logits(self, reads: LogitsNeed) -> bool:
         """Gathered logits have a place of their own."""

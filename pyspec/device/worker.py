@@ -110,9 +110,9 @@ class Worker:
         self.device = target.device
         self.arena = arena  # batches of graphs; None: no graphs
         self.lock = gpu_lock(self.device)
-        self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter, self.n_suffix = len(table.slots), drafter, n_suffix
         self.ahead_rows = AheadRows(self.device, n_slot, n_slot * (self.n_draft + 1))
+        self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         # results of rounds, and their tokens
         self._best = Pinned()
         self._found = Pinned()
@@ -196,19 +196,15 @@ class Worker:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
 
     def _send(self, batch: Batch, reads: LogitsNeed) -> Launched:
-        out = self.results(batch, reads)
+        if self.device.type == "cpu":
+            self.faults.clear()  # a recording has kernels alone
+        out = self.forward(batch)
         best = None if out.best is None else self._best.copy(out.best)
         self.faults.fetch()
         return Launched(batch, out, best, stamp(self.device), keeps_logits=self.keeps_logits(reads))
 
-    def results(self, batch: Batch, reads: LogitsNeed) -> Out:
-        """Run a forward; may skip the logits if they are not needed."""
-        if self.device.type == "cpu":
-            self.faults.clear()  # a recording has kernels alone
-        return self.forward(batch)
-
     def keeps_logits(self, reads: LogitsNeed) -> bool:
-        """True if the host may read logits of `results` that the next forward overwrites. If the largest one is banned, they also give the best
+        """True if the host may read logits of a forward that the next one overwrites. If the largest one is banned, they also give the best
         token."""
         return reads.logits or bool(reads.bans)
 
@@ -221,7 +217,7 @@ class Worker:
     def run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on the acceptance. A graph may hold it."""
         self.faults.clear()
-        out = self.target.forward(batch, self.plan.taps)
+        out = self.target.run(batch, self.plan.taps)
         if self.drafter is not None:
             self.drafter.absorb(batch, out)
         has_best = out.best is not None or batch.tokens.device.type == "cpu"

@@ -189,7 +189,7 @@ class AssistantBlock:
         rings = self.target.ringed(batch)
         run = Pass(self.ropes.angles(batch.positions), self.target.memory, batch, rings=rings)
         for block in self.blocks:
-            x = block(x, run)
+            x = block.run(x, run)
         return self.norms(x, self.norm)
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:

@@ -100,13 +100,13 @@ class DFlashNet:
         """Keys and values of context rows c [row, n_embd]."""
         run = Pass(angles, self.memory, cast(Batch, None))  # rows are given
         for write in self.context:
-            write(c, rows, run)
+            write.run(c, rows, run)
 
     def forward(self, batch: Batch) -> Tensor:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
         x, whole, causal = self._given(batch)
         for block, is_causal in zip(self.blocks, self.c.causal, strict=True):
-            x = block(x, causal if is_causal else whole)
+            x = block.run(x, causal if is_causal else whole)
         return self.norms(x, self.norm)
 
     def _given(self, batch: Batch) -> tuple[Tensor, Pass, Pass]:

@@ -7,7 +7,6 @@ at most. The confidence head reads the merged streams before the last norm. Sour
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -138,14 +137,16 @@ class StreamsNet(DSparkNet):
     def _write(self, c: Tensor, angles: tuple[Angles, ...], rows: Tensor, positions: Tensor) -> None:
         run = Pass(angles, self.memory, cast(Batch, None))  # rows are given
         for write in self.context:
-            write(c, rows, positions, run)
+            write.run(c, rows, positions, run)
 
     def forward(self, batch: Batch) -> Tensor:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] before the final norm."""
         x, whole, causal = self._given(batch)
         run: Pass = causal if self.c.causal[0] else whole
-        behind = self.residual.through(self.residual.begin(x), self.blocks, run)
-        return self.residual.merged(deque(behind, maxlen=1).pop())
+        streams = self.residual.begin(x)
+        for block in self.blocks:
+            block.run(streams, run)
+        return self.residual.merged(streams.x)
 
     def _normed(self, rows: Tensor) -> Tensor:
         return self.norms(rows, self.norm)

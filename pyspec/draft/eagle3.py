@@ -211,7 +211,7 @@ class EagleBlock:
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: g of the position before each row. Returns what stands for that of each row's own."""
         e, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
-        return self.layer(e, hidden, Pass(angles, self.memory, batch))
+        return self.layer.run(e, hidden, Pass(angles, self.memory, batch))
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:
         """The target's tokens for the best logits, and these, of the drafter's own tokens."""

@@ -25,7 +25,7 @@ from pyspec.engine.arguments import (
     settings_given,
     slot_path,
 )
-from pyspec.engine.aside import in_time, to_loop
+from pyspec.engine.aside import to_loop
 from pyspec.engine.block_events import BlockPublisher, publishers_of
 from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.named import Named
@@ -50,6 +50,7 @@ from pyspec.engine.result import (
     RequestSet,
     Result,
     collect,
+    in_time,
     patience,
     submit_when_free,
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, ParamSpec, TypeVar
 
 from pyspec.errors import PyspecError, QueueFull, TimedOut
 from pyspec.ranges import Doc
@@ -25,6 +26,8 @@ from pyspec.request import (
     finish_reason,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Submit = Callable[[Request, Callable[[Event], None]], str]
 Cancel = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -212,3 +215,12 @@ class RequestSet:
         self._n_done += 1
         if self.progress is not None:
             self.progress(self._n_done, len(self.requests))
+
+
+async def in_time(deadline: Deadline, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `make` on a thread. Raises its error, or TimedOut where it takes longer."""
+    try:
+        async with asyncio.timeout(deadline.left()):
+            return await asyncio.to_thread(make, *args, **kwargs)
+    except TimeoutError as e:
+        raise (e if isinstance(e, PyspecError) else deadline.error()) from None

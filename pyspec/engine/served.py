@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 from typing import Any
 from weakref import finalize
 
 from pyspec.engine.arguments import callable_of, id_of, seconds_of
-from pyspec.engine.aside import end_aside
+from pyspec.engine.aside import AsideThread
 from pyspec.engine.block_events import BlockPublisher
 from pyspec.engine.protocol import Core
 from pyspec.engine.validate import Validator
@@ -169,3 +171,26 @@ class ServedEngine:
         for publisher in self.publishers:
             publisher.close()
         return is_over
+
+
+def end_aside(
+    core: Core, templates: list[ChatTemplate], publishers: Sequence[BlockPublisher] = ()
+) -> None:
+    """Close an engine, its templates' processes and its publishers after its last reference is gone. This may run on any thread, even the core's own, so
+    nothing waits."""
+    held = [core]
+    with suppress(RuntimeError):  # the program ends, and the core with it
+        AsideThread(lambda: _end(held, templates, publishers), "pyspec-end").start()
+
+
+def _end(
+    held: list[Core], templates: list[ChatTemplate], publishers: Sequence[BlockPublisher] = ()
+) -> None:
+    """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's memory:
+    collect them now."""
+    held.pop().close()
+    for template in templates:
+        template.close()
+    for publisher in publishers:
+        publisher.close()
+    gc.collect()

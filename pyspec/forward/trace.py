@@ -217,9 +217,10 @@ class Forward:
         """x W^T of a matrix, or of several side by side."""
         return self.product_by(Weight("matrix", names), x, n_out)
 
-    def summed(self, x: Value, name: str, n_out: int) -> Value:
-        """x W^T of a matrix whose columns ranks divide: the sum of theirs."""
-        return self.product_by(Weight("summed", (name,)), x, n_out)
+    def summed(self, x: Value, name: str, n_out: int, stream: Value | None = None) -> Value:
+        """stream + x W^T of a matrix whose columns ranks divide: the sum of their products, to one of which the stream is added."""
+        own = self.product(x, name, n_out=n_out)
+        return self.over_ranks(self.add(stream if self.at.leads else None, own))
 
     def gated(self, x: Value, gate: str, up: str, act: str, n_out: int, *, limit: float = 0.0) -> Value:
         """act(x G^T) * (x U^T), the first cut at a limit and the second at plus and minus it, if there is one."""

@@ -13,17 +13,40 @@ from pyspec.cuda.op import op_named
 from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.rope import RopeFlags
 from pyspec.models.ropes import Angles, Ropes
-from pyspec.models.tables import Tables
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.memory import Memory
 
 
+class Tables:
+    """Tables [token, n] of one shape that parts look up in every forward. A part keeps its table's place here, and a forward looks all up at once, because each gather between
+    kernels that begin before the one before them is over would cost five microseconds."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._all: Tensor | None = None
+
+    def place(self, table: Tensor) -> int:
+        """Where a forward's rows have those of `table`."""
+        self._parts.append(table)
+        return len(self._parts) - 1
+
+    def close(self) -> None:
+        """No more are coming."""
+        self._all = torch.stack(self._parts) if self._parts else None
+        self._parts = []
+
+    def rows(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Of tokens [row]."""
+        return () if self._all is None else self._all[:, tokens].unbind()
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """Where a part is bound.
 
+    prefix  of its tensors; "": a part of the model itself
     layer  the number of its memory
     norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed, where a part takes such
     kv     types of keys and values
@@ -70,7 +93,7 @@ class Binding:
         return self.device.type == "cuda" and self.dense is None
 
     def name(self, tensor: str) -> str:
-        return f"{self.prefix}.{tensor}"
+        return f"{self.prefix}.{tensor}" if self.prefix else tensor
 
     def has(self, tensor: str) -> bool:
         return self.weights.has(self.name(tensor))
@@ -89,7 +112,7 @@ class Binding:
 class Pass:
     """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
     tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`); inputs: of each block [row, layer, n]
-    (`per_layer.py`); rings: the batch as rings of each size hold it (`ringed.py`)."""
+    (`per_layer.py`); rings: the batch as rings of each size hold it (`decoder.Ringed`)."""
 
     angles: tuple[Angles, ...]
     memory: Memory

@@ -22,7 +22,7 @@ from pyspec.forward.trace import traced
 from pyspec.models.binding import Binding
 from pyspec.models.block import BlockSpec
 from pyspec.models.kernels import holds_prompts
-from pyspec.models.matrices import reader_of, sum_of
+from pyspec.models.matrices import reader_of
 
 FEW = 32  # rows whose biases are ready
 READS = "product", "unfinished", "biased", "handed"
@@ -37,9 +37,19 @@ class Sources:
         self.launches: dict[tuple[str, Any], Any] = {}
         self.norms: dict[tuple[Weight, float], Norm] = {}
         self.loads: dict[tuple[Any, Weight], Any] = {}
-        self.rank_sums: dict[int, RankSum] = {}
+        self.rank_sums: dict[int, fuse.RankSum] = {}
         self.added: dict[int, AddedNorm] = {}
         self.device, self.capturable = at.weights.device, True
+
+    def read(self, call: OpCall) -> None:
+        """Read all weights that a call names."""
+        for x in (call.spec, *call.inputs, *call.more.values()):
+            if isinstance(x, Weight):
+                self.weight(x)
+            elif isinstance(x, OpCall):
+                self.read(x)
+        if call.loads is not None:
+            self.loaded(call)
 
     @property
     def binding(self) -> Binding:
@@ -80,7 +90,7 @@ class Sources:
         if op == "rank_sum":
             ranks = self.binding.weights.ranks
             assert ranks is not None, "others have no such call"
-            made = self.rank_sums[id(call)] = RankSum(ranks.sum)
+            made = self.rank_sums[id(call)] = fuse.RankSum(ranks.sum)
             return made
         if call.op == "norms.added":
             added = self.added[id(call)] = AddedNorm(self.launch("norms", call.spec))
@@ -122,6 +132,7 @@ GIVEN = {
     "kept": "run.memory.layers[{0[0]}][{0[1]!r}]",
     "positions": "run.batch.positions",
     "row_seq": "run.batch.row_seq",
+    "tokens": "run.batch.tokens",
     "inputs": "run.inputs[:, {}]",
 }
 """What a forward brings, as it is read of a `Pass`. {}: the layer."""
@@ -138,19 +149,10 @@ class AddedNorm:
         return fuse.added(self.launch, x, weight, stream, factor, self.next)
 
 
-class RankSum:
-    """The sum of all ranks' rows. into: sums, and may prepare the rows of the product that reads the sum."""
-
-    def __init__(self, into: Callable[[Tensor], Tensor]) -> None:
-        self.into = into
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.into(x)
-
-
 class BoundForward:
-    """A function of a block bound to weights and launches: called with its inputs and a `Pass`.
+    """A function of a block bound to weights and launches.
 
+    run         the function, of its inputs and a `Pass`
     program     its calls as they run
     capturable  a CUDA graph may hold it: its launches look at no list of the host
     captures_prompts  and in the forward of a prompt that stands alone
@@ -163,9 +165,11 @@ class BoundForward:
         self.sources = Sources(at)
         self.program = rewrite.plain(traced(block, at, *widths))
         self.captures_prompts = holds_prompts(self.program)
+        for call in self.program.calls:
+            self.sources.read(call)
         for rule in rewrite.BOUND:
             rule(self.program, self.sources)
-        self.run = ProgramText(self.program, self.sources).function()
+        self.run: Callable[..., Tensor] = ProgramText(self.program, self.sources).function()
         self.sources.at = None  # the file's bytes go
         self.ops = [(op_named(op), spec) for op, spec in self.sources.launches]
         self.capturable = self.sources.capturable
@@ -175,9 +179,6 @@ class BoundForward:
         if folds is not None:
             launches = self.sources.launches.items()
             self.fold = fuse.folder(next(own for (op, _), own in launches if op == folds[0]), folds[1])
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        return self.run(*inputs)
 
     def first(self) -> fuse.FirstRead | None:
         """The product that reads the first input first, behind a norm, if one does before all others."""
@@ -200,23 +201,18 @@ class BoundForward:
 
 
 class Block(BoundForward):
-    """A block bound to its weights: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it."""
+    """A block bound to its weights. run: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it."""
 
     def __init__(self, spec: BlockSpec, at: Binding) -> None:
         folds = next((part.folds for part in spec.specs if part.folds is not None), None)
         super().__init__(spec.forward, at, at.n_embd, folds=folds)
 
     @property
-    def sums(self) -> Iterator[tuple[fuse.GivesSum, Value]]:
-        """Sums of ranks that are the stream itself, and that stream."""
+    def sums(self) -> Iterator[tuple[fuse.RankSum, Value]]:
+        """Sums of ranks, and what they make."""
         for call in self.program.calls:
-            gives: fuse.GivesSum | None = None
             if call.op == "rank_sum":
-                gives = self.sources.rank_sums[id(call)]
-            elif call.op in ("product", "then") and call.inputs[2] is not None:
-                gives = sum_of(self.sources.weight(call.spec))
-            if gives is not None:
-                yield gives, call.output
+                yield self.sources.rank_sums[id(call)], call.output
 
     @property
     def normed_sums(self) -> Iterator[tuple[AddedNorm, Value]]:
@@ -243,8 +239,8 @@ def link_reads(blocks: Sequence[Block]) -> None:
 def link_sums(ranks: Collective, blocks: Sequence[Block]) -> None:
     """Have the sums of ranks in these blocks prepare the rows of the part behind them, where kernels can. All ranks call it together."""
     found = [
-        (gives, _behind(block, next, stream))
+        (own, _behind(block, next, stream))
         for block, next in zip_longest(blocks, blocks[1:])
-        for gives, stream in block.sums
+        for own, stream in block.sums
     ]
     fuse.link(ranks, found)

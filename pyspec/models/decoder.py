@@ -2,51 +2,61 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pyspec.cpu import tensors
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.ops.norms.op import norms
-from pyspec.cuda.ops.norms.spec import NormsSpec
-from pyspec.models.binding import Binding, Pass
-from pyspec.models.bound import Block, link_reads, link_sums
+from pyspec.cuda.ops.ring_places.op import ring_places
+from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
+from pyspec.errors import OutOfBounds
+from pyspec.models.binding import Binding, Pass, Tables
+from pyspec.models.blocks.layer_input import layer_inputs
+from pyspec.models.bound import Block, BoundForward, link_reads, link_sums
 from pyspec.models.gathered import Bend, out_of
 from pyspec.models.model import ModelSpec
-from pyspec.models.per_layer import NORM, PRODUCT, PerLayer
-from pyspec.models.ringed import Ringed
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.streams import bound_block, bound_residual
-from pyspec.models.tables import Tables
 from pyspec.models.target import Lead, Out
-from pyspec.models.wants import EMBEDDING, TOKEN_INPUTS
+from pyspec.models.wants import EMBEDDING
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import PROMPTS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 
 
-class BoundPerLayer:
-    """Inputs of blocks besides the stream (`per_layer.py`), bound to a model's weights."""
+class Ringed:
+    """The places of a batch in rings of pages: made once a forward for all layers with windows, as angles are. A model may have none."""
 
-    def __init__(self, spec: PerLayer, w: Weights) -> None:
-        self.spec = spec
-        self.table = w.embedding(TOKEN_INPUTS, spec.n**0.5)
-        self.product, self.weight = w.matrix(PRODUCT), w.vector(NORM)
-        self.norm = norms.bind(NormsSpec(w.device, spec.n, spec.eps))
-        self.capturable = norms.chosen(NormsSpec(w.device, spec.n, spec.eps)).capturable
+    def __init__(self, memory: Memory, device: torch.device) -> None:
+        self.sizes, self.n_chunk = memory.rings, memory.n_chunk
+        self.capturable = True
+        if self.sizes:
+            spec = RingPlacesSpec(device)
+            self.run = ring_places.bind(spec)
+            self.capturable = ring_places.chosen(spec).capturable
 
-    def __call__(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """Of tokens [row] int64, whose rows of the embedding are x [row, n_embd] f32. [row, n_layer, n] f32"""
-        s, n_row = self.spec, len(tokens)
-        of_stream = tensors.scaled(self.product(x), s.n_embd**-0.5).view(n_row * s.n_layer, s.n)
-        both = tensors.add(
-            self.norm(of_stream, self.weight), self.table(tokens).view(n_row * s.n_layer, s.n)
-        )
-        return tensors.scaled(both, 0.5**0.5).view(n_row, s.n_layer, s.n)
+    def __call__(self, batch: Batch) -> Mapping[int, Batch]:
+        """The batch for each size of rings, by pages of a ring.
+
+        Raises OutOfBounds where a sequence has more rows than rings have room for beside the window.
+        """
+        if not self.sizes:
+            return {}
+        for seq in batch.seqs:
+            if seq.width > self.n_chunk:
+                raise OutOfBounds(
+                    f"slot {seq.slot} rows of a forward", seq.width, self.n_chunk + 1, seq.slot
+                )
+        found = {}
+        for n, null_row in self.sizes.items():
+            rows, pages = self.run(batch, n, null_row)
+            found[n] = replace(batch, kv_rows=rows, page_table=pages, pages=())
+        return found
 
 
 class Decoder:
@@ -58,14 +68,17 @@ class Decoder:
         self.n_vocab, self.n_embd, self.n_layer = config.n_vocab, config.n_embd, config.n_layer
         self.lead: Lead | None = None
         self.embedding = weights.embedding(EMBEDDING, config.embed_factor)
-        self.inputs = None if config.per_layer is None else BoundPerLayer(config.per_layer, weights)
         self.ropes, self.tables = Ropes(weights), Tables()
+        of_model = Binding(weights, "", 0, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
+        self.inputs = None
+        if (inputs := config.per_layer) is not None:
+            self.inputs = BoundForward(partial(layer_inputs, inputs), of_model, own.n_embd)
         self.ringed = Ringed(memory, weights.device)
         self.blocks = [
             bound_block(
                 config.residual,
                 block,
-                Binding(weights, f"blk.{i}", i, "", own.n_embd, own.eps, kv, self.ropes, self.tables),
+                replace(of_model, prefix=f"blk.{i}", layer=i),
             )
             for i, block in enumerate(own.blocks)
         ]
@@ -113,14 +126,16 @@ class Decoder:
         """Hidden states [row, n_hidden] f32 of every row, as of an MTP block: for a drafter, which asks for few logits."""
         x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
         given = self._given(x, angles, batch)
-        behind = self.residual.through(self.residual.begin(x), self.blocks, given)
-        return self.residual.state(deque(behind, maxlen=1).pop())
+        x = self.residual.begin(x)
+        for block in self.blocks:
+            x = block.run(x, given)
+        return self.residual.state(x)
 
     def _given(self, x: Tensor, angles: tuple[Angles, ...], batch: Batch) -> Pass:
         """x: rows of the embedding."""
         rows, queries = self.tables.rows(batch.tokens), self.ropes.queries(batch.positions)
-        inputs = None if self.inputs is None else self.inputs(batch.tokens, x)
-        return Pass(angles, self.memory, batch, rows, queries, inputs, self.ringed(batch))
+        given = Pass(angles, self.memory, batch, rows, queries, rings=self.ringed(batch))
+        return given if self.inputs is None else replace(given, inputs=self.inputs.run(x, given))
 
     def of_states(self, hidden: Tensor) -> Tensor:
         """Logits [row, n_vocab] of the result of `states`."""
@@ -133,7 +148,8 @@ class Decoder:
         given = self._given(x, angles, batch)
         x = self.residual.begin(x)
         tapped: dict[int, Tensor] = {}
-        for i, x in enumerate(self.residual.through(x, self.blocks, given)):  # noqa: B020 - one name: old rows go
+        for i, block in enumerate(self.blocks):
+            x = block.run(x, given)
             if i in taps:
                 tapped[i] = self.residual.tapped(x)
         hidden, wanted = self.residual.end(x, batch.out_rows)

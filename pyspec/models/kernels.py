@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pyspec.cuda.op import op_named
@@ -21,10 +22,11 @@ from pyspec.forward.rewrite import plain
 from pyspec.forward.trace import Block, traced
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.block import BlockSpec
+from pyspec.models.blocks.layer_input import layer_inputs
 from pyspec.models.model import ModelSpec
 from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.part import ForwardSize, LoadTypes, Place, PlannedSite, Request
-from pyspec.models.wants import TOKEN_INPUTS, scale_of
+from pyspec.models.wants import scale_of
 from pyspec.models.weight_bytes import row_bytes
 
 KINDS = {
@@ -36,13 +38,14 @@ KINDS = {
 }
 
 
+Programs = Sequence[tuple[ForwardProgram, PlannedSite]]
+"""Programs of a model's blocks, and where they stand."""
+
+
 def of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
     """The ops that a load asks for, products and the embedding apart."""
     yield from kernels(_programs(model, file, on, range(model.n_layer)))
-    if (inputs := model.per_layer) is not None:
-        if (table := file.tensors.get(TOKEN_INPUTS)) is not None:
-            yield op_named("embed"), EmbedSpec(on.device, table.type, inputs.width)
-        yield op_named("norms"), NormsSpec(on.device, inputs.n, inputs.eps)
+    yield from kernels(_of_inputs(model, file, on))
     yield op_named("norms"), NormsSpec(on.device, model.n_embd, model.eps)
 
 
@@ -74,16 +77,16 @@ def needs_of_model(
     programs = [program for program, _ in _programs(model, file, on, distinct.values())]
     ropes = {x.place for p in programs for c in p.calls for x in c.inputs if _is_angles(x)}
     angles = sum(4 * rope.n_rot for rope, _ in ropes)
-    of_inputs = 0 if model.per_layer is None else model.per_layer.row_bytes
     keeps = model.residual.n_iter is not None or not on.is_cuda
     pairs = [*zip(distinct, programs, strict=True)]
     # a part that says bytes of its own has counted its values
     peaks = (p.peak() for block, p in pairs if not any(s.scratch(size) for s in block.specs))
     scratch = (_scratch(block, p, size, keeps) for block, p in pairs)
-    streams = model.residual.row_bytes(model.n_embd) + of_inputs
+    of_inputs = (program.peak() for program, _ in _of_inputs(model, file, on))
+    streams = model.residual.row_bytes(model.n_embd) + sum(of_inputs)
     return ForwardNeeds(
-        row=max(row_bytes(model.n_ff, model.n_embd), angles + max(peaks, default=0)),
         scratch=n_row * streams + max(scratch, default=0),
+        row=max(row_bytes(model.n_ff, model.n_embd), angles + max(peaks, default=0)),
         holds_prompts=model.residual.n_iter is None and all(map(holds_prompts, programs)),
     )
 
@@ -93,6 +96,13 @@ def _programs(
 ) -> list[tuple[ForwardProgram, PlannedSite]]:
     """The forwards of some of its blocks."""
     return [program_of(model.blocks[i].forward, model.place(file, i), on) for i in blocks]
+
+
+def _of_inputs(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Programs:
+    """That of the blocks' inputs, if they have any."""
+    if (inputs := model.per_layer) is None:
+        return []
+    return [program_of(partial(layer_inputs, inputs), Place(file, "", model.n_embd, model.eps), on)]
 
 
 def holds_prompts(program: ForwardProgram) -> bool:
@@ -106,10 +116,6 @@ def _holds_prompts(call: OpCall) -> bool:
     if call.op in (*PLAIN, *KINDS) or isinstance(call.spec, Weight):
         return True
     return op_named(call.op.partition(".")[0]).in_prompts
-
-
-Programs = Sequence[tuple[ForwardProgram, PlannedSite]]
-"""Programs of a model's blocks, and where they stand."""
 
 
 def program_of(
@@ -172,20 +178,20 @@ def is_streamed(t: TensorInfo, file: GGUFFile) -> bool:
 def _of_weight(
     program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
 ) -> Iterator[Request]:
-    """A product with its gate, or a gate that it leaves to the next one; a product of each head."""
-    how = dict(weight.how)
+    """A product with its gate, or a gate that it leaves to the next one; a product of each head; a table of tokens."""
+    how, info = dict(weight.how), at.file.tensors.get(at.name(weight.names[0]))
     if weight.kind == "slice_norms":
         yield op_named("norms"), NormsSpec(at.device, how["dim"], how["eps"])
     if weight.kind == "gated" and at.on.streams and "limit" not in how:
-        info = at.file.tensors.get(at.name(weight.names[0]))
         if how["act"] in GATES and info is not None and is_streamed(info, at.file):
             spec = LinearSpec(at.device, info.type, PROBE_ROWS, info.shape[1], Epilogue.GATED)
             yield linear_tall, spec
         kind = PrepKind.GLU if how["act"] in GATES else PrepKind.GEGLU
         if any(reader.inputs[:2] == (call.output, None) for reader in program.readers(call.output)):
             yield op_named("rows"), RowsSpec(at.device, call.output.width, kind)
-    if weight.kind == "heads" and at.on.dense is None:
-        info = at.file.tensors.get(at.name(weight.names[0]))
-        if info is not None and len(info.shape) == 3:
-            n_head = call.output.shape[0]
-            yield op_named("heads"), asked(HeadsSpec(at.device, info.type, n_head, *info.shape[1:]))
+    if weight.kind == "embedding" and info is not None:
+        yield op_named("embed"), EmbedSpec(at.device, info.type, info.shape[1])
+    is_packed = at.on.dense is None and info is not None and len(info.shape) == 3
+    if weight.kind == "heads" and info is not None and is_packed:
+        n_head = call.output.shape[0]
+        yield op_named("heads"), asked(HeadsSpec(at.device, info.type, n_head, *info.shape[1:]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cpu.tensors import scaled
-from pyspec.cuda.collective import Collective
 from pyspec.cuda.exact import in_passes
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.embed.op import embed
@@ -119,26 +118,6 @@ class GeluGates:
 def reader_of(product: Matrix) -> Matrix:
     """The product that reads the input of `product` itself."""
     return product.both if isinstance(product, CutGates | GeluGates) else product
-
-
-class Summed:
-    """A matrix of which every rank has some columns: the ranks' products are summed, and a residual is added once.
-
-    own   this rank's, which reads rows that neighbours prepare for it (cuda/fuse.py)
-    into  sums, and may prepare the rows of the product that reads the sum
-    """
-
-    def __init__(self, own: Matrix, ranks: Collective) -> None:
-        self.own, self.leads = own, ranks.rank.leads
-        self.into: Callable[[Tensor], Tensor] = ranks.sum
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        return self.into(self.own(x, prep, residual if self.leads else None))
-
-
-def sum_of(product: Matrix) -> Summed | None:
-    """The product if it is a sum of ranks, else None."""
-    return product if isinstance(product, Summed) else None
 
 
 class Embedding:

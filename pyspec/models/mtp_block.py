@@ -61,8 +61,7 @@ class MtpBlock:
         e, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
         x = self.residual.paired(self.eh, (e, self.enorm), (hidden, self.hnorm))
         given = Pass(angles, self.memory, batch, queries=self.ropes.queries(batch.positions))
-        (x,) = self.residual.through(x, [self.block], given)
-        return self.residual.state(x)
+        return self.residual.state(self.block.run(x, given))
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [row, vocab] of hidden states that `forward` made."""

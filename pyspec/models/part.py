@@ -54,7 +54,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block stands: in a file, behind a prefix (blk.N), in a model of this width and this eps of norms."""
+    """Where a block stands: in a file, behind a prefix (blk.N; "": of the model itself), in a model of this width and this eps of norms."""
 
     file: GGUFFile
     prefix: str
@@ -62,7 +62,7 @@ class Place:
     eps: float
 
     def name(self, tensor: str) -> str:
-        return f"{self.prefix}.{tensor}"
+        return f"{self.prefix}.{tensor}" if self.prefix else tensor
 
     def has(self, tensor: str) -> bool:
         return self.name(tensor) in self.file.tensors

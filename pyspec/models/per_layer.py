@@ -29,11 +29,6 @@ class PerLayer:
         """Numbers of a token."""
         return self.n_layer * self.n
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row while a forward runs."""
-        return 4 * 4 * self.width
-
     def tensors(self) -> dict[str, Want]:
         return {
             TOKEN_INPUTS: Want((self.n_vocab, self.width)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,7 +55,9 @@ def mix_of(w: Weights, name: str) -> StreamMix:
 
 
 class Step(BoundForward):
-    """A bound part between several streams, without their sums. mix: its coefficients among them."""
+    """A bound part between several streams, without their sums. mix: its coefficients among them; next: the part behind it."""
+
+    next: Step | None = None
 
     def __init__(self, part: Part, at: Binding) -> None:
         assert part.mix is not None, "a part between streams has coefficients"
@@ -68,15 +72,38 @@ class Step(BoundForward):
             self.sources.loaded(maker).summed_by = streams
 
 
+@dataclass(slots=True)
+class Carried:
+    """The streams of a forward on their way, which blocks change in place, so that rows go when they were read.
+
+    x           [row, stream, n_embd] f32
+    y           [row, n_embd] f32, what the next part reads of them, or None behind the last
+    post, comb  that part's coefficients: of its output, and among the streams
+    """
+
+    x: Tensor
+    y: Any = None
+    post: Any = None
+    comb: Any = None
+
+
 class StreamsBlock:
-    """A block of a model of several streams, bound to its weights: its parts run one by one (`residual.py`)."""
+    """A block of a model of several streams, bound to its weights. residual: merges its parts' outputs, once it is bound behind all blocks."""
 
     captures_prompts = False
+    residual: BoundStreams
 
     def __init__(self, steps: list[Step]) -> None:
         self.steps = steps
         self.capturable = all(step.capturable for step in steps)
         self.fold = next((step.fold for step in steps if step.fold is not None), None)
+
+    def run(self, s: Carried, run: Pass) -> Carried:
+        """The same streams behind it."""
+        for step in self.steps:
+            s.y = step.run(s.y, run)
+            self.residual.merge(s, step.next)
+        return s
 
 
 class BoundResidual:
@@ -99,30 +126,25 @@ class BoundResidual:
         self.norms = self.last_norm = bound
         self.of_rows = torch.ones(n_embd, device=device) if spec.norms_rows else None
 
-    def begin(self, rows: Tensor) -> Tensor:
-        """Streams of the embedding's rows [row, n_embd]."""
+    def begin(self, rows: Tensor) -> Any:
+        """What blocks take (`run`), of the embedding's rows [row, n_embd]."""
         return rows if self.of_rows is None else self.norms(rows, self.of_rows)
 
-    def through(self, x: Tensor, blocks: Sequence[Any], run: Pass) -> Iterator[Tensor]:
-        """The streams behind each block."""
-        for block in blocks:
-            x = block(x, run)
-            yield x
+    def tapped(self, x: Any) -> Tensor:
+        """The rows [row, n_embd] that drafters read behind a block."""
+        rows: Tensor = x
+        return rows
 
-    def tapped(self, x: Tensor) -> Tensor:
-        """The rows [row, n_embd] that drafters read of the streams behind a block."""
-        return x
-
-    def end(self, x: Tensor, out_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def end(self, x: Any, out_rows: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden states of all rows, normed rows of `out_rows` for the head)."""
         return self.norms.picked(x, self.norm, out_rows)
 
-    def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Tensor:
-        """Streams of product(norm(token), norm(hidden state)), with which an MTP block begins."""
+    def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Any:
+        """What an MTP block takes: product(norm(token), norm(hidden state))."""
         return product(self.norms.paired(*tokens, *hidden))
 
-    def state(self, x: Tensor) -> Tensor:
-        """The hidden states of streams behind an MTP block."""
+    def state(self, x: Any) -> Tensor:
+        """The hidden states behind an MTP block."""
         return self.last_norm(x, self.norm)
 
     def headed(self, hidden: Tensor) -> Tensor:
@@ -131,7 +153,7 @@ class BoundResidual:
 
 
 class BoundStreams(BoundResidual):
-    """Streams x [row, stream, n_embd] f32. Hidden states are all streams side by side, not normed.
+    """Several streams (`Carried`). Hidden states are all streams side by side, not normed.
 
     Merging a part's output and reading for the next part are one step, so that kernels may do both at once.
     """
@@ -143,28 +165,29 @@ class BoundStreams(BoundResidual):
         self.n, self.mix = spec.n_stream, mix_of(weights, HEAD_MIX)
         self.streams: Any = streams.bind(spec)
         self.capturable = streams.chosen(spec).capturable
-        self.steps = [step for block in blocks for step in block.steps]
-        self.prepares = fuse.reads_into(self.streams)
-        if self.prepares:  # all but the last are merged and read in one launch, which may make sums
-            for step in self.steps[:-1]:
+        steps = [step for block in blocks for step in block.steps]
+        self.first, self.prepares = steps[0], fuse.reads_into(self.streams)
+        for block in blocks:
+            block.residual = self
+        for step, next in pairwise(steps):
+            step.next = next
+            if self.prepares:  # all but the last are merged and read in one launch, which may make sums
                 step.leave_sums(self.streams)
 
-    def begin(self, rows: Tensor) -> Tensor:
-        return rows[:, None].repeat(1, self.n, 1)
+    def begin(self, rows: Tensor) -> Carried:
+        return self._split(rows[:, None].repeat(1, self.n, 1))
 
-    def through(self, x: Tensor, blocks: Sequence[StreamsBlock], run: Pass) -> Iterator[Tensor]:
-        behind = iter([*self.steps[1:], None])
-        y, post, comb = self.streams.split(x, self.steps[0].mix, **self._into(self.steps[0], len(x)))
-        for block in blocks:
-            for step in block.steps:
-                y, next_step = step(y, run), next(behind)
-                if next_step is None:
-                    x = self.streams.merge(y, x, post, comb)
-                else:
-                    given = y, x, post, comb, next_step.mix
-                    into = self._into(next_step, len(x))
-                    x, (y, post, comb) = self.streams.merge_split(*given, **into)
-            yield x
+    def _split(self, x: Tensor) -> Carried:
+        """Streams x [row, stream, n_embd] f32 before the first part."""
+        return Carried(x, *self.streams.split(x, self.first.mix, **self._into(self.first, len(x))))
+
+    def merge(self, s: Carried, next: Step | None) -> None:
+        """Add a part's output s.y to the streams, and read them for the next part, if there is one."""
+        if next is None:
+            s.x, s.y = self.streams.merge(s.y, s.x, s.post, s.comb), None
+            return
+        given = s.y, s.x, s.post, s.comb, next.mix
+        s.x, (s.y, s.post, s.comb) = self.streams.merge_split(*given, **self._into(next, len(s.x)))
 
     def _into(self, step: Step, n_row: int) -> dict[str, Any]:
         """Where a launch may put the rows of a step's first product, normed, as a further argument of the launch."""
@@ -172,21 +195,21 @@ class BoundStreams(BoundResidual):
             return {}
         return {"into": fuse.place_for(*step.reads, n_row)}
 
-    def tapped(self, x: Tensor) -> Tensor:
-        return x.mean(1)
+    def tapped(self, x: Carried) -> Tensor:
+        return x.x.mean(1)
 
-    def end(self, x: Tensor, out_rows: Tensor) -> tuple[Tensor, Tensor]:
-        return x.flatten(1), self._read(x[out_rows])
+    def end(self, x: Carried, out_rows: Tensor) -> tuple[Tensor, Tensor]:
+        return x.x.flatten(1), self._read(x.x[out_rows])
 
-    def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Tensor:
+    def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Carried:
         """The token's row goes with each stream of the hidden state."""
         n_row, shape = len(hidden[0]), (-1, self.n, self.n_embd)
         e = self.norms(*tokens)[:, None].expand(shape)
         h = self.norms(hidden[0].view(n_row * self.n, -1), hidden[1]).view(shape)
-        return product(torch.cat((e, h), -1).view(n_row * self.n, -1)).view(shape)
+        return self._split(product(torch.cat((e, h), -1).view(n_row * self.n, -1)).view(shape))
 
-    def state(self, x: Tensor) -> Tensor:
-        return x.flatten(1)
+    def state(self, x: Carried) -> Tensor:
+        return x.x.flatten(1)
 
     def headed(self, hidden: Tensor) -> Tensor:
         return self._read(hidden.view(len(hidden), self.n, self.n_embd))

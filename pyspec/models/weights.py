@@ -43,7 +43,6 @@ from pyspec.models.matrices import (
     GeluGates,
     Halves,
     Joined,
-    Summed,
     Unpacked,
 )
 from pyspec.models.rope import NO_FLAGS, RopeFlags
@@ -178,10 +177,6 @@ class Weights:
         if names not in self._shared:
             self._shared[names] = self._load(names, gated=False)
         return self._shared[names]
-
-    def summed(self, name: str) -> Matrix:
-        """One matrix whose input is divided over the ranks, where there are several: its output is the sum of theirs."""
-        return self.matrix(name) if self.ranks is None else Summed(self.matrix(name), self.ranks)
 
     def rank_norms(self, q: str, k: str, widths: tuple[int, int], eps: float) -> RankNorms:
         """Norms of queries and keys over all heads of a row, which ranks divide."""

@@ -15,16 +15,12 @@ from pyspec.slots.kv_codes import decoded, encoded
 from pyspec.slots.kv_types import BLOCK, KvType
 from pyspec.slots.kv_types import KvFormat as KvFormat
 from pyspec.slots.mapped import zeros
+from pyspec.slots.parts import rows_per_page
 
 
 def raw(plane: Tensor) -> Tensor:
     """The same memory in a dtype that all of torch's copies support."""
     return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
-
-
-def rows_per_page(page_size: int, tokens_per_row: int) -> int:
-    """Rows of a page, if every `tokens_per_row` tokens have one."""
-    return -(-page_size // tokens_per_row)
 
 
 class KVPool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,17 @@ from pyspec.slots.kv_types import PLAIN
 from pyspec.slots.mapped import empty_like
 from pyspec.slots.parts import KV as KV
 from pyspec.slots.parts import STATE as STATE
-from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory, kept
+from pyspec.slots.parts import (
+    CachePart,
+    CacheSizes,
+    LayerParts,
+    Paged,
+    PartMemory,
+    Recurrent,
+    Ring,
+    RingPages,
+    kept,
+)
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.ring import RingRows
 from pyspec.slots.ring_pool import RingPool
@@ -157,9 +167,25 @@ def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.devi
     for paged in (True, False):
         for layer, memory in zip(layers, made, strict=True):
             memory.update(
-                {name: p.allocate(sizes, device) for name, p in layer.items() if p.paged is paged}
+                {name: memory_of(p, sizes, device) for name, p in layer.items() if p.paged is paged}
             )
     return Memory(made, sizes.width, sizes.n_late)
+
+
+def memory_of(part: CachePart, s: CacheSizes, device: torch.device) -> Any:
+    """The memory of a part for every slot (`PartMemory`), zeroed."""
+    match part:
+        case Paged(n_head, dim, ratio, alone):
+            return KVPool(
+                part.n_row(s), n_head, dim, s.kv, device, tokens_per_row=ratio, keys_only=alone
+            )
+        case RingPages(Paged(n_head, dim, window=window)):
+            return RingPool(s.n_slot, part.n_page(s), s.page_size, window, n_head, dim, s.kv, device)
+        case Ring(window, rows):
+            return RingRows(rows, s.n_slot, window, part.slack(s.width), part.dtype_of(s), device)
+        case Recurrent(shape):
+            return StateLayer(shape, s.n_slot, s.n_record, device)
+    raise TypeError(f"no memory is known for {part}")
 
 
 def copy_page(parts: Iterable[PartMemory], page_size: int, new: int, old: int) -> None:

@@ -1,4 +1,4 @@
-"""The memory that a layer keeps for its slots, in parts: declared by an architecture; sized, planned and allocated by a load.
+"""The memory that a layer keeps for its slots, in parts: declared by an architecture; sized and planned by a load, and allocated by `memory.py`.
 
 There are three kinds. Rows of a `Paged` part are stored in the pages of the slots' texts; with a window each slot may have a ring of
 pages instead (`RingPages`). A `Ring` holds the last rows of each slot: those of a window, and those that a verify may take back.
@@ -15,11 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from pyspec.slots.kv import KvFormat, KVPool, rows_per_page
-from pyspec.slots.kv_types import key_bytes, row_bytes
-from pyspec.slots.recurrent import RecurrentShape, StateLayer
-from pyspec.slots.ring import RingRows
-from pyspec.slots.ring_pool import RingPool
+from pyspec.slots.kv_types import KvFormat, key_bytes, row_bytes
 
 KV, STATE = "kv", "state"  # names of the parts that attention and recurrences read
 
@@ -76,6 +72,30 @@ class PartMemory(Protocol):
         ...
 
 
+class RecurrentShape(Protocol):
+    """The shape of a recurrent layer's memory for a slot, of any recurrence."""
+
+    @property
+    def n_conv(self) -> int:
+        """Taps of the convolution."""
+        ...
+
+    @property
+    def n_channel(self) -> int:
+        """Channels of the convolution."""
+        ...
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Dimensions of the state."""
+        ...
+
+    @property
+    def records(self) -> Mapping[str, tuple[int, ...]]:
+        """Dimensions of a row's records, by name: enough to fold the row later."""
+        ...
+
+
 class CachePart(Protocol):
     """The declaration of one part.
 
@@ -86,15 +106,11 @@ class CachePart(Protocol):
     paged: ClassVar[bool]
 
     def n_bytes(self, sizes: CacheSizes) -> int:
-        """Bytes of `allocate`. Raises ModelError if these types are not supported."""
+        """Bytes of its memory for every slot. Raises ModelError if these types are not supported."""
         ...
 
     def saved_bytes(self, sizes: CacheSizes) -> int:
         """Most bytes of one slot's checkpoint."""
-        ...
-
-    def allocate(self, sizes: CacheSizes, device: torch.device) -> PartMemory:
-        """The part's memory, zeroed, for every slot."""
         ...
 
     def kept(self, sizes: CacheSizes) -> CachePart:
@@ -114,6 +130,11 @@ def kept(layers: Sequence[LayerParts], sizes: CacheSizes) -> list[LayerParts]:
     return [{name: part.kept(sizes) for name, part in layer.items()} for layer in layers]
 
 
+def rows_per_page(page_size: int, tokens_per_row: int) -> int:
+    """Rows of a page, if every `tokens_per_row` tokens have one."""
+    return -(-page_size // tokens_per_row)
+
+
 @dataclass(frozen=True, slots=True)
 class Paged:
     """Keys and values of attention, one row for every `tokens_per_row` tokens of a page.
@@ -131,19 +152,16 @@ class Paged:
     window: int = 0
     paged: ClassVar[bool] = True
 
-    def _n_row(self, s: CacheSizes) -> int:
+    def n_row(self, s: CacheSizes) -> int:
+        """Rows of all pages."""
         return s.n_row // s.page_size * rows_per_page(s.page_size, self.tokens_per_row)
 
     def n_bytes(self, s: CacheSizes) -> int:
         of_row = key_bytes if self.keys_only else row_bytes
-        return self._n_row(s) * of_row(self.n_head, self.head_dim, s.kv)
+        return self.n_row(s) * of_row(self.n_head, self.head_dim, s.kv)
 
     def saved_bytes(self, s: CacheSizes) -> int:
         return 0
-
-    def allocate(self, s: CacheSizes, device: torch.device) -> KVPool:
-        n, ratio, alone = self._n_row(s), self.tokens_per_row, self.keys_only
-        return KVPool(n, self.n_head, self.head_dim, s.kv, device, tokens_per_row=ratio, keys_only=alone)
 
     def kept(self, s: CacheSizes) -> CachePart:
         if not (s.n_chunk and self.window) or self.tokens_per_row > 1 or self.keys_only:
@@ -171,10 +189,6 @@ class RingPages:
     def saved_bytes(self, s: CacheSizes) -> int:
         return self.of.window * row_bytes(self.of.n_head, self.of.head_dim, s.kv)
 
-    def allocate(self, s: CacheSizes, device: torch.device) -> RingPool:
-        heads = self.of.n_head, self.of.head_dim
-        return RingPool(s.n_slot, self.n_page(s), s.page_size, self.of.window, *heads, s.kv, device)
-
     def kept(self, s: CacheSizes) -> CachePart:
         return self
 
@@ -199,22 +213,20 @@ class Ring:
         """Rows beyond the window: those that two verifies of `width` rows may take back, one launched behind the other."""
         return 2 * width
 
-    def _dtype(self, s: CacheSizes) -> torch.dtype:
+    def dtype_of(self, s: CacheSizes) -> torch.dtype:
+        """The dtype of its rows in a load."""
         if self.dtype is not None:
             return self.dtype
         return s.kv.k.dtype if s.kv.k.is_float else torch.float16
 
     def _row_bytes(self, s: CacheSizes) -> int:
-        return sum(map(prod, self.rows.values())) * self._dtype(s).itemsize
+        return sum(map(prod, self.rows.values())) * self.dtype_of(s).itemsize
 
     def n_bytes(self, s: CacheSizes) -> int:
         return s.n_slot * (self.window + self.slack(s.width)) * self._row_bytes(s)
 
     def saved_bytes(self, s: CacheSizes) -> int:
         return self.window * self._row_bytes(s)
-
-    def allocate(self, s: CacheSizes, device: torch.device) -> RingRows:
-        return RingRows(self.rows, s.n_slot, self.window, self.slack(s.width), self._dtype(s), device)
 
     def kept(self, s: CacheSizes) -> CachePart:
         return self
@@ -233,9 +245,6 @@ class Recurrent:
 
     def saved_bytes(self, s: CacheSizes) -> int:
         return 4 * (prod(self.shape.state) + (self.shape.n_conv - 1) * self.shape.n_channel)
-
-    def allocate(self, s: CacheSizes, device: torch.device) -> StateLayer:
-        return StateLayer(self.shape, s.n_slot, s.n_record, device)
 
     def kept(self, s: CacheSizes) -> CachePart:
         return self

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from pyspec.slots.mapped import zeros
+from pyspec.slots.parts import RecurrentShape
 
 LATE_ROWS = 3  # single rows recorded before a slot's state is written again; more cost as much in folding as they save (docs/log.md)
 
@@ -17,30 +18,6 @@ LATE_ROWS = 3  # single rows recorded before a slot's state is written again; mo
 def late_rows(device: torch.device) -> int:
     """Single rows of a slot that may wait in records while it decodes. On a CPU, folding them again costs more than a write."""
     return LATE_ROWS if device.type == "cuda" else 0
-
-
-class RecurrentShape(Protocol):
-    """The shape of a recurrent layer's memory for a slot, of any recurrence."""
-
-    @property
-    def n_conv(self) -> int:
-        """Taps of the convolution."""
-        ...
-
-    @property
-    def n_channel(self) -> int:
-        """Channels of the convolution."""
-        ...
-
-    @property
-    def state(self) -> tuple[int, ...]:
-        """Dimensions of the state."""
-        ...
-
-    @property
-    def records(self) -> Mapping[str, tuple[int, ...]]:
-        """Dimensions of a row's records, by name: enough to fold the row later."""
-        ...
 
 
 class StateLayer:

@@ -14,7 +14,8 @@ from typing import TypedDict, Unpack
 import numpy as np
 
 from pyspec.errors import ConfigError
-from pyspec.gguf import GGMLType, GGUFWriter, LlamaFileType, TensorInfo, ValueType
+from pyspec.gguf import GGMLType, LlamaFileType, TensorInfo, ValueType
+from pyspec.gguf.write import GGUFWriter
 from pyspec.synth import layout, vocab
 from pyspec.synth.dims import MODELS, TINY, Dims, find, shortened, widened
 from pyspec.synth.drafters import drafter_of, made_for

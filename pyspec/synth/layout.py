@@ -15,8 +15,8 @@ from typing import Any
 from pyspec.draft import dflash2, dflash_file, dspark, eagle3
 from pyspec.draft.dflash_file import CONVOLUTION, MARKOV, SELECTOR, DFlashConfig, drafter_tensors
 from pyspec.draft.dspark_heads import SURE_BIAS
-from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, ValueType, open_gguf
-from pyspec.gguf.write import Value
+from pyspec.gguf import GGMLType, GGUFFile, ValueType, open_gguf
+from pyspec.gguf.write import GGUFWriter, Value
 from pyspec.models import read_config
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.residual import HEAD_MIX

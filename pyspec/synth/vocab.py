@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyspec.gguf import GGUFWriter, ValueType
+from pyspec.gguf import ValueType
+from pyspec.gguf.write import GGUFWriter
 from pyspec.synth.dims import Dims
 from pyspec.synth.drafters import mask_id
 

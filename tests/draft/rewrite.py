@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pyspec.gguf import GGMLType, GGUFWriter, TensorInfo, ValueType, open_gguf
+from pyspec.gguf import GGMLType, TensorInfo, ValueType, open_gguf
+from pyspec.gguf.write import GGUFWriter
 
 
 def value_type(value: object) -> ValueType:

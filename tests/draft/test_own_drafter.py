@@ -18,7 +18,8 @@ from known_texts import demo_prompts
 from pyspec import draft, hub, registry
 from pyspec.config import EngineSettings
 from pyspec.errors import BadGGUF, ConfigError, PairError
-from pyspec.gguf import GGUFWriter, ValueType, open_gguf
+from pyspec.gguf import ValueType, open_gguf
+from pyspec.gguf.write import GGUFWriter
 
 OWN = ROOT / "examples" / "own_drafter"
 

@@ -64,7 +64,7 @@ class FakeTarget:
         self.memory = Memory([{"kv": self.pool}], 1)
         self.widths: list[list[int]] = []
 
-    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+    def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         self.widths.append([seq.width for seq in batch.seqs])
         ids = batch.tokens.float().view(-1, 1, 1)
         self.pool.write(batch.kv_rows, ids, torch.zeros_like(ids))

@@ -16,7 +16,6 @@ from pyspec.engine.policy.queue import GPU_WORTH
 from pyspec.models.target import Out
 from pyspec.slots.arena import LEAST_PROMPT, Arena
 from pyspec.slots.batch import Batch
-from pyspec.slots.round import LogitsNeed
 
 pytestmark = pytest.mark.skipif(
     DEVICE != "cpu", reason="its arenas stand in for a GPU's: test_on_gpu.py has the GPU's own"
@@ -44,17 +43,17 @@ def padded(r: Rig, width: int) -> Arena:
 def spoil_results(r: Rig) -> None:
     """Graphs of one kind share their memory: the next forward, of any shape, may write anything over the results of the last."""
     worker, last = r.loop.worker, list[torch.Tensor]()
-    run = worker.results
+    run = worker.forward
 
     @torch.inference_mode()
-    def results(batch: Batch, reads: LogitsNeed) -> Out:
+    def results(batch: Batch) -> Out:
         for t in last:
             t.fill_(float("nan"))
-        out = run(batch, reads)
+        out = run(batch)
         last[:] = [t for t in (out.logits, out.hidden, out.taps) if t is not None]
         return out
 
-    worker.results = results  # type: ignore[method-assign]
+    worker.forward = results  # type: ignore[assignment]
 
 
 @pytest.mark.sampled(1, most=2)

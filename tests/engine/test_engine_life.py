@@ -107,14 +107,14 @@ class Ear:
 
 
 def replace_forward(engine: Engine, what: Callable[[], None]) -> None:
-    forward = engine.loop.target.forward
+    forward = engine.loop.target.run
 
     def wrapped(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
         what()
         return forward(batch, taps)
 
     engine.loop.worker.arena = None  # no recordings, so every forward calls `wrapped`
-    engine.loop.target.forward = wrapped  # type: ignore[method-assign]
+    engine.loop.target.run = wrapped  # type: ignore[method-assign]
 
 
 def failing(broken: Exception, request: Request) -> tuple[Engine, list[Ear]]:

@@ -38,7 +38,7 @@ def untripped() -> None:
 def tripping(r: Rig, op: str, slot: int, after: int) -> None:
     """In forward number `after` of the slot, once: trip a guard, and spoil the guarded values."""
     r.call_by_call()
-    forward, n = r.loop.target.forward, 0
+    forward, n = r.loop.target.run, 0
 
     def bad(batch: Batch, taps: Sequence[int] = ()) -> Out:
         nonlocal n
@@ -47,7 +47,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
         n += at is not None
         if at is None or n < after:
             return out
-        r.loop.target.forward = forward  # type: ignore[method-assign]
+        r.loop.target.run = forward  # type: ignore[method-assign]
         last_row = batch.starts[at + 1] - 1
         places = {FaultPlace.SLOT: slot, FaultPlace.ROW: last_row, FaultPlace.SEQUENCE: at}
         trip(op, places[GUARDS[op].place])
@@ -56,7 +56,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
                 t[slot] = NAN
         return out
 
-    r.loop.target.forward = bad  # type: ignore[method-assign]
+    r.loop.target.run = bad  # type: ignore[method-assign]
 
 
 @pytest.mark.sampled(1, most=1)
@@ -104,14 +104,14 @@ def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     prompt, text = next(iter(known_texts(path).items()))
     heard = [r.submit(prompt, N_TEXT) for _ in range(2)]
     r.call_by_call()
-    forward = r.loop.target.forward
+    forward = r.loop.target.run
 
     def bad(batch: Batch, taps: Sequence[int] = ()) -> Out:
-        r.loop.target.forward = forward  # type: ignore[method-assign]
+        r.loop.target.run = forward  # type: ignore[method-assign]
         trip(op, -1)
         return forward(batch, taps)
 
-    r.loop.target.forward = bad  # type: ignore[method-assign]
+    r.loop.target.run = bad  # type: ignore[method-assign]
     r.run()
     assert all(isinstance(h.error, OutOfBounds) for h in heard) and r.loop.stats.guard_trips == 1
     assert r.generate(prompt, N_TEXT).tokens == text

@@ -34,7 +34,7 @@ def engine_on(machine: Machine) -> Rig:
     r.loop.controller.fixed = False
     r.loop.clock = lambda: machine.now
     r.call_by_call()
-    forward, draft = r.loop.target.forward, drafter.draft
+    forward, draft = r.loop.target.run, drafter.draft
 
     def timed_forward(batch: Batch, taps: Sequence[int] = ()) -> Out:
         machine.spend("verify", VERIFY_MS + ROW_MS * batch.n_row)
@@ -44,7 +44,7 @@ def engine_on(machine: Machine) -> Rig:
         machine.spend("draft", machine.draft_ms)
         return draft(asks)
 
-    r.loop.target.forward, drafter.draft = timed_forward, timed_draft  # type: ignore[method-assign]
+    r.loop.target.run, drafter.draft = timed_forward, timed_draft  # type: ignore[method-assign]
     return r
 
 

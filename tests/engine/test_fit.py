@@ -15,7 +15,7 @@ from pyspec.engine.plan import describe, longest, planned_bytes
 from pyspec.engine.plan.fit import fit
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.errors import ModelError
-from pyspec.gguf import GGUFWriter
+from pyspec.gguf.write import GGUFWriter
 from pyspec.slots import arena
 from pyspec.synth import write
 

@@ -427,16 +427,16 @@ def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
     for _ in range(4):
         r.loop.step()
     r.call_by_call()
-    forward = r.loop.target.forward
+    forward = r.loop.target.run
 
     def poisoned(batch: object, taps: object = ()) -> object:
         out = forward(batch, taps)  # type: ignore[arg-type]
-        r.loop.target.forward = forward  # type: ignore[method-assign]
+        r.loop.target.run = forward  # type: ignore[method-assign]
         logits = out.logits.clone()
         logits[0] = torch.nan
         return replace(out, logits=logits)
 
-    r.loop.target.forward = poisoned  # type: ignore[method-assign, assignment]
+    r.loop.target.run = poisoned  # type: ignore[method-assign, assignment]
     r.run()
     assert bad.error is not None and "NaN" in str(bad.error) and good.tokens == want
 

@@ -101,13 +101,13 @@ def make(
     loop.speculator.host = HostDrafts(loop.controller)
     loop.speculator.suffixes = SuffixSource(Oracle(work), has_device=False)
     loop.speculator.raises_bugs = loop.speculator.suffixes.raises_bugs = True
-    forward = loop.target.forward
+    forward = loop.target.run
 
     def timed(batch: Batch, taps: Sequence[int] = ()) -> Out:
         clock.ms += ROUND_MS + ROW_MS * batch.n_row
         return forward(batch, taps)
 
-    loop.target.forward = timed  # type: ignore[method-assign]
+    loop.target.run = timed  # type: ignore[method-assign]
     if ahead:
         made.run_ahead()
     return made, work
@@ -251,13 +251,13 @@ def test_n_grams_that_find_nothing_are_asked_rarely(share: float, goes_on: bool)
     loop = made.loop
     loop.clock = loop.speculator.clock = clock
     loop.controller.__init__(3, LONGEST, n_own=LONGEST)  # type: ignore[misc]
-    forward = loop.target.forward
+    forward = loop.target.run
 
     def timed(batch: Batch, taps: Sequence[int] = ()) -> Out:
         clock.ms += ROUND_MS + ROW_MS * batch.n_row
         return forward(batch, taps)
 
-    loop.target.forward = timed  # type: ignore[method-assign]
+    loop.target.run = timed  # type: ignore[method-assign]
     heard = submit(made, work, n)
     finish(made, heard, work, n)
     share_asked = len(work.lookups) / loop.stats.rounds

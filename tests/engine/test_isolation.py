@@ -102,7 +102,7 @@ def test_a_poisoned_slot_is_as_good_as_new(kind: str) -> None:
 def failing(r: Rig, slot: int, after: int, break_it: str) -> None:
     """From forward number `after` on, once: the slot's logits become NaN, or the forward refuses the slot."""
     r.call_by_call()
-    forward, n = r.loop.target.forward, 0
+    forward, n = r.loop.target.run, 0
 
     def bad(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
         nonlocal n
@@ -110,7 +110,7 @@ def failing(r: Rig, slot: int, after: int, break_it: str) -> None:
         mine = next((i for i, seq in enumerate(batch.seqs) if seq.slot == slot and seq.n_out), None)
         if n < after or mine is None:
             return forward(batch, taps)
-        r.loop.target.forward = forward  # type: ignore[method-assign]
+        r.loop.target.run = forward  # type: ignore[method-assign]
         if break_it == "refuse":
             error = SlotError("the kernel found a bad index")
             error.slot = slot
@@ -120,7 +120,7 @@ def failing(r: Rig, slot: int, after: int, break_it: str) -> None:
         logits[at : at + batch.seqs[mine].n_out, 7] = {"nan": NAN, "inf": float("inf")}[break_it]
         return replace(out, logits=logits)
 
-    r.loop.target.forward = bad  # type: ignore[method-assign]
+    r.loop.target.run = bad  # type: ignore[method-assign]
 
 
 @pytest.mark.sampled(1, most=1)
@@ -148,13 +148,13 @@ def test_a_failure_of_no_named_slot_ends_all_requests_and_the_engine_lives_on() 
     prompt, text = next(iter(known_texts(path).items()))
     heard = [r.submit(prompt, N_TEXT) for _ in range(2)]
     r.call_by_call()
-    forward = r.loop.target.forward
+    forward = r.loop.target.run
 
     def bad(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
-        r.loop.target.forward = forward  # type: ignore[method-assign]
+        r.loop.target.run = forward  # type: ignore[method-assign]
         raise SlotError("something, somewhere")
 
-    r.loop.target.forward = bad  # type: ignore[method-assign]
+    r.loop.target.run = bad  # type: ignore[method-assign]
     r.run()
     assert all(isinstance(h.error, SlotError) for h in heard)
     assert r.generate(prompt, N_TEXT).tokens == text

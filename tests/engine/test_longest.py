@@ -23,7 +23,8 @@ from pyspec.engine.plan.fit import fit
 from pyspec.engine.plan.longest import STEP, widened
 from pyspec.engine.plan.memory_plan import RESERVE, AssumedGpu
 from pyspec.errors import DoesNotFit
-from pyspec.gguf import GGUFWriter, open_gguf
+from pyspec.gguf import open_gguf
+from pyspec.gguf.write import GGUFWriter
 from pyspec.synth import write
 
 GIB, TRAINED = 1 << 30, 262144

@@ -159,11 +159,11 @@ def test_a_request_whose_text_breaks_ends_alone() -> None:
     assert heard[0].error is not None and heard[1].tokens == text_after([1, 2, 3], 30)
 
 
-@pytest.mark.parametrize("part", ["forward", "draft", "observe"])
+@pytest.mark.parametrize("part", ["run", "draft", "observe"])
 def test_a_model_that_can_not_run_a_round_does_not_load(part: str) -> None:
     """While requests run, a bug ends the round's; without a check in the warm-up, it would end every request."""
     r = fake_rig(2, drafter := Oracle(5))
-    setattr(r.loop.target if part == "forward" else drafter, part, lambda *a: [][7])
+    setattr(r.loop.target if part == "run" else drafter, part, lambda *a: [][7])
     with pytest.raises(IndexError):
         warm_up(r.loop, r.tokenizer, r.info.n_overhang, 0)
     assert not r.loop.raises_bugs and not r.loop.speculator.raises_bugs

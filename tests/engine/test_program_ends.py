@@ -10,7 +10,7 @@ import pytest
 FREES = """
 import mmap, sys, threading, time, weakref
 import torch
-from pyspec.engine import aside
+from pyspec.engine import aside, served
 
 is_released, is_freed, kept = threading.Event(), threading.Event(), []
 
@@ -34,7 +34,7 @@ class Core:
 slow = SlowToEnd()
 """
 BEGINS = {
-    "an engine's end": "aside.end_aside(Core(), [])\n",
+    "an engine's end": "served.end_aside(Core(), [])\n",
     "a thread of a slot's file": "held = [Core()]\naside.AsideThread(lambda: held.pop().close(), 'pyspec-slot-file').start()\n",
 }
 ENDS = "is_released.set()\nis_freed.wait()\nsys.exit(1)\n"

@@ -79,7 +79,7 @@ def test_two_that_are_scored_at_once_take_turns_and_nothing_need_be_generated() 
 def test_logits_that_are_none_end_the_request_they_belong_to() -> None:
     r = rig(QWEN35, np=2, page_size=16)
     r.call_by_call()
-    forward = r.loop.target.forward
+    forward = r.loop.target.run
 
     def spoilt(batch: object, taps: object = ()) -> Out:
         out = forward(batch, taps)  # type: ignore[arg-type]
@@ -87,11 +87,11 @@ def test_logits_that_are_none_end_the_request_they_belong_to() -> None:
         logits[3:5] = float("nan")
         return replace(out, logits=logits)
 
-    r.loop.target.forward = spoilt  # type: ignore[method-assign,assignment]
+    r.loop.target.run = spoilt  # type: ignore[method-assign,assignment]
     h = r.submit(PROMPT, 4, prompt_logprobs=1)
     r.run()
     assert isinstance(h.error, SlotError) and "before prompt token" in str(h.error)
-    r.loop.target.forward = forward  # type: ignore[method-assign]
+    r.loop.target.run = forward  # type: ignore[method-assign]
     assert len(told(r.generate(PROMPT, 4, prompt_logprobs=1))) == len(PROMPT) - 1
 
 

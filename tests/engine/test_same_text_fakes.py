@@ -265,13 +265,13 @@ def test_wild_ids_are_neither_embedded_nor_counted() -> None:
     rig = make("wild", 1)
     seen: list[int] = []
     rig.call_by_call()
-    forward = rig.loop.target.forward
+    forward = rig.loop.target.run
 
     def watch(batch, taps=()):  # type: ignore[no-untyped-def]
         seen.extend(batch.tokens.tolist())
         return forward(batch, taps)
 
-    rig.loop.target.forward = watch  # type: ignore[method-assign]
+    rig.loop.target.run = watch  # type: ignore[method-assign]
     h = rig.generate(prompt(8, 8), 50)
     assert_own_text(h, 50)
     assert all(0 <= t < N_VOCAB for t in seen)

@@ -210,7 +210,7 @@ def test_sums_of_few_rows() -> None:
 
 def heads(f: Forward, x: Value) -> Value:
     y = f.op("gdn", "spec", x, f.batch, shape=(2, N // 2))
-    return f.add(x, f.summed(f.head_norm(f.flat(y), f.vector("w"), x, N // 2), "out", N))
+    return f.summed(f.head_norm(f.flat(y), f.vector("w"), x, N // 2), "out", N, x)
 
 
 def test_rows_from_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +278,9 @@ def test_of_several_ranks_one_adds_the_stream() -> None:
         found = rewrite.plain(traced(of_experts, at, N))
         assert ops(found) == ["moe_route", "moe", "rank_sum"]
         assert found.calls[1].inputs[2] is (found.inputs[0] if leads else None)
+        found = rewrite.plain(traced(heads, at, N))
+        assert ops(found) == ["gdn", "view", "product", "rank_sum"], "rows are prepared for a rank's own"
+        assert found.calls[2].inputs[2] is (found.inputs[0] if leads else None)
 
 
 def test_rows_before_choices() -> None:
@@ -314,7 +317,7 @@ def in_groups(f: Forward, x: Value) -> Value:
     o = f.op("sparse_attend", "spec", x, f.batch, shape=(2, N // 2))
     o.means_of = f.vector("norms")
     y = f.grouped(f.flat(o), "groups", 2, N)
-    return f.add(x, f.summed(y, "out", N))
+    return f.summed(y, "out", N, x)
 
 
 def test_results_of_groups_handed_on() -> None:

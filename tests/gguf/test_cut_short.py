@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from pyspec.errors import BadGGUF, ModelError
-from pyspec.gguf import GGMLType, GGUFWriter, ValueType, open_gguf
+from pyspec.gguf import GGMLType, ValueType, open_gguf
 from pyspec.gguf.cursor import STEP
 from pyspec.gguf.source import OpenFile
+from pyspec.gguf.write import GGUFWriter
 from pyspec.models.weights import Weights
 
 

@@ -13,8 +13,9 @@ import pytest
 from craft import ARRAY, STRING, U32, Craft, key, string, tensor, u32, u64
 
 from pyspec.errors import ModelError
-from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, TensorInfo, ValueType, open_gguf
+from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, ValueType, open_gguf
 from pyspec.gguf.inspect import describe
+from pyspec.gguf.write import GGUFWriter
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 

@@ -14,8 +14,9 @@ from pyspec.config import EngineSettings
 from pyspec.cpu.kernels import n_thread, torch_alone
 from pyspec.engine.process.early import begun
 from pyspec.errors import BadGGUF
-from pyspec.gguf import GGMLType, GGUFWriter, open_gguf
+from pyspec.gguf import GGMLType, open_gguf
 from pyspec.gguf.read_ahead import LEAST, held_bytes
+from pyspec.gguf.write import GGUFWriter
 from pyspec.models.weights import Weights
 
 N = 2 * LEAST

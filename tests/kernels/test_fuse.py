@@ -19,9 +19,7 @@ from pyspec.cuda.ops.moe.ref import MoeSpec, Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm
-from pyspec.cuda.rank import Rank
 from pyspec.cuda.streamed import Streamed
-from pyspec.models.matrices import Summed
 
 X = torch.ones(3, 4)
 PREP = HeadNorm(torch.ones(4), 1e-6, torch.ones(3, 4))
@@ -100,14 +98,6 @@ def test_a_launch_prepares_the_next_products_rows_where_both_can(few: bool) -> N
     assert fuse.writes_rows_of(Launch(), product)
     assert not fuse.writes_rows_of(lambda x: x[:, None], product)
     assert not fuse.writes_rows_of(Launch(), plain), "a library's product prepares by itself"
-
-
-def test_of_a_product_that_ranks_sum_this_ranks_is_prepared_for() -> None:
-    product, ranks = Product(few=True), SimpleNamespace(rank=Rank(1, 2), sum=lambda y: 2 * y)
-    summed = Summed(product, ranks)  # type: ignore[arg-type]
-    assert fuse.read_next(Launch(), summed)["after"] is product.packed.data
-    assert torch.equal(fuse.then(Launch(), (X,), summed, PREP, X), 2 * X)
-    assert product.heard == [("prepared in place of 3", None)]
 
 
 @pytest.mark.parametrize("few", [True, False])

@@ -19,6 +19,7 @@ from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat
+from pyspec.slots.memory import memory_of
 from pyspec.slots.parts import Ring
 
 MODELS = ["deepseek4", "deepseek4_pro"]
@@ -125,7 +126,7 @@ def test_what_the_block_s_file_has_as_the_target_is_loaded_once() -> None:
 
 def test_a_ring_without_slack_is_refused_before_a_row_is_lost() -> None:
     # 8 and twice 4: a row further back than that is overwritten
-    ring = Ring(8, {"rows": (2,)}).allocate(sizes_of(width=4), DEVICE)
+    ring = memory_of(Ring(8, {"rows": (2,)}), sizes_of(width=4), DEVICE)
     rows = torch.arange(40.0, device=DEVICE).view(20, 2)
     ring.write(0, 0, {"rows": rows})
     assert torch.equal(ring.read(0, 4, 20)["rows"], rows[4:])

@@ -82,10 +82,10 @@ def test_a_feed_forward_of_experts_is_one_recording(name: str) -> None:
     at = Binding(w, f"blk.{layer}", layer, "", config.n_embd, config.eps, kv, ropes)
     feed = BoundForward(part.alone, at, config.n_embd)
     x = torch.randn(5, config.n_embd)
-    recorded = Recorded(lambda: feed(x, None), TapeMemory())
+    recorded = Recorded(lambda: feed.run(x, None), TapeMemory())
     for _ in range(3):
         x.normal_()
-        assert torch.equal(recorded.replay(), feed(x, None))
+        assert torch.equal(recorded.replay(), feed.run(x, None))
 
 
 @pytest.mark.parametrize("name", [*MODELS, *STREAMS])

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pyspec.errors import BadTensors, ModelError
-from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
+from pyspec.gguf import GGMLType, GGUFFile, open_gguf
+from pyspec.gguf.write import GGUFWriter
 from pyspec.models.binding import Binding
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.bound import BoundForward
@@ -73,7 +74,7 @@ def bound(w: Weights, s: Experts) -> BoundForward:
 
 def run(feed: BoundForward, x: torch.Tensor) -> torch.Tensor:
     """x + feed(norm(x)), of which no row looks at a batch."""
-    return feed(x, None)
+    return feed.run(x, None)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

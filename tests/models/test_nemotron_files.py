@@ -15,7 +15,8 @@ from pyspec import synth
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import BadTensors, ModelError
-from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, TensorInfo, ValueType, open_gguf
+from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, ValueType, open_gguf
+from pyspec.gguf.write import GGUFWriter
 from pyspec.models import read_config
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mamba2 import Mamba2

@@ -22,7 +22,8 @@ from llama_cases import (
 
 from pyspec.draft.chain import Chain
 from pyspec.errors import BadTensors, ModelError
-from pyspec.gguf import GGUFWriter, ValueType, open_gguf
+from pyspec.gguf import ValueType, open_gguf
+from pyspec.gguf.write import GGUFWriter
 from pyspec.models import read_config
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.checks import check_tensors

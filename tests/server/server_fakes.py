@@ -12,7 +12,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from pyspec.constrain.grammar import compile_text, one_line
+from pyspec.constrain.grammar import compile_text
+from pyspec.constrain.trie import one_line
 from pyspec.errors import PromptTooLong, PyspecError, QueueFull, RequestError, Unavailable
 from pyspec.request import (
     Delta,

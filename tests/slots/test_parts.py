@@ -15,7 +15,7 @@ from pyspec.errors import OutOfBounds
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import TYPES, type_of
-from pyspec.slots.memory import Memory, allocate
+from pyspec.slots.memory import Memory, allocate, memory_of
 from pyspec.slots.parts import CachePart, CacheSizes, Paged, Recurrent, Ring, RingPages
 from pyspec.slots.ring import RingRows
 from pyspec.slots.states import StateStore
@@ -53,7 +53,7 @@ def n_bytes(tensors: list[Tensor]) -> int:
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 def test_a_part_takes_the_bytes_it_declares(part: CachePart, dtype: torch.dtype) -> None:
     s = sizes(dtype)
-    memory = part.allocate(s, CPU)
+    memory = memory_of(part, s, CPU)
     assert n_bytes(list(memory.tensors())) == part.n_bytes(s) > 0 and memory.paged is part.paged
     assert not any(raw.any() for raw in (t.view(torch.uint8) for t in memory.tensors()))
     most = max(n_bytes(list(memory.saved(1, n))) for n in (0, 1, 7, 8, 24, 500))
@@ -72,7 +72,7 @@ def test_a_plan_is_the_sum_of_its_parts() -> None:
 
 
 def test_keys_that_are_values_are_kept_once() -> None:
-    pool = Paged(1, 32, keys_only=True).allocate(sizes(torch.int8), CPU)
+    pool = memory_of(Paged(1, 32, keys_only=True), sizes(torch.int8), CPU)
     x = torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(0))
     pool.write(torch.tensor([3, 9]), x, None)
     k, v = pool.read(torch.tensor([3, 9]), torch.float32)
@@ -90,7 +90,7 @@ def test_rows_of_several_tokens_go_where_the_last_of_them_goes(page_size: int, r
     table, n = SlotTable(2, 40, page_size), 20 * page_size - 5
     random.Random(3).shuffle(table._free)
     part = Paged(1, 8, tokens_per_row=ratio)
-    pool = part.allocate(CacheSizes(2, table.n_alloc_row, page_size, 1, KvFormat.named("f32")), CPU)
+    pool = memory_of(part, CacheSizes(2, table.n_alloc_row, page_size, 1, KvFormat.named("f32")), CPU)
     seen = set()
     for slot in table.slots:
         table.acquire(slot, n)
@@ -168,7 +168,7 @@ def window_of(ring: RingRows, slot: int, n_past: int) -> list[float]:
 def test_taking_drafts_back_is_lowering_the_length(width: int) -> None:
     """Prompts in chunks, then verifies of any width with any number of kept rows: every token always sees its own window."""
     rng, slot = random.Random(width), 1
-    ring = PARTIAL.allocate(sizes(width=width), CPU)
+    ring = memory_of(PARTIAL, sizes(width=width), CPU)
     assert ring.n_row == 8 + 2 * width
     ring.rows["v"].fill_(torch.nan)
     ring.rows["score"].fill_(torch.nan)
@@ -207,7 +207,7 @@ def test_one_row_less_and_a_refused_draft_is_in_the_window() -> None:
 @pytest.mark.parametrize("width", [1, 3, 8])
 def test_a_round_behind_a_verify_leaves_the_window_of_where_the_request_ended(width: int) -> None:
     """Two rounds in flight: the second begins behind all rows of the first, of which the host then keeps one."""
-    ring = PARTIAL.allocate(sizes(width=width), CPU)
+    ring = memory_of(PARTIAL, sizes(width=width), CPU)
     ring.write(0, 0, tagged(list(range(21))))
     ring.write(0, 20, tagged(list(range(20, 20 + width)), draft=1))
     ring.write(0, 20 + width, tagged(list(range(20 + width, 20 + 2 * width)), draft=1))
@@ -217,7 +217,7 @@ def test_a_round_behind_a_verify_leaves_the_window_of_where_the_request_ended(wi
 
 
 def test_a_rings_checkpoint_is_its_window_wherever_the_ring_stands() -> None:
-    ring = PARTIAL.allocate(sizes(width=4), CPU)
+    ring = memory_of(PARTIAL, sizes(width=4), CPU)
     memory, seen = Memory([{"partial": ring}], 4), set()
     for n_past in (0, 1, 5, 8, 9, 11, 12, 18, 19, 25, 31, 300):
         ring.write(0, 0, tagged(list(range(n_past))))
@@ -236,7 +236,7 @@ def test_a_rings_checkpoint_is_its_window_wherever_the_ring_stands() -> None:
 
 
 def test_a_reset_ring_has_nothing_of_the_last_sequence() -> None:
-    ring = PARTIAL.allocate(sizes(), CPU)
+    ring = memory_of(PARTIAL, sizes(), CPU)
     ring.write(0, 0, tagged(list(range(1, 40))))
     ring.write(1, 0, tagged(list(range(1, 40))))
     Memory([{"partial": ring}], 5).reset(0)
@@ -244,9 +244,9 @@ def test_a_reset_ring_has_nothing_of_the_last_sequence() -> None:
 
 
 def test_rows_that_a_ring_does_not_have_are_refused() -> None:
-    ring = PARTIAL.allocate(sizes(), CPU)
+    ring = memory_of(PARTIAL, sizes(), CPU)
     for slot, first, end in (
-        (0, 0, PARTIAL.allocate(sizes(), CPU).n_row + 1),
+        (0, 0, memory_of(PARTIAL, sizes(), CPU).n_row + 1),
         (0, -1, 3),
         (3, 0, 2),
         (-1, 0, 2),
@@ -303,11 +303,11 @@ def test_a_record_that_would_hide_what_every_layer_has_is_refused() -> None:
         records = {"conv": (2,)}  # noqa: RUF012
 
     with pytest.raises(AssertionError, match="can not be called conv"):
-        Recurrent(Bad(2, 4, 1, 8, 3)).allocate(sizes(), CPU)
+        memory_of(Recurrent(Bad(2, 4, 1, 8, 3)), sizes(), CPU)
 
 
 def test_recurrent_layers_have_the_records_of_their_own_shape_alone() -> None:
-    delta, mamba = (part.allocate(sizes(), CPU) for part in (GDN, MAMBA))
+    delta, mamba = (memory_of(part, sizes(), CPU) for part in (GDN, MAMBA))
     assert delta.g.shape == (3, 5, 2) and mamba.decay.shape == (3, 5, 2)
     assert not hasattr(delta, "decay") and not hasattr(mamba, "g")
     assert [t.shape[2:] for t in delta.records()] == [(1, 8), (2, 8), (2,), (2,)]

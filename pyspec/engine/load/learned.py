@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from pyspec import __version__
 from pyspec.cache import cache_root, write_json
 from pyspec.cuda.machine import machine
 from pyspec.engine.plan.describe import Description
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.timer import Timer
+from pyspec.version import __version__
 
 log = logging.getLogger(__name__)
 

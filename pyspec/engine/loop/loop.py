@@ -45,11 +45,12 @@ from pyspec.sample.choose import Chosen, Span, best_masked, choose, fill_masked,
 from pyspec.sample.mask import SpanMask, fill_all
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS
+from pyspec.slots.batch import Seq
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.drafts import Drafts
 from pyspec.slots.memory import Memory
 from pyspec.slots.prefix import NOT_KNOWN
-from pyspec.slots.round import plan_round
+from pyspec.slots.round import Continuation, plan_round
 
 log = limited(__name__)
 
@@ -232,37 +233,47 @@ class Loop:
 
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the next round before this one is read, if the same requests continue with any result."""
-        work, ahead, speculator = pending.work, self.lookahead, self.speculator
-        if self.throttle.are_over or self.turns.n_slow or self.needs_sync():  # its end decides
-            return None
-        if self.behind.follows(pending, self.jobs):
+        waits = self.throttle.are_over or self.turns.n_slow or self.needs_sync()  # its end decides
+        if not waits and self.behind.follows(pending, self.jobs):
             return self.behind.launch(pending, self.jobs, self.limits)
-        if len(work) + self.throttle.n_resting != len(self.jobs):
-            return None
-        if len(pending.running(self.jobs)) < len(work) or not all(map(ahead.can_pipeline, work)):
-            return None
-        if speculator.has_offers(w.job for w in work):
-            return None
+        planned = None if waits or not self._goes_on(pending) else self._plan_behind(pending)
+        return None if planned is None else self._launch_behind(pending, *planned)
+
+    def _goes_on(self, pending: PendingRound) -> bool:
+        """Whether the next round has the requests of this one, whatever its results are, and no better drafts than the drafter's."""
+        work = pending.work
+        return (
+            len(work) + self.throttle.n_resting == len(self.jobs)
+            and len(pending.running(self.jobs)) == len(work)
+            and all(map(self.lookahead.can_pipeline, work))
+            and not self.speculator.has_offers(w.job for w in work)
+        )
+
+    def _plan_behind(self, pending: PendingRound) -> tuple[list[Seq], Continuation] | None:
+        """The rows of the next round with the lengths of its drafts, and how they continue this one. None: the device can not draft them."""
+        work, speculator = pending.work, self.speculator
         speculator.chosen = speculator.lengths([w.job for w in work], [w.seq.width for w in work])
         n_drafts = [n for _, n in speculator.chosen]
         if any(n_drafts) and not all(speculator.follows(w.slot.index) for w in work):
             return None
-        planned = ahead.plan(work, n_drafts, speculator.drafter, pending.refuse(self.jobs))
-        if planned is None:
-            return None
-        seqs, pending.next = planned
-        sent, n_fetched = self.clock(), len(self.worker.draft_faults.fetched)
+        return self.lookahead.plan(work, n_drafts, speculator.drafter, pending.refuse(self.jobs))
+
+    def _launch_behind(
+        self, pending: PendingRound, seqs: list[Seq], behind: Continuation
+    ) -> PendingRound | None:
+        """The next round, launched; None if that failed, or if its drafter needs the host."""
+        work, fetched, sent = pending.work, self.worker.draft_faults.fetched, self.clock()
+        n_fetched, launched, pending.next = len(fetched), None, behind
         try:
-            round_ = plan_round(self.table, seqs, pending.next, reads=logits_need(work))
+            round_ = plan_round(self.table, seqs, behind, reads=logits_need(work))
             launched = self.worker.launch_behind(pending.launched, round_)
         except SlotError:  # this round's end raises it again and blames the right request
-            while len(self.worker.draft_faults.fetched) > n_fetched:
-                self.worker.draft_faults.fetched.pop()
-            launched = None
+            while len(fetched) > n_fetched:
+                fetched.pop()
         if launched is None:
             pending.next = None
             return None
-        speculator.chosen = None
+        self.speculator.chosen = None
         then = [Work(w.job, w.slot, seq) for w, seq in zip(work, seqs, strict=True)]
         return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
 

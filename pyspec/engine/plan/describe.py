@@ -159,7 +159,6 @@ def describe(
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     check_is_target(file, path)
     config = read_config(file)
-    settings = of_one_type(config, settings)
     check_tensors(file, wants := config.tensors(file))
     check_read(file, wants, config.n_layer)
     config.share(settings.tp)
@@ -172,6 +171,7 @@ def describe(
             settings.tp,
         )
     n_ctx_train = trained_length(file, config.n_ctx_train, flags_of(settings))
+    settings = of_one_type(config, settings)
     n_ctx = max_context(settings, n_ctx_train)
     dense = pick_dense(file, device, settings.weights)
     is_streamed = device.type == "cuda" and dense is None

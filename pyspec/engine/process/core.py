@@ -50,8 +50,8 @@ TRIM_S = 60.0  # seconds of rounds without rest after which it goes back meanwhi
 FLUSH_S = 2.0  # of a close, in which texts are still copied for the cache on disk
 CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
 _ENDING = threading.Event()  # the main thread has ended; other threads may still run
-_RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 _LOADED_IN: list[int] = []  # the process that loaded the first engine
+_RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 
 class EngineCore:
@@ -138,7 +138,7 @@ class EngineCore:
 
         file  the same file, if it is open already
         """
-        refuse_fork()
+        _refuse_fork()
         core = cls(
             load(path, settings, is_isolated=hand_over is not None, file=file),
             hand_over=hand_over,
@@ -477,18 +477,6 @@ class EngineCore:
         return True
 
 
-def refuse_fork() -> None:
-    """Refuse a fork of a process that has loaded an engine: torch's threads do not survive it, and its first product would hang."""
-    pid = os.getpid()
-    if not _LOADED_IN:
-        _LOADED_IN.append(pid)
-    elif _LOADED_IN[0] != pid:
-        raise Unavailable(
-            f"an engine was loaded in process {_LOADED_IN[0]}, and its threads and device do not survive a fork: "
-            f"in process {pid} load one with isolated=True, or start that with spawn"
-        )
-
-
 def _begin_to_end() -> None:
     """Thread pools that a round uses end next. Let failures pass instead of blaming requests."""
     _ENDING.set()
@@ -504,3 +492,15 @@ def _close_all() -> None:
     """Close all engines: a thread inside the device's library would crash the process when the interpreter ends."""
     for core in list(_RUNNING):
         core.close()
+
+
+def _refuse_fork() -> None:
+    """Refuse a fork of a process that has loaded an engine: torch's threads do not survive it, and its first product would hang."""
+    here = os.getpid()
+    if not _LOADED_IN:
+        _LOADED_IN.append(here)
+    elif _LOADED_IN[0] != here:
+        raise Unavailable(
+            f"an engine was loaded in process {_LOADED_IN[0]}, and its threads and device do not survive a fork: "
+            f"in process {here} load one with isolated=True, or start that with spawn"
+        )

@@ -232,7 +232,7 @@ class Attention(Plain):
             o = f.head_gate(o, f.view(gate, f".view(-1, {s.n_head}, {s.head_dim})", heads))
         elif gate is not None and self.gate is not None:
             o = f.gate_times(gate, o, self.gate[0], o.width)
-        o = f.add(stream, f.summed(o, "attn_output.weight", n_out))
+        o = f.summed(o, "attn_output.weight", n_out, stream)
         return f.biased(o, f.optional("attn_output.bias"))
 
     def write(self, f: Forward, c: Value, rows: Value) -> Value:

@@ -79,7 +79,7 @@ class DeltaNet(Plain):
         spec, shape = GdnSpec(f.device, s, f.eps), (s.n_v_head, s.dim)
         y = f.op("gdn", spec, m, alpha, beta, *own, f.state, f.batch, shape=shape)
         y = f.head_norm(f.flat(y), f.vector("ssm_norm.weight"), z, s.dim)
-        return f.add(stream, f.summed(y, "ssm_out.weight", x.width))
+        return f.summed(y, "ssm_out.weight", x.width, stream)
 
 
 def _projections(s: GdnShape, joined: bool) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ class Mamba2(Plain):
             y = f.group_norm(f.flat(y), f.read(_flat, "ssm_norm.weight"), gate, s.n_group)
         else:
             y = f.gate_times(gate, f.flat(y), "silu", inner)
-        return f.add(stream, f.summed(y, "ssm_out.weight", x.width))
+        return f.summed(y, "ssm_out.weight", x.width, stream)
 
 
 def _flat(w: Any, name: str) -> Tensor:

@@ -116,4 +116,4 @@ class Mla(Plain):
         if turned := f.kv.turned_k(s.row):
             o = f.op("hadamard", HadamardSpec(f.device, attends.n_value, turned), o, shape=o.shape)
         o = f.heads(f.view(o, f"[..., :{s.rank}]", (s.n_head, s.rank)), "attn_v_b.weight", s.n_value)
-        return f.add(stream, f.summed(f.flat(o), "attn_output.weight", n))
+        return f.summed(f.flat(o), "attn_output.weight", n, stream)

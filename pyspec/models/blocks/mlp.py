@@ -60,8 +60,8 @@ class Mlp(Plain):
         if self.act != "relu2":
             names = "ffn_gate.weight", "ffn_up.weight"
             y = f.gated(n, *names, self.act, self.n_ff, limit=self.limit)
-            return f.add(stream, f.summed(y, "ffn_down.weight", x.width))
+            return f.summed(y, "ffn_down.weight", x.width, stream)
         y = f.product(n, "ffn_up.weight", n_out=self.n_ff)
         y = f.relu2(f.biased(y, f.optional("ffn_up.bias")))
-        y = f.add(stream, f.summed(y, "ffn_down.weight", x.width))
+        y = f.summed(y, "ffn_down.weight", x.width, stream)
         return f.biased(y, f.optional("ffn_down.bias"))

@@ -46,4 +46,4 @@ class ShortConv(Plain):
         m = f.product(f.normed(x), "shortconv.in_proj.weight", n_out=3 * n)
         taps = f.vector("shortconv.conv.weight")
         y = f.op("short_conv", spec, m, taps, f.state, f.batch, shape=(n,))
-        return f.add(stream, f.summed(y, "shortconv.out_proj.weight", x.width))
+        return f.summed(y, "shortconv.out_proj.weight", x.width, stream)

@@ -190,7 +190,7 @@ class SparseAttention(Plain):
         norms = "attn_kv_a_norm.weight", *(f"{c.name}_norm.weight" for c in self.compressors)
         o.means_of = f.read(side_by_side, *norms)  # keys are values, whose weights add up to 1 at most
         y = f.grouped(f.flat(o), "attn_output_a.weight", self.n_group, self.n_group * self.out_rank)
-        return f.add(stream, f.summed(y, "attn_output_b.weight", x.width))
+        return f.summed(y, "attn_output_b.weight", x.width, stream)
 
     def _attended(self, f: Forward, q: Value, kv: Value, index_q: Value, rest: Sequence[Value]) -> Value:
         freq, pool, chosen = self._freq(f), None, None

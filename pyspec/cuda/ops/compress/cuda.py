@@ -16,8 +16,9 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, CompressSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool, rows_per_page
+from pyspec.slots.kv import KVPool
 from pyspec.slots.kv_types import name_of
+from pyspec.slots.parts import rows_per_page
 from pyspec.slots.ring import RingRows
 
 OP_ID = GUARD.number

@@ -12,8 +12,9 @@ from pyspec.cuda.ops.attend.cases import spoil
 from pyspec.cuda.ops.index_rows.ref import IndexRows, IndexSpec, block_rows
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.kv import KvFormat, KVPool, rows_per_page
+from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import type_of
+from pyspec.slots.parts import rows_per_page
 from pyspec.slots.table import SlotTable
 
 NEAR = {torch.float16: 2.0**-13, torch.bfloat16: 2.0**-10}

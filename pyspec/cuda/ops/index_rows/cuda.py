@@ -19,7 +19,8 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.index_rows.ref import GUARD, IndexSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool, rows_per_page
+from pyspec.slots.kv import KVPool
+from pyspec.slots.parts import rows_per_page
 
 OP_ID = GUARD.number
 KINDS = {torch.float16: 1, torch.bfloat16: 2}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.recurrent import RecurrentShape, StateLayer
+from pyspec.slots.parts import RecurrentShape
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 Rounds = Sequence[Sequence[Seq]]

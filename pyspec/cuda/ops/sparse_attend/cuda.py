@@ -23,7 +23,8 @@ from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
 from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, Rows
 from pyspec.cuda.ops.sparse_attend.ref import GUARD, ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool, rows_per_page
+from pyspec.slots.kv import KVPool
+from pyspec.slots.parts import rows_per_page
 from pyspec.slots.ring import RingRows
 
 OP_ID = GUARD.number
