@@ -33,17 +33,8 @@ KEYS = (
     "a\\b", "$ref", "1", "a>", "parameter=", "</parameter>", '" string="true">', "[ARGS]", "e\u0301", "🦊",
 )  # fmt: skip
 TOOL_NAMES = (
-    "bash",
-    "mcp__files__read",
-    "a.b-c",
-    "read file",
-    "f:1",
-    "ask>er",
-    "mcp/go",
-    "名前",
-    'q"q',
-    "f<x",
-)
+    "bash", "mcp__files__read", "a.b-c", "read file", "f:1", "ask>er", "mcp/go", "名前", 'q"q', "f<x",
+)  # fmt: skip
 TEXTS = (
     "", "ls", " spaced ", "two\nlines\n", "\n\nfirst", "True", "null", "3", '{"a": 1}', "'x'", "it's \"quoted\" \\ \t",
     "</parameter>", "<parameter=plain>\n5", "x\n</function>\n</tool_call>", "</tool_call>", "<tool_call>\n<function=bash>\n",
@@ -62,9 +53,9 @@ Call = tuple[str, dict[str, Any]]
 SINGLE = ("llama3_json", "harmony")  # one call an answer
 
 
-def _xml(call: Call) -> str:
-    rows = [f"<parameter={k}>\n{_bare(v)}\n</parameter>\n" for k, v in call[1].items()]
-    return f"\n<function={call[0]}>\n{''.join(rows)}</function>\n</tool_call>"
+def _xml(call: Call, line: str = "\n") -> str:
+    rows = [f"<parameter={k}>{line}{_bare(v)}{line}</parameter>\n" for k, v in call[1].items()]
+    return f"\n<function={call[0]}>\n{''.join(rows)}</function>\n"
 
 
 def _dsml(call: Call) -> str:
@@ -121,7 +112,8 @@ def written(name: str, calls: list[Call]) -> str:
     """Calls in the form of a model."""
     first = calls[0]
     return {
-        "qwen3_coder": lambda: "<tool_call>" + "\n<tool_call>".join(map(_xml, calls)),
+        "qwen3_coder": lambda: "\n".join(f"<tool_call>{_xml(c)}</tool_call>" for c in calls),
+        "seed_oss": lambda: "\n".join(f"<seed:tool_call>{_xml(c, '')}</seed:tool_call>" for c in calls),
         "glm45": lambda: "<tool_call>" + "\n<tool_call>".join(map(_glm, calls)),
         "deepseek_v32": lambda: DSML.open[0] + "".join(map(_dsml, calls)) + "\n" + DSML.close[0],
         "deepseek_v3": lambda: DEEPSEEK.open[0] + "".join(f"{DEEPSEEK.mark}{c[0]}{DEEPSEEK.separators[0]}{_arguments(c)}{DEEPSEEK.end[0]}" for c in calls) + DEEPSEEK.close[0],

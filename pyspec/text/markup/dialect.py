@@ -9,7 +9,7 @@ from typing import Any
 from pyspec.text.markup import harmony
 from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
-from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN
+from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN, SEED
 from pyspec.text.markup.members import GEMMA4, LFM2
 from pyspec.text.markup.named import ARGS, DEEPSEEK, FUNCTIONARY, KIMI, MISTRAL
 from pyspec.text.markup.objects import BareObjects, Objects, as_schema, in_list, new_id
@@ -20,6 +20,7 @@ from pyspec.text.markup.reasoning import (
     GEMMA4_THINK,
     GRANITE_THINK,
     MISTRAL_THINK,
+    SEED_THINK,
     THINK,
     ThinkMarks,
     ThoughtForm,
@@ -91,6 +92,7 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is 
     Dialect("kimi_k2", KIMI, (KIMI.mark, *KIMI.separators), (_OBJECTS,)),
     Dialect("glm45", GLM, (*GLM.open, "<arg_key>", "<arg_value>"), (_OBJECTS, QWEN), is_bare=True),
     Dialect("qwen3_coder", QWEN, (*QWEN.open, "<function=", "<parameter="), (_OBJECTS, GLM), is_bare=True),
+    Dialect("seed_oss", SEED, (*SEED.open, "<function=", "<parameter="), (_OBJECTS,), is_bare=True),
     Dialect("mistral_args", MISTRAL, (*MISTRAL.open, ARGS), (_LISTS,), new_id=new_id),
     Dialect("mistral", _LISTS, MISTRAL.open, (MISTRAL,), new_id=new_id),
     Dialect("minimax_m2", MINIMAX, (*MINIMAX.open, '<invoke name="'), (_OBJECTS,), is_bare=True),
@@ -175,18 +177,24 @@ def dialect_reason(template: str, parser: str) -> str:
     return f"tool calls are written as {found.name}: the chat template says so"
 
 
+_THINKING: tuple[
+    tuple[tuple[str, ...], ThinkMarks], ...
+] = (  # the first whose signs are in a template is used
+    ((harmony.START, harmony.CHANNEL, harmony.MESSAGE), harmony.HARMONY),
+    ((MISTRAL_THINK.start, MISTRAL_THINK.end), MISTRAL_THINK),
+    (GEMMA4.inner[1:], GEMMA4_THINK),
+    ((SEED_THINK.start, SEED_THINK.end), SEED_THINK),
+    # other templates have <response> around the results of tools
+    ((THINK.start, THINK.end, "<response>", "<|start_of_role|>"), GRANITE_THINK),
+    ((THINK.start, "<response>", "<global_setting>"), GRANITE_THINK),
+    ((THINK.start, THINK.end), THINK),
+)
+
+
 def think_marks(template: str) -> ThinkMarks | None:
     """The marks around reasoning, if the template contains them."""
-    if all(mark in template for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE)):
-        return harmony.HARMONY
-    if MISTRAL_THINK.start in template and MISTRAL_THINK.end in template:
-        return MISTRAL_THINK
-    if all(mark in template for mark in (GEMMA4.thought or ())[:2]):
-        return GEMMA4_THINK
-    if THINK.start not in template or THINK.end not in template:
-        return None
-    # others have these marks around the results of tools
-    return GRANITE_THINK if "<|start_of_role|>" in template and "<response>" in template else THINK
+    fits = (marks for signs, marks in _THINKING if all(sign in template for sign in signs))
+    return next(fits, None)
 
 
 @dataclass(frozen=True, slots=True)

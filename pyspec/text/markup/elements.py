@@ -1,6 +1,6 @@
 """Calls with one element for each argument, whose strings are bare text between marks.
 
-Qwen3-Coder, Qwen3.5 and Nemotron 3 write <function=name> with <parameter=name>, MiniMax M2 <invoke name="..">, DeepSeek V3.2 and V4 the
+Qwen3-Coder, Qwen3.5 and Nemotron 3 write <function=name> with <parameter=name>, Seed-OSS the same in marks of its own, MiniMax M2 <invoke name="..">, DeepSeek V3.2 and V4 the
 same with a word before, GLM 4.5 and later the name and pairs of <arg_key> and <arg_value>.
 
 Models quote names, leave out a bracket or a mark, write one twice or another one, mostly in long contexts. As the names of tools and
@@ -17,11 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pyspec.text.markup.ahead import (
     AHEAD,
     ATTRIBUTES,
     GAP,
+    INSIDE,
     NAME,
     OVER,
     SIGN,
@@ -206,7 +208,8 @@ class Elements(Syntax):
         elif self._has_tags:
             begins, sign, _, names, _ = known[-1]
             quoted: Lookahead = (begins, sign, ('"', "'"), names, ('"', "'"), AHEAD, NAME)
-            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1], quoted)
+            cut: Lookahead = (*known[-1], AHEAD, INSIDE, ("</",)) if text == ">" else quoted
+            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1], quoted, cut)
         else:
             forms = known
         found = yield from reader.take(*forms)
@@ -388,6 +391,7 @@ def tags(
     *,
     prefixes: Step = ("",),
     is_named: bool = True,
+    line: str = "",
     is_section: bool = True,
     has_kinds: bool = False,
 ) -> Elements:
@@ -395,10 +399,11 @@ def tags(
 
     call, key   words of tags around names of tools and of arguments, the exact one first
     prefixes    of these words: the exact one first, then those that models write
-    is_named    tags are <word name="name">, and no lines around values; else <word=name>
+    is_named    tags are <word name="name">; else <word=name>
+    line        stands around a value
     has_kinds   the tag around an argument's name says whether its value is a string
     """
-    begin, end, line = (' name="', '">', "") if is_named else ("=", ">", "\n")
+    begin, end = (' name="', '">') if is_named else ("=", ">")
     calls, keys = ([p + word for p in prefixes for word in words] for words in (call, key))
     closed = [_NAMESPACE.sub(r"\1", mark) for mark in close] + list(close)
     return Elements(
@@ -431,9 +436,9 @@ def tags(
 
 _NAMESPACE = re.compile(r"(</)\w+:")
 
-QWEN = tags(
-    ("<tool_call>",), ("</tool_call>",), ("function", "invoke"), is_named=False, is_section=False
-)
+_function = partial(tags, call=("function", "invoke"), is_named=False, is_section=False)
+QWEN = _function(("<tool_call>",), ("</tool_call>",), line="\n")
+SEED = _function(("<seed:tool_call>",), ("</seed:tool_call>",))
 MINIMAX = tags(("<minimax:tool_call>",), ("</minimax:tool_call>",), ("invoke", "function"))
 DSML = tags(
     ("<｜DSML｜tool_calls>", "<｜DSML｜function_calls>"),
