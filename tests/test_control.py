@@ -13,7 +13,7 @@ from sampling import few
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.controller import ASK_DRAFT, DOUBT_EVERY, MARGIN, RETHINK, Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Timer, bucket
 from pyspec.slots.arena import bucket_of
 
 N_MAX = 8

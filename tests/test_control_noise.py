@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from sampling import few
 
-from pyspec.engine.policy.acceptance import LEVELS
 from pyspec.engine.policy.controller import TRY_LAST, Controller
-from pyspec.engine.policy.timer import Timer
+from pyspec.engine.policy.costs import Timer
+from pyspec.engine.policy.estimate import LEVELS
 from pyspec.slots.arena import bucket_of
 
 N_MAX, N_SLOT = 7, 8

@@ -12,15 +12,15 @@ import pytest
 from sampling import slow
 
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.prompt_alone import PromptsAlone
-from pyspec.engine.policy.prompt_pace import (
+from pyspec.engine.policy.costs import ForwardCosts
+from pyspec.engine.policy.pace import (
     LEAST,
     PAUSE_MS,
     PaceTargets,
     PromptPace,
+    PromptsAlone,
+    PromptThrottle,
 )
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
 
 N_MAX, PROMPT, ANSWER, MOST = 3, 300, 192, 2048
 

@@ -25,7 +25,7 @@ from engine_rig import Rig, rig
 
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Timer, bucket
 from pyspec.models.target import Out
 from pyspec.request import Event, SamplingParams
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of

@@ -36,9 +36,9 @@ from regret import CARDS, Card, best_lengths, busy_rows, graph_rows
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
-from pyspec.engine.policy.certainty import Certainty, log_odds
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Timer, bucket
+from pyspec.engine.policy.estimate import Certainty, log_odds
 from pyspec.slots.arena import bucket_of, most_rows
 
 Floats = NDArray[np.float64]

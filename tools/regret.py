@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Timer, bucket
 from pyspec.slots.arena import BUCKETS, WIDE, bucket_of, most_rows
 
 Floats = NDArray[np.float64]

@@ -25,7 +25,7 @@ from engine_rig import Rig, rig
 
 from pyspec.device import worker as worker_module
 from pyspec.engine.loop.round import RowLimits
-from pyspec.engine.policy.prompt_pace import PromptPace
+from pyspec.engine.policy.pace import PromptPace
 from pyspec.models.target import Out
 from pyspec.request import SamplingParams
 from pyspec.sample.synth import SynthAcceptance

@@ -119,7 +119,7 @@ def edits() -> list[tuple[str, str]]:
     """Files of this program, and the same with a name changed, a part left out, or lines between."""
     files = [
         source(f"pyspec/{name}.py")
-        for name in ("engine/policy/timer", "draft/blocks", "constrain/phrases", "slots/drafts")
+        for name in ("engine/policy/costs", "draft/blocks", "constrain/phrases", "slots/drafts")
     ]
     renamed = [
         (f, f.replace("samples", "timings").replace("Estimate", "Ratio").replace("n_slot", "slots"))

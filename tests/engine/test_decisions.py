@@ -23,13 +23,10 @@ from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.policy import prompt_throttle
-from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.lanes import FAILED, NO_DRAFTER, NO_OFFER
-from pyspec.engine.policy.prompt_pace import PAUSE_MS, PaceTargets, PromptPace
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy import pace
+from pyspec.engine.policy.controller import FAILED, NO_DRAFTER, NO_OFFER, Controller
+from pyspec.engine.policy.costs import ForwardCosts, Timer, bucket
+from pyspec.engine.policy.pace import PAUSE_MS, PaceTargets, PromptPace, PromptThrottle
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams
 from pyspec.sample.sampler import SlotSampler
@@ -255,9 +252,7 @@ class Play:
         pause = 10_000.0 if rng.random() < (0.03 if prompts else 0.003) else 0.0
         self.now += 1e-3 * (ms + draft_ms + pause)
         self.throttle.landed(self.now, [*decoding, *prompts])  # type: ignore[list-item]
-        usual = max(
-            PAUSE_MS, prompt_throttle.PAUSE * (10.0 + self.row_ms * (3 * CHUNK + 16 * len(self.jobs)))
-        )
+        usual = max(PAUSE_MS, pace.PAUSE * (10.0 + self.row_ms * (3 * CHUNK + 16 * len(self.jobs))))
         assert self.throttle.owed <= usual * len(decoding) or not decoding, (
             "a prompt waits for a pause of the machine"
         )
@@ -284,7 +279,7 @@ class Play:
 @pytest.mark.parametrize("seed", [*range(12), *(slow(seed) for seed in range(12, 300))])
 def test_random_requests_never_break_a_decision(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mute, unread, sampled, under grammars, long, joined, ended, cut and lost requests; drafters of all kinds; pauses of ten seconds."""
-    monkeypatch.setattr(prompt_throttle, "LONG", LONG)
+    monkeypatch.setattr(pace, "LONG", LONG)
     play = Play(seed)
     for _ in range(1200):
         play.round()

@@ -17,9 +17,8 @@ from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.suffix_source import SuffixSource
-from pyspec.engine.policy.account import LIMIT, SHARE
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.host_drafts import RESTS, HostDrafts
+from pyspec.engine.policy.rests import LIMIT, RESTS, SHARE, HostDrafts
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts

@@ -20,7 +20,7 @@ from pyspec.cache import cache_root, write_json
 from pyspec.cuda.machine import machine
 from pyspec.engine.plan.describe import Description
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer
+from pyspec.engine.policy.costs import Timer
 
 log = logging.getLogger(__name__)
 

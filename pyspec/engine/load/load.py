@@ -58,9 +58,8 @@ from pyspec.engine.plan.planned_bytes import (
     start_bytes,
 )
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.prompt_pace import PaceTargets, PromptPace
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import ForwardCosts, Timer, bucket
+from pyspec.engine.policy.pace import PaceTargets, PromptPace
 from pyspec.engine.recommended import recommended
 from pyspec.errors import ConfigError, RankLost
 from pyspec.gguf import GGUFFile

@@ -16,8 +16,7 @@ from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits, Work, alone_of, logits_need, plan_work
-from pyspec.engine.policy.prompt_pace import PromptPace
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
+from pyspec.engine.policy.pace import PromptPace, PromptThrottle
 from pyspec.errors import SlotError
 from pyspec.slots.round import Continuation, plan_round
 

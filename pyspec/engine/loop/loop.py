@@ -34,8 +34,7 @@ from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.status import metrics_of, slot_rows
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.prompt_pace import PromptPace
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
+from pyspec.engine.policy.pace import PromptPace, PromptThrottle
 from pyspec.engine.policy.queue import Queue
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target

@@ -26,10 +26,9 @@ from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.read_slots import ReadSlots
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import SuffixSource, TextToDraft
-from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.controller import FAILED, LOST_TRACK, Controller
 from pyspec.engine.policy.decay import Decay
-from pyspec.engine.policy.host_drafts import HostDrafts
-from pyspec.engine.policy.lanes import FAILED, LOST_TRACK
+from pyspec.engine.policy.rests import HostDrafts
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw

@@ -9,7 +9,7 @@ from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.policy.decay import Decay
-from pyspec.engine.policy.host_drafts import RESTS, HostDrafts
+from pyspec.engine.policy.rests import RESTS, HostDrafts
 from pyspec.request import Metrics, SlotInfo
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.table import Slot, SlotTable

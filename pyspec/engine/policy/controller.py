@@ -17,18 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyspec.draft.blocks import BlockLength
-from pyspec.engine.policy.acceptance import Acceptance
-from pyspec.engine.policy.account import LIMIT, Account
-from pyspec.engine.policy.certainty import Certainty
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.lanes import MUTE, NO_CAP, NO_DRAFTER, NO_OFFER, UNREAD, Lane
-from pyspec.engine.policy.reading import DraftReading
-from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
-from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows
+from pyspec.engine.policy.costs import N_SAMPLE, SLACK, ForwardCosts, Timer
+from pyspec.engine.policy.estimate import Acceptance, Certainty, Floats
+from pyspec.engine.policy.rests import LIMIT, Account, DraftReading
 from pyspec.slots.table import Slot
 
 # Sources in brackets: least part of the tokens a millisecond of a recording with other values, by tools/replay.py (docs/log, 2026-11-28)
@@ -49,6 +46,78 @@ DOUBT_EVERY = 512  # rounds until times that were not used are in doubt [128 and
 RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it [0: 0.998, and 0.2 ms of the host]
 HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text [0: 0.94, 1: 0.96, 10: 0.99]
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
+OFFERED = -1  # in place of a position in a draft
+
+# reasons of a slot without drafts, for `/slots`
+MUTE = "none: drafts are switched off for the request"
+NO_CAP = "none: the request is at its last token, or past the drafter's length"
+NO_OFFER = "none: the last tokens stand nowhere before"
+NO_DRAFTER = "none: no drafter is loaded"
+FAILED = "none: the choice of drafts failed, as the log says"
+LOST_TRACK = "none: the drafter failed at the request, as the log says"
+UNREAD = "none: drafts have not paid for long, so the drafter does not read this request"
+
+
+@dataclass(slots=True)
+class Lane:
+    """One slot's last decision, and the outcome of its drafts."""
+
+    n_draft: int = 0
+    reason: str = "not started"
+    drafted: float = 0.0
+    kept: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the recent drafted tokens that were right; 0.0 if none was drafted."""
+        return self.kept / self.drafted if self.drafted else 0.0
+
+
+class DraftRows(NamedTuple):
+    """Candidate rows: slot, position in the draft (OFFERED: needs no drafter), and chance to be right."""
+
+    slot: NDArray[np.int64]
+    place: NDArray[np.int64]
+    gain: Floats
+
+    def up_to(self, depth: int) -> DraftRows:
+        mask = self.place < depth
+        return self if mask.all() else DraftRows(self.slot[mask], self.place[mask], self.gain[mask])
+
+    def best(self, busy: int, verify: Floats, draft: Floats, price: float = 0.0) -> Way:
+        """Take the number of rows with most tokens per millisecond, or with most left once milliseconds are paid at `price` tokens each.
+
+        verify: by extra rows, from one on; draft: by drafting slots, from none on
+        """
+        if not len(self.slot):
+            return NO_WAY
+        tokens = busy + self.gain.cumsum()
+        ms = verify[: len(self.slot)] + draft[(self.place == 0).cumsum()]
+        worth = tokens - price * ms if price else tokens / ms
+        n = int(worth.argmax())
+        return Way(
+            float(worth[n]),
+            float(tokens[n]),
+            float(ms[n]),
+            self.slot[: n + 1],
+        )
+
+
+class Way(NamedTuple):
+    """A candidate choice: expected tokens per millisecond (or those left of a price), tokens, milliseconds, and each row's slot."""
+
+    worth: float
+    tokens: float
+    ms: float
+    slot: NDArray[np.int64]
+
+
+NO_WAY = Way(float("-inf"), 0.0, 0.0, np.zeros(0, np.int64))
+
+
+def more_rows(rows: DraftRows, busy: int) -> range:
+    """Rows of verifies with one to all of the candidates."""
+    return range(busy + 1, busy + 1 + len(rows.slot))
 
 
 @dataclass
