@@ -187,7 +187,7 @@ class Play:
             Grammar(rng) if rng.random() < self.held else None, rng.choice([GREEDY, SAMPLED]), self.now,
         )  # fmt: skip
         grammar = rng.choice(["", "a", "b"]) if job.constraint is not None else ""
-        self.speculator.begin(slot, None, grammar=grammar, n_prompt=n_prompt, may_draft=n_max != 0)
+        self.speculator.begin(slot, None, grammar=grammar, may_draft=n_max != 0)
 
     def end(self, job: Request) -> None:
         self.speculator.end(job.slot)
@@ -330,7 +330,7 @@ def test_a_long_prompt_does_not_wait_for_a_pause_of_the_machine(at: int) -> None
 
 
 DECISIONS = """controller.choose controller.begin controller.record controller.timed controller.timed_beside controller.drafts_of
-speculator.decay.begin throttle.awake throttle.landed pace.rows pace.landed pace.committed
+throttle.awake throttle.landed pace.rows pace.landed pace.committed
 pace.pause_ms turns.awake speculator._find_offers speculator._set_windows speculator.most speculator._requests speculator._cut"""
 
 

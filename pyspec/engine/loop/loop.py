@@ -452,7 +452,7 @@ class Loop:
     def slot_rows(self, n_ctx: int) -> list[SlotInfo]:
         """One row per slot. Safe to call from any thread."""
         jobs = self.jobs | self.admission.restoring_jobs
-        return slot_rows(self.table, jobs, self.speculator.host, self.speculator.decay, n_ctx)
+        return slot_rows(self.table, jobs, self.speculator, n_ctx)
 
     def metrics(self, n_unqueued: int = 0) -> Metrics:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""

@@ -200,11 +200,6 @@ class Controller:
         self.lanes[slot] = Lane()
         self._plain = None
 
-    def restart(self, slot: int) -> None:
-        """Forget what is believed of a slot's text: its drafts are made in another way from now on."""
-        self.texts.begin(slot, self.texts.texts[slot])
-        self._plain = None
-
     def choose(
         self,
         caps: Sequence[tuple[int, int]],
