@@ -261,7 +261,7 @@ class Machine:
         if beside:
             fixed = 1.2 * float(card.verify_ms(1, 0))
             took = max(float(card.verify_ms(rows, len(decoding))), fixed + r.row_ms * n_row)
-            c.forward_costs.add(n_row, took)
+            c.costs.prompts.add(n_row, took)
             c.timed_beside(took + draft)
             self.ms += took + self.took[1]
         else:
@@ -304,12 +304,12 @@ class Machine:
 
 
 def controller_of(card: Card, n_slot: int, n_own: int) -> Controller:
-    from pyspec.engine.policy.costs import Timer, bucket
+    from pyspec.engine.policy.costs import Costs, Timer, bucket
 
     most = most_rows(n_slot, card.n_max + 1)
     timer = Timer(lambda n: bucket_of(n, most) or bucket(n)) if n_own else Timer()
     return Controller(
-        n_slot, card.n_max, n_own=n_own, chained=card.chained, block=card.block, verify_ms=timer
+        n_slot, card.n_max, n_own=n_own, chained=card.chained, block=card.block, costs=Costs(timer)
     )
 
 

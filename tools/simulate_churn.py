@@ -81,7 +81,7 @@ def make(kind: str, n_slot: int, length: float, folder: Path) -> tuple[Rig, Devi
     loop.worker.arena = Arena(n_slot, pages, torch.device("cpu"), width)
     loop.lookahead.max_rows = loop.worker.arena.n_row
     loop.limits = RowLimits(2048, 2048)
-    loop.pace = PromptPace(512, 2048, loop.controller.forward_costs)
+    loop.pace = PromptPace(512, 2048, loop.controller.costs)
     logits = torch.zeros(4096, loop.target.n_vocab)
     hidden = torch.zeros(4096, loop.target.n_embd)
     best = torch.full((2, 4096), 7.0, dtype=torch.float64)

@@ -25,7 +25,7 @@ from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.policy import pace
 from pyspec.engine.policy.controller import FAILED, NO_DRAFTER, NO_OFFER, Controller
-from pyspec.engine.policy.costs import ForwardCosts, Timer, bucket
+from pyspec.engine.policy.costs import Costs, Timer, bucket
 from pyspec.engine.policy.pace import PAUSE_MS, PaceTargets, PromptPace, PromptThrottle
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams
@@ -143,11 +143,11 @@ class Play:
         )  # fmt: skip
         self.table = SlotTable(n_slot, 64 * n_slot, 32)
         self.drafter = Erratic(rng, self.plan, on_host) if n_own else None
-        costs, graphs = ForwardCosts(), rng.random() < 0.5
-        timer = Timer((lambda n: bucket_of(n, 256) or bucket(n)) if graphs else bucket)
+        graphs = rng.random() < 0.5
+        costs = Costs(Timer((lambda n: bucket_of(n, 256) or bucket(n)) if graphs else bucket))
         self.controller = Controller(
             n_slot, max(n_own, n_suffix), n_own=n_own, chained=chained, block=block,
-            fixed=rng.random() < 0.1, verify_ms=timer, forward_costs=costs,
+            fixed=rng.random() < 0.1, costs=costs,
         )  # fmt: skip
         worker = SimpleNamespace(
             device=torch.device("cpu"), plan=self.plan, table=self.table, drafter=self.drafter

@@ -209,7 +209,7 @@ def test_fixed_lengths_and_rounds_without_times_are_never_refused() -> None:
     host.took(1e6, 3)
     assert host.is_awake, "nothing is known of rounds"
     for _ in range(2):
-        c.verify_ms.add(3, 10.0)
+        c.costs.verify.add(3, 10.0)
     host.took(30.0, 3)
     assert not host.is_awake and host.is_resting
     c.fixed = True

@@ -12,7 +12,7 @@ import pytest
 from pyspec.engine.loop.read_slots import ReadSlots
 from pyspec.engine.policy import rests
 from pyspec.engine.policy.controller import MUTE, UNREAD, Controller
-from pyspec.engine.policy.costs import Timer, bucket
+from pyspec.engine.policy.costs import Costs, Timer, bucket
 from pyspec.engine.policy.rests import DraftReading
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.table import Slot, SlotTable
@@ -41,7 +41,7 @@ class Served:
     def __init__(self, n_slot: int, chance: float, answer: int = 192) -> None:
         self.rng, self.chance, self.answer = random.Random(5), chance, answer
         self.timer = Timer(lambda n_row: bucket_of(n_row, 256) or bucket(n_row))
-        self.controller = Controller(n_slot, N_DRAFT, chained=True, verify_ms=self.timer)
+        self.controller = Controller(n_slot, N_DRAFT, chained=True, costs=Costs(self.timer))
         self.table, self.drafter = SlotTable(n_slot, 40 * n_slot, 32), Joins()
         self.read = ReadSlots(SimpleNamespace(table=self.table, drafter=self.drafter), self.controller)  # type: ignore[arg-type]
         self.n_request, self.left = 0, [0] * n_slot

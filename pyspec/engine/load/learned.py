@@ -74,7 +74,7 @@ class LearnedDrafting:
 
     @property
     def _timers(self) -> tuple[Timer, Timer]:
-        return self.controller.verify_ms, self.controller.draft_ms
+        return self.controller.costs.verify, self.controller.costs.draft
 
     def keep(self) -> None:
         """Write what is known now, if there is something new. On the engine's thread."""

@@ -65,7 +65,7 @@ class BehindPrompt:
         """Another prompt alone, if measured times say so again."""
         controller, now, n_read = self.speculator.controller, self.clock(), pending.work[0].seq.width
         n_verify = len(decoding) + sum(controller.drafts_of(job.slot) for job in decoding)
-        pick = partial(alone_of, reading, self.pace, n_verify, controller.verify_ms, now, n_read)
+        pick = partial(alone_of, reading, self.pace, n_verify, controller.costs.verify, now, n_read)
         alone = self.speculator.decide("the pace of prompts", pick, None)
         if alone is None:
             return None

@@ -97,7 +97,7 @@ class Loop:
             is_async and worker.arena is not None, most, synth, worker.memory.n_late
         )
         self.throttle = PromptThrottle(prompt_weight, limits.prompts)
-        self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.forward_costs)
+        self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.costs)
         self.turns = Turns(clock)
         self.behind = BehindPrompt(self.committer, self.lookahead, self.pace, self.throttle, clock)
         self.awake: list[Job] = []  # jobs that take part in this round
@@ -209,7 +209,7 @@ class Loop:
         """The prompt that is read by itself, if one is, and most rows of a forward with prompts and decoding slots."""
         decoding = [job for job in self.awake if job.is_decoding]
         n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
-        now, verify_ms = self.clock(), self.controller.verify_ms
+        now, verify_ms = self.clock(), self.controller.costs.verify
         alone = alone_of(self.awake, self.pace, n_verify, verify_ms, now)
         return alone, self.limits.decoding if alone else self.pace.rows(self.awake, now, n_verify)
 

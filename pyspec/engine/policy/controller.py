@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.draft.blocks import BlockLength
-from pyspec.engine.policy.costs import N_SAMPLE, SLACK, ForwardCosts, Timer
+from pyspec.engine.policy.costs import N_SAMPLE, Costs
 from pyspec.engine.policy.estimate import Acceptance, Certainty, Floats
 from pyspec.engine.policy.rests import LIMIT, Account, DraftReading
 from pyspec.slots.table import Slot
@@ -137,10 +137,7 @@ class Controller:
     block: BlockLength | None = None
     fixed: bool = False
     force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
-    verify_ms: Timer = field(default_factory=Timer)
-    forward_costs: ForwardCosts = field(default_factory=ForwardCosts)  # of forwards that read prompts
-    # by drafting slots, a pass if chained; by rows for blocks
-    draft_ms: Timer = field(default_factory=Timer)
+    costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
         self.n_own = self.n_max if self.n_own < 0 else self.n_own
@@ -159,7 +156,7 @@ class Controller:
     def forget_acceptance(self) -> None:
         """Reset all but the measured times. At the end of a warm-up, keep only reliable times."""
         if self.force is not None:
-            self._question()
+            self.costs.end_warm_up()
         # rounds without drafts so far, and rounds until some slots try
         self.silent, self.try_in = 0, TRY_FIRST
         # slots whose try is not judged yet; tries that were right, less those that were not; the next choice tries again, whole
@@ -188,11 +185,6 @@ class Controller:
         for lane in self.lanes:
             lane.reason = reason
 
-    def _question(self) -> None:
-        slack = SLACK * self.verify_ms(1)
-        self.verify_ms.mark_unverified(slack)
-        self.draft_ms.mark_unverified(slack)
-
     def begin(self, slot: int, grammar: str = "", *, may_draft: bool = True) -> None:
         """Start a request. Texts under a grammar have a prior of their own. may_draft: the request does not forbid it"""
         (self.mute.discard if may_draft else self.mute.add)(slot)
@@ -212,7 +204,7 @@ class Controller:
                 that use their offer
         beside  rows of prompts in the same forward
         """
-        self.beside = beside if self.forward_costs.is_known else 0
+        self.beside = beside if self.costs.prompts.has_trusted else 0
         n_most = self.n_own if self.force is None else self.n_max
         own_caps = caps = [(slot, min(cap, n_most)) for slot, cap in caps]
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
@@ -222,8 +214,7 @@ class Controller:
         # once awake, the drafter leaves only requests unread that forbid drafts
         rests = bool(self.unread) and self.reading.rests
         if self.n_round % DOUBT_EVERY == 0:
-            self.verify_ms.expire()
-            self.draft_ms.expire()
+            self.costs.expire()
         if self.force is not None:
             live, n = self.force
             picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
@@ -239,7 +230,7 @@ class Controller:
                 self.pays = self._would_pay(caps)
             is_due = self.again or (
                 self.silent >= self.try_in
-                and (self.try_in < TRY_FREE or self._may_ask(self.verify_ms(len(caps))))
+                and (self.try_in < TRY_FREE or self._may_ask(self.costs.verify(len(caps))))
             )
             if is_due or (rests and self.reading.is_hopeful):
                 tried = self._tried(own_caps, picked) if self.n_own else self._tried_offer(caps, picked)
@@ -360,8 +351,8 @@ class Controller:
         if not found or self.fixed or self.force is not None:
             return bool(found)
         survive = -np.sort(-np.concatenate(found))
-        ms = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(survive)))
-        plain = busy / self.verify_ms(busy)
+        ms = self.costs.verify.of_all(range(busy + 1, busy + 1 + len(survive)))
+        plain = busy / self.costs.verify(busy)
         return bool(((busy + survive.cumsum()) / ms).max() > MARGIN * plain)
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
@@ -383,13 +374,13 @@ class Controller:
         if self.n_round - at >= RETHINK or abs(busy - of) > of // 8:
             offered, self.offered = self.offered, {}
             rows = self._rows(whole, np.zeros(busy))
-            verify = self.verify_ms.of_all(more_rows(rows, busy))
-            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self.verify_ms(busy)
+            verify = self.costs.verify.of_all(more_rows(rows, busy))
+            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self.costs.verify(busy)
             self.offered, self._would = offered, (self.n_round, busy, pays)
         return pays
 
     def _plain_is_stale(self, busy: int) -> bool:
-        if not self.verify_ms.knows(busy):
+        if not self.costs.verify.knows(busy):
             return True
         if self.since_plain < self.plain_in:
             return False
@@ -418,7 +409,7 @@ class Controller:
             tried[i] = min(caps[i][1], most)
             self.offered.pop(caps[i][0], None)
             slots.add(caps[i][0])
-        self.asks.add(self._costs(caps, tried) - before, self.verify_ms(len(caps)))
+        self.asks.add(self._costs(caps, tried) - before, self.costs.verify(len(caps)))
         if able and not again:
             self.try_in = min(2 * self.try_in, TRY_LAST)
             self._tried_slots, self._n_right = slots, 0
@@ -429,20 +420,20 @@ class Controller:
         best = max(range(len(caps)), key=lambda i: sum(self.offered.get(caps[i][0], ())))
         tried, before = picked.copy(), self._costs(caps, picked)
         tried[best] = min(caps[best][1], ASK_DRAFT)
-        self.asks.add(self._costs(caps, tried) - before, self.verify_ms(len(caps)))
+        self.asks.add(self._costs(caps, tried) - before, self.costs.verify(len(caps)))
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
 
     def _costs(self, caps: Sequence[tuple[int, int]], picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
-        verify = self.verify_ms(len(picked) + sum(picked))
+        verify = self.costs.verify(len(picked) + sum(picked))
         asked = [n for (slot, _), n in zip(caps, picked, strict=True) if n and slot not in self.offered]
         return verify + float(self._draft_ms(len(picked), max(asked))[len(asked)] if asked else 0.0)
 
     def _draft_ms(self, busy: int, depth: int) -> Floats:
         """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by drafting slots."""
         sizes = self.block.forward_rows(busy, depth) if self.block else range(1, busy + 1)
-        return np.append(0.0, self.draft_ms.of_all(sizes) * (depth if self.chained else 1))
+        return np.append(0.0, self.costs.draft.of_all(sizes) * (depth if self.chained else 1))
 
     def _depths(self, busy: int) -> Sequence[int]:
         """Depths at which drafting deeper costs more."""
@@ -454,13 +445,13 @@ class Controller:
         """Give rows to slots in the order of their chance to survive, and take the most tokens a millisecond. A round that reads prompts, too,
         is as long as those: there a draft has to be worth its time at the rate of rounds without prompts."""
         busy = len(caps)
-        plain_ms = self.verify_ms(busy)
+        plain_ms = self.costs.verify(busy)
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: no slot may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = self.verify_ms.of_all(more_rows(rows, busy))
-        if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
+        verify = self.costs.verify.of_all(more_rows(rows, busy))
+        if self.costs.verify.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
             # fewer rows never take longer, so this was noise
             plain_ms = min(plain_ms, float(verify.min()))
         price = plain = busy / plain_ms
@@ -491,10 +482,10 @@ class Controller:
     def _forward_ms(self, sizes: range) -> Floats:
         """Milliseconds of forwards with so many rows of decoding slots, beside the prompts of this round."""
         if not self.beside:
-            return self.verify_ms.of_all(sizes)
-        n_row = self.beside + np.arange(sizes.start, sizes.stop)
-        least = np.linspace(self.verify_ms(int(n_row[0])), self.verify_ms(int(n_row[-1])), len(n_row))
-        return np.maximum(least, self.forward_costs.ms(n_row.astype(float)))
+            return self.costs.verify.of_all(sizes)
+        ends = [self.beside + n for n in (sizes.start, sizes.stop - 1)]
+        ms = [max(self.costs.verify(n), self.costs.prompts(n)) for n in ends]
+        return np.linspace(ms[0], ms[1], len(sizes))
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
         """The information in each slot's draft, in tokens; zero if probing has spent its budget. rate: of plain decoding."""
@@ -502,7 +493,7 @@ class Controller:
         if not self.n_own or not self._may_ask(busy / rate):
             return np.zeros(busy)
         each = rate / busy
-        row = each * (self.verify_ms(busy * (1 + self.n_own)) - self.verify_ms(busy)) / self.n_own
+        row = each * (self.costs.verify(busy * (1 + self.n_own)) - self.costs.verify(busy)) / self.n_own
         ends = self._depths(busy)
         draft = each * np.array(
             [self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)]
@@ -564,11 +555,11 @@ class Controller:
     def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """Record the times of a round with decoding slots only."""
         self.ms += verify_ms + draft_ms
-        self.verify_ms.add(rows, verify_ms)
+        self.costs.verify.add(rows, verify_ms)
         if live and self.n_own:
             passes = min(passes, self.n_own)  # a warm-up pads drafts
             size = self.block.forward_rows(live, passes)[-1] if self.block else live
-            self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1))
+            self.costs.draft.add(size, draft_ms / (max(passes, 1) if self.chained else 1))
 
     def timed_beside(self, ms: float) -> None:
         """Record the time of a round that read prompts, too, or recorded its forwards."""

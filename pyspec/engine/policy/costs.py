@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +23,22 @@ CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy
 FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it (tests/test_control_noise.py: offers are taken again)
 # a single sample above this factor of the straight line counts as noise [1.0: 0.99, 4: 0.98]
 LIKELY = 1.25
-N_FORWARD = 5  # forwards of a size that costs are taken from
-FAR = 1000.0  # factor beyond the largest forward that was measured
-
-Floats = NDArray[np.float64]
 
 
 def bucket(size: int) -> int:
     """Sizes timed together: single ones below 64, then 32 per octave, named by their largest."""
     step = 1 << max(size.bit_length() - 6, 0)
     return -(-size // step) * step
+
+
+def half_octave(size: int) -> int:
+    """Sizes timed together: two buckets an octave, named by their largest."""
+    return int(2 ** (math.ceil(2 * math.log2(max(size, 1))) / 2))
+
+
+class Sample(NamedTuple):
+    ms: float
+    size: int
 
 
 def _agree(times: Sequence[float], slack: float) -> bool:
@@ -46,11 +55,14 @@ class Timer:
     through sizes that were in use since. Without one (large models on a CPU), times beyond the trusted sizes lie on a straight line: through
     the least of single samples there, or through the smallest and the largest trusted size. A constant would make drafts look free until
     two drafts have had the same size.
+
+    sparse: sizes are seldom the same, and no warm-up times them. So one sample tells, those of half an octave count together, and each stands
+    at its own size. What is smaller than all that were measured counts as if half of the smallest were fixed; what is larger, as if nothing were.
     """
 
-    def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
-        self.bucket = bucket
-        self.samples: dict[int, deque[float]] = {}
+    def __init__(self, bucket: Callable[[int], int] = bucket, *, sparse: bool = False) -> None:
+        self.bucket, self.sparse = half_octave if sparse else bucket, sparse
+        self.samples: dict[int, deque[Sample]] = {}  # by bucket
         self.fresh: set[int] = set()
         self.stale: set[int] = set()  # expired: the old time is used until there is a new one
         self.used: set[int] = set()  # sizes with samples since the warm-up
@@ -62,23 +74,23 @@ class Timer:
 
     def add(self, size: int, ms: float) -> None:
         """Add a sample."""
-        size = self.bucket(size)
-        if self.knows(size) and FELL * ms < min(self.samples[size]):
+        at, size = size, self.bucket(size)
+        if self.knows(size) and FELL * ms < min(self.samples[size]).ms:
             self._distrust(size)
         samples = self.samples.setdefault(size, deque(maxlen=N_SAMPLE))
         if len(samples) == N_SAMPLE:
-            newer = sorted([*samples, ms][1:])
-            if samples[0] < newer[0] and not _agree(newer, 0.0):
+            newer = sorted([*(sample.ms for sample in samples), ms][1:])
+            if samples[0].ms < newer[0] and not _agree(newer, 0.0):
                 del samples[1]  # the least stands until newer ones agree that it is longer
-        samples.append(ms)
+        samples.append(Sample(ms, at if self.sparse else size))
         self.fresh.add(size)
         if self._was_warmed and size not in self.used:
             self.used.add(size)
             self._tabulate()
         self.used.add(size)
         i = bisect.bisect_left(self._sizes, size)
-        if self._sizes[i : i + 1] == [size]:
-            self._ms[i] = min(self.samples[size])
+        if self._sizes[i : i + 1] == [size] and not self.sparse:
+            self._ms[i] = min(self.samples[size]).ms
             self._slope = self._steepness()
         elif self.knows(size) or i == len(self._sizes):
             self._tabulate()
@@ -92,7 +104,7 @@ class Timer:
 
     def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
         """Most samples of a size are near the least."""
-        times = sorted(self.samples.get(self.bucket(size), ()))
+        times = sorted(sample.ms for sample in self.samples.get(self.bucket(size), ()))
         return len(times) >= n and _agree(times, slack)
 
     def mark_unverified(self, slack: float) -> None:
@@ -114,13 +126,17 @@ class Timer:
         """Take the times that an earlier start had in use in place of the warm-up's, whose texts are short and whose rounds are few."""
         for size, ms in known.items():
             if size == self.bucket(size):
-                self.samples[size] = deque([ms] * N_TRUST, N_SAMPLE)
+                self.samples[size] = deque([Sample(ms, size)] * N_TRUST, N_SAMPLE)
                 self._was_warmed = True
         self._tabulate()
 
     def _tabulate(self) -> None:
-        self._sizes = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
-        self._ms = [min(self.samples[size]) for size in self._sizes]
+        known = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
+        least = [min(self.samples[size]) for size in known]
+        self._sizes, self._ms = [sample.size for sample in least], [sample.ms for sample in least]
+        if self.sparse and known:  # a size that takes longer from now on says so of larger ones, too
+            self._sizes = [0, *self._sizes]
+            self._ms = list(itertools.accumulate([self._ms[0] / 2, *self._ms], max))
         if self._was_warmed:
             self._clip()
         self._slope = self._steepness()
@@ -142,8 +158,11 @@ class Timer:
         never takes longer than by itself."""
         if not self._sizes:
             return 0.0
+        if self.sparse:
+            return self._ms[-1] / self._sizes[-1]
         last, ms = self._sizes[-1], self._ms[-1]
-        found = [(min(self.samples[size]) - ms) / (size - last) for size in self.samples if size > last]
+        beyond = (size for size in self.samples if size > last)
+        found = [(min(self.samples[size]).ms - ms) / (size - last) for size in beyond]
         if len(self._sizes) > 1:
             found.append((ms - self._ms[0]) / (last - self._sizes[0]))
         if len(found) < 2 and len(self._sizes) < 2:
@@ -154,7 +173,7 @@ class Timer:
 
     def knows(self, size: int) -> bool:
         """Enough samples to trust."""
-        return self.n(size) >= N_TRUST
+        return self.n(size) >= (1 if self.sparse else N_TRUST)
 
     @property
     def has_trusted(self) -> bool:
@@ -172,7 +191,7 @@ class Timer:
         """
         self.stale |= {size for size in self.samples if self.knows(size)} - self.fresh
         for size in self.stale - self.fresh:
-            samples = self.samples.get(size, deque[float]())
+            samples = self.samples.get(size, deque[Sample]())
             while len(samples) >= N_TRUST:
                 samples.popleft()
         for size in self.samples.keys() - self.fresh - self.stale:
@@ -181,7 +200,7 @@ class Timer:
         self._tabulate()
 
     def __call__(self, size: int) -> float:
-        size = self.bucket(size)
+        size = size if self.sparse else self.bucket(size)
         if not self._sizes:
             return 1.0
         i = bisect.bisect_left(self._sizes, size)
@@ -191,8 +210,24 @@ class Timer:
             return self._ms[i]
         a, b = self._sizes[i - 1], self._sizes[i]
         line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
-        least = min(self.samples.get(size, ()), default=line)
-        return least if least < LIKELY * line else line
+        least = min((sample.ms for sample in self.samples.get(size, ())), default=line)
+        return least if least < LIKELY * line and not self.sparse else line
+
+    @property
+    def largest(self) -> int:
+        """The largest size of which a time is known."""
+        return self._sizes[-1]
+
+    def most(self, ms: float) -> int:
+        """The largest size that takes no longer, of sparse ones; 0: none."""
+        at = bisect.bisect_right(self._ms, ms)
+        if not at:
+            return 0
+        a, low = self._sizes[at - 1], self._ms[at - 1]
+        slope = self._slope
+        if at < len(self._sizes):
+            slope = (self._ms[at] - low) / (self._sizes[at] - a)
+        return int(min(a + (ms - low) / max(slope, 1e-9), 1e9))
 
     def of_all(self, sizes: range | tuple[int, ...]) -> NDArray[np.float64]:
         """[size]: the time of each size. The indices are cached, because rounds ask for the same sizes."""
@@ -202,61 +237,28 @@ class Timer:
         return np.array([self(size) for size in buckets.tolist()])[which]
 
 
-class ForwardCosts:
-    """Milliseconds of forwards that read prompts, by rows: medians of the last ones of a size, and straight lines between sizes.
+@dataclass
+class Costs:
+    """What all work costs.
 
-    A forward has a fixed part, which is large on a GPU, where it is no graph. What is smaller than all that was measured counts as if half of
-    the smallest were fixed; what is larger, as if nothing were.
+    verify   rounds of decoding slots, by rows
+    draft    drafts, by drafting slots, a pass if chained; by rows for blocks
+    prompts  forwards that read prompts, by rows
+    alone    graphs of one prompt, by rows
     """
 
-    def __init__(self) -> None:
-        self._last: dict[int, deque[tuple[int, float]]] = {}  # by size class: rows and milliseconds
-        self._curve: tuple[Floats, Floats] | None = None
+    verify: Timer = field(default_factory=Timer)
+    draft: Timer = field(default_factory=Timer)
+    prompts: Timer = field(default_factory=lambda: Timer(sparse=True))
+    alone: Timer = field(default_factory=lambda: Timer(sparse=True))
 
-    def add(self, n_row: int, ms: float) -> None:
-        """A forward of so many rows took so long, its wait for the results included."""
-        self._last.setdefault(size_class(n_row), deque(maxlen=N_FORWARD)).append((n_row, ms))
-        self._curve = None
+    def end_warm_up(self) -> None:
+        """Keep only reliable times."""
+        slack = SLACK * self.verify(1)
+        self.verify.mark_unverified(slack)
+        self.draft.mark_unverified(slack)
 
-    @property
-    def is_known(self) -> bool:
-        return bool(self._last)
-
-    @property
-    def curve(self) -> tuple[Floats, Floats]:
-        """Rows, from 0 to more than any forward has, and milliseconds, which never fall."""
-        if self._curve is None:
-            medians = [np.median(np.array(last), axis=0) for _, last in sorted(self._last.items())]
-            rows, ms = np.array(medians).T
-            rows = np.concatenate(([0.0], rows, [FAR * rows[-1]]))
-            ms = np.concatenate(([ms[0] / 2], ms, [FAR * ms[-1]]))
-            self._curve = rows, np.maximum.accumulate(ms)
-        return self._curve
-
-    def ms(self, n_row: Floats) -> Floats:
-        """Of forwards of so many rows."""
-        return np.interp(n_row, *self.curve)
-
-    def least_ms(self, n_row: int) -> float:
-        """Of a forward of so many rows, at least: what is smaller than all that was measured counts as if nothing were fixed, what is larger
-        as if it took no longer, and no size takes longer than a larger one."""
-        medians = np.array([np.median(np.array(last), axis=0) for _, last in sorted(self._last.items())])
-        rows, ms = medians.T
-        ms = np.minimum.accumulate(ms[::-1])[::-1]
-        return float(np.interp(n_row, np.append(0.0, rows), np.append(0.0, ms)))
-
-    def rows(self, ms: float) -> int:
-        """Most rows of a forward that takes no longer."""
-        rows, took = self.curve
-        at = int(np.searchsorted(took, ms, side="right"))
-        if at == len(rows):
-            return int(rows[-1])
-        if not at:
-            return 0
-        share = (ms - took[at - 1]) / (took[at] - took[at - 1])
-        return int(rows[at - 1] + share * (rows[at] - rows[at - 1]))
-
-
-def size_class(n_row: int) -> int:
-    """Rows that are measured together: two classes an octave."""
-    return int(2 * math.log2(max(n_row, 1)))
+    def expire(self) -> None:
+        """Doubt times that were not used since the last call."""
+        self.verify.expire()
+        self.draft.expire()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from pyspec.engine.policy.costs import ForwardCosts
+from pyspec.engine.policy.costs import Costs
 from pyspec.slots.table import Slot
 
 PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer
@@ -88,7 +88,6 @@ class RoundPart(Protocol):
 class PromptPace:
     """Rows of a forward with decoding slots: `least` to `most`, or a fixed number where both are equal.
 
-    costs    of forwards with prompts
     alone    whether a prompt runs by itself, as a graph
     balance  milliseconds that decoding slots have left of the target, by all rounds so far
     """
@@ -97,7 +96,7 @@ class PromptPace:
         self,
         least: int,
         most: int,
-        costs: ForwardCosts,
+        costs: Costs,
         targets: PaceTargets | None = None,
     ) -> None:
         self.least, self.most = min(least, most), most
@@ -109,14 +108,14 @@ class PromptPace:
     def rows(self, jobs: Iterable[PacedRequest], now: float, n_verify: int) -> int:
         """Most rows of the next forward, if slots decode. now: seconds, of the loop's clock; n_verify: rows of those slots, about."""
         is_fixed = self.least == self.most and not self.targets.tpot
-        if is_fixed or not self.costs.is_known:
+        if is_fixed or not self.costs.prompts.has_trusted:
             return self.most
         if self._is_urgent(jobs, now):
             return self.most
         if self.targets.tpot:
             least = min(n_verify + LEAST, self.least)
-            return max(least, min(self.most, self.costs.rows(self._allowed + self.balance)))
-        return max(self.least, min(self.most, self.costs.rows(PAUSE_MS)))
+            return max(least, min(self.most, self.costs.prompts.most(self._allowed + self.balance)))
+        return max(self.least, min(self.most, self.costs.prompts.most(PAUSE_MS)))
 
     @property
     def _allowed(self) -> float:
@@ -126,7 +125,7 @@ class PromptPace:
     def landed(self, n_row: int, ms: float, n_read: int, *, decodes: bool) -> None:
         """A forward of so many rows took so long. n_read: rows of prompts among them; decodes: other slots decoded in it."""
         if n_read:
-            self.costs.add(n_row, ms)
+            self.costs.prompts.add(n_row, ms)
         self.alone.rested = 0.0
         if decodes and self.targets.tpot:
             most = CREDIT * self._allowed
@@ -161,20 +160,18 @@ class PromptsAlone:
     """Chooses rounds of one prompt.
 
     graph_of  rows of the graph that holds a whole prompt of so many tokens; None: there is none
-    costs     of forwards with prompts that are no graphs
     rested    milliseconds that others have waited for such rounds, since the last round for all
     """
 
-    def __init__(self, costs: ForwardCosts) -> None:
+    def __init__(self, costs: Costs) -> None:
         self.graph_of: GraphOf = lambda n_row: None
         self.costs = costs
         self.rested = 0.0
-        self.graphs = ForwardCosts()  # of prompts' graphs
         self._n_picked = 0
 
     def landed(self, rows: int, ms: float, *, others: bool) -> None:
         """The graph of a prompt, of so many rows, took so long. others: requests waited for it."""
-        self.graphs.add(rows, ms)
+        self.costs.alone.add(rows, ms)
         self.rested += ms if others else 0.0
 
     def pick(
@@ -193,7 +190,7 @@ class PromptsAlone:
         most that others wait for rounds of this kind, one after the other.
         """
         graphs = [(i, rows) for i, n in enumerate(whole) if (rows := self.graph_of(n))]
-        if not graphs or not self.costs.is_known:
+        if not graphs or not self.costs.prompts.has_trusted:
             return None
         n_together = sum(whole) + n_other + n_verify
         if n_together == whole[graphs[0][0]]:  # it is alone in any case
@@ -218,12 +215,13 @@ class PromptsAlone:
         return (self._ms(rows) or 0.0) if rows else 0.0
 
     def _ms(self, rows: int) -> float | None:
-        """Milliseconds of a graph, at least, so that a size is tried of which nothing is known; None: none has run."""
-        return self.graphs.least_ms(rows) if self.graphs.is_known else None
+        """Milliseconds of a graph; None: none of about its size has run."""
+        return self.costs.alone(rows) if self.costs.alone.knows(rows) else None
 
     def _joint_ms(self, n_row: int, most: int) -> float:
-        """Milliseconds of forwards for so many rows, at least, so that a size is tried of which nothing is known."""
-        return self.costs.least_ms(min(n_row, most)) * max(1.0, n_row / max(most, 1))
+        """Milliseconds of forwards for so many rows. One that is larger than all that were measured takes no longer, so that it is tried."""
+        known = self.costs.prompts.largest
+        return self.costs.prompts(min(n_row, most, known)) * max(1.0, n_row / max(most, 1))
 
 
 class PromptThrottle:

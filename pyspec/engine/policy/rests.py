@@ -136,7 +136,7 @@ class HostDrafts:
         """The next verify of `busy` slots has these drafts beside: (slot, tokens)."""
         c, n_row = self.controller, sum(n for _, n in drafts)
         self.unit, self.busy, self.own = self._plain_ms(busy), busy, {}
-        self.row_ms = max(0.0, c.verify_ms(busy + n_row) - c.verify_ms(busy)) / max(n_row, 1)
+        self.row_ms = max(0.0, c.costs.verify(busy + n_row) - c.costs.verify(busy)) / max(n_row, 1)
         if drafts and c.n_own:
             slots = [slot for slot, _ in drafts]
             self.own = dict(zip(slots, c.texts.survive(slots).sum(axis=1).tolist(), strict=True))
@@ -155,6 +155,6 @@ class HostDrafts:
     def _plain_ms(self, busy: int) -> float:
         """0.0: not known yet."""
         c = self.controller
-        if c.force is not None or not busy or not c.verify_ms.has_trusted:
+        if c.force is not None or not busy or not c.costs.verify.has_trusted:
             return 0.0
-        return c.verify_ms(busy)
+        return c.costs.verify(busy)
