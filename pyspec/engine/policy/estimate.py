@@ -45,7 +45,6 @@ CURVE_AT_FIRST = (0.0, 0.4, 0.6)  # weights before any verdict: bias, the drafte
 CURVE_PRIOR = (4.0, 4.0, 4.0)  # weight of these, as information of so many unsure tokens
 CURVE_FORGET = 0.999  # decay per verdict at a position [0.99: 0.992, 1: the same, by tools/replay.py]
 FAR = 8.0  # log-odds beyond this count as this
-MOST, STEP = 4.0, 0.25  # of a weight, and of its change in a round [change 0.05: 0.993, 1: the same]
 LEAST_DOUBT = 0.05  # information of a token at least: a surprise where all seemed sure may not throw the curve over
 
 
@@ -350,4 +349,4 @@ class Certainty:
         self.information[at] = keep * (self.information[at] - self.prior) + self.prior + seen
         pull = np.einsum("sp,spi->pi", wrong_by, x)
         step = np.linalg.solve(self.information[at], pull[..., None])[..., 0]
-        self.weights[at] = (self.weights[at] + step.clip(-STEP, STEP)).clip(-MOST, MOST)
+        self.weights[at] += step

@@ -30,7 +30,6 @@ CREDIT = 8.0  # rounds of the target that saved time counts for
 URGENT = 0.5  # share of the time to first token after which a waiting prompt takes all rows
 NEWER = 0.1  # weight of the last round in the mean tokens of a slot
 DOUBT_EVERY = 50  # such choices, one forward for all is measured anew
-BETTER = 0.95  # of the time of one forward for all; above it nothing is gained that noise does not take
 LONG = 8192  # uncached tokens of a long prompt
 N_CHUNK = 5  # chunks whose lower quartile says how long one takes: pauses of the machine come in a row
 PAUSE = 2.0  # factor of that beyond which a chunk's time is a pause of the machine, for which no prompt waits
@@ -204,7 +203,7 @@ class PromptsAlone:
         n_rest = n_together - sum(whole[i] for i, _ in graphs)
         rest = verify_ms if n_rest == n_verify else self._joint_ms(n_rest, most)
         apart = sum(first if ms is None else ms for ms in times) + (rest if n_rest else 0.0)
-        if apart >= BETTER * self._joint_ms(n_together, most):
+        if apart >= self._joint_ms(n_together, most):
             return None
         self._n_picked += 1
         return graphs[0][0] if self._n_picked % DOUBT_EVERY else None
