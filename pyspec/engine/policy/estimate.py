@@ -37,13 +37,12 @@ PRIOR_COMMON, PRIOR_PLACE = (
 ALIKE = (
     0.5  # prior chance that all texts have one level; this is learned soonest [0: 0.987 at 64 streams]
 )
-FORGET = 0.998  # decay per verdict of everything learned from all slots [0.99: 0.99, 1: the same]
+FORGET = 0.998  # decay per verdict of everything learned from all slots, and at a position [0.99: 0.99, 1: the same]
 MOST_GRAMMARS = 64  # grammars whose acceptance is kept
 LEARNED = "weights", "right", "meant", "seen", "alike"  # of a prior: what verdicts taught
 INHERIT = 0.25  # part of a slot's last belief that the next text inherits [0 and 0.6: 0.99]
 CURVE_AT_FIRST = (0.0, 0.4, 0.6)  # weights before any verdict: bias, the drafter's log-odds, the text's
-CURVE_PRIOR = (4.0, 4.0, 4.0)  # weight of these, as information of so many unsure tokens
-CURVE_FORGET = 0.999  # decay per verdict at a position [0.99: 0.992, 1: the same, by tools/replay.py]
+CURVE_PRIOR = 4.0  # weight of these, as information of so many unsure tokens
 FAR = 8.0  # log-odds beyond this count as this
 LEAST_DOUBT = 0.05  # information of a token at least: a surprise where all seemed sure may not throw the curve over
 
@@ -280,7 +279,7 @@ class Certainty:
     def __init__(self, n_max: int) -> None:
         self.n_max = n_max
         self.weights: Floats = np.tile(np.array(CURVE_AT_FIRST), (n_max, 1))
-        self.prior: Floats = np.diag(np.array(CURVE_PRIOR))
+        self.prior: Floats = CURVE_PRIOR * np.eye(3)
         self.information: Floats = np.tile(self.prior, (n_max, 1, 1))
         self.n_verdict = 0
         self.row: dict[int, int] = {}  # of each slot whose drafts await their verdict, in these:
@@ -345,7 +344,7 @@ class Certainty:
         wrong_by = np.where(is_judged, (place < right) - chance, 0.0)[:, at]
         doubt = np.where(is_judged, np.maximum(chance * (1 - chance), LEAST_DOUBT), 0.0)[:, at]
         seen = np.einsum("sp,spi,spj->pij", doubt, x, x)
-        keep = (CURVE_FORGET ** n[at])[:, None, None]
+        keep = (FORGET ** n[at])[:, None, None]
         self.information[at] = keep * (self.information[at] - self.prior) + self.prior + seen
         pull = np.einsum("sp,spi->pi", wrong_by, x)
         step = np.linalg.solve(self.information[at], pull[..., None])[..., 0]

@@ -21,19 +21,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from pyspec.engine.policy.costs import Costs
+from pyspec.engine.policy.costs import N_SAMPLE, Costs
 from pyspec.slots.table import Slot
 
 PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer
 LEAST = 64  # prompt rows that a forward has in any case, so that prompts go on
 CREDIT = 8.0  # rounds of the target that saved time counts for
 URGENT = 0.5  # share of the time to first token after which a waiting prompt takes all rows
-NEWER = 0.1  # weight of the last round in the mean tokens of a slot
+NEWER = 0.25  # weight of the last round in means of tokens of a slot and of milliseconds [of tokens 0.1: the same]
 DOUBT_EVERY = 50  # such choices, one forward for all is measured anew
 LONG = 8192  # uncached tokens of a long prompt
-N_CHUNK = 5  # chunks whose lower quartile says how long one takes: pauses of the machine come in a row
-PAUSE = 2.0  # factor of that beyond which a chunk's time is a pause of the machine, for which no prompt waits
-NEWER_ROUND = 0.25  # weight of the last round in the mean time of a round
+PAUSE = 2.0  # factor of a usual chunk's time beyond which it is a pause of the machine, for which no prompt waits
 
 GraphOf = Callable[[int], int | None]
 R = TypeVar("R", bound="PacedRequest")
@@ -235,7 +233,7 @@ class PromptThrottle:
         self.owed = self.own = 0.0
         self.n_resting = 0  # prompts left out of the last plan
         self._landed = 0.0
-        self._chunks: deque[float] = deque(maxlen=N_CHUNK)  # milliseconds of each beyond `own`
+        self._chunks: deque[float] = deque(maxlen=N_SAMPLE)  # milliseconds of each beyond `own`
         self._follows = False  # the round before had decoding slots, too, so they waited for this one
 
     def awake(self, jobs: Iterable[R]) -> list[R]:
@@ -275,7 +273,7 @@ class PromptThrottle:
         elif n_prompt:
             self.owed -= self.own
         else:
-            self.own += (took - self.own) * (NEWER_ROUND if self.own else 1.0)
+            self.own += (took - self.own) * (NEWER if self.own else 1.0)
             self.owed -= took
         # credit for a rest that was too long, up to one round
         most = self._usual * n_decoding / self.weight if self.weight else 0.0
@@ -286,4 +284,6 @@ class PromptThrottle:
         """Most milliseconds that a chunk counts: of the first one, what the pace lets a forward take."""
         if len(self._chunks) < 2:
             return PAUSE_MS
-        return PAUSE * sorted(self._chunks)[len(self._chunks) // 4]
+        return (
+            PAUSE * sorted(self._chunks)[len(self._chunks) // 4]
+        )  # pauses of the machine come in a row

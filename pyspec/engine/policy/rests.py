@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from pyspec.engine.policy.controller import Controller
 
 SHARE = 0.004  # of all time, that may be lost to what does not pay: chosen; tools/replay.py gives the same with 0.001 and 0.016
-LIMIT = 2.0  # plain rounds of debt that begin a rest [0.5: 0.995, 8: the same]
+LIMIT = 2.0  # plain rounds of debt that begin a rest, and that may be saved in advance [0.5: 0.995, 8: the same]
 MOST_DEBT = 16.0  # plain rounds: a pause of the machine is not held against it for longer
-MOST_CREDIT = 4.0  # plain rounds that may be saved in advance
 REST_AFTER = 128  # choices without a draft that pays until new requests are not read; 0: all requests are read, always
-FEW = 8  # so many requests at once are all read: that costs little, and few could tell of the others
-LEAST_READ, READ_ONE_IN = 4, 8  # of more, so many are read, or one in this many
+LEAST_READ, READ_ONE_IN = (
+    4,
+    8,
+)  # so many are read, or one in this many; where no more run, all: that costs little, and few could tell of the others
 AWAKE, FORGET = (
     4.0,
     1 / 32,
@@ -44,7 +45,7 @@ class Account:
 
     def add(self, ms: float, unit: float) -> None:
         """ms: taken, or negative: saved. unit: milliseconds of a plain round."""
-        self.debt = min(max(self.debt + ms, -MOST_CREDIT * unit), MOST_DEBT * unit)
+        self.debt = min(max(self.debt + ms, -LIMIT * unit), MOST_DEBT * unit)
         self.rests = self.rests or self.debt > LIMIT * unit
 
 
@@ -77,7 +78,7 @@ class DraftReading:
     def wants(self, n_read: int, n_busy: int) -> bool:
         """Whether the drafter reads one more request, beside `n_busy` others, `n_read` of which it reads."""
         n_least = max(LEAST_READ, -(-(n_busy + 1) // READ_ONE_IN))
-        return not self.rests or n_busy < FEW or n_read < n_least
+        return not self.rests or n_busy < READ_ONE_IN or n_read < n_least
 
     def tries(self, slots: Sequence[int], least: float) -> None:
         """These slots draft, to learn or to gain. It would pay in all slots if this share of the first tokens were right."""
