@@ -28,15 +28,15 @@ from pyspec.engine.policy.estimate import Acceptance, Certainty, Floats
 from pyspec.engine.policy.rests import LIMIT, Account, DraftReading
 from pyspec.slots.table import Slot
 
-# Sources in brackets: least part of the tokens a millisecond of a recording with other values, by tools/replay.py (docs/log, 2026-11-28)
+# Sources in brackets: least part of the tokens a millisecond of a recording with other values, by tools/replay.py (docs/log, 2026-11-28 and 29)
 DECAY = 0.96  # per round, of the draft counts in /slots
 MARGIN = 1.02  # a draft must promise this factor more than none [1.0: 0.98, 1.05: 0.96]
 ASK_DRAFT = 2  # tokens of a draft that only probes [1 and 4: the same]
 TRY_FIRST, TRY_LAST = (
     6,
     192,
-)  # rounds without drafts until some slots try, doubled each time [first 3: 0.92, 24: 0.95, never: 0.61]
-TRY_FREE = 64  # a shorter wait need not have earned the cost of the try: after a busy start half of the costs are wrong
+)  # rounds without drafts until some slots try, doubled each time [first 3: 0.92, never: 0.99; tests/test_control_noise.py: offers are taken again]
+TRY_FREE = 64  # a shorter wait need not have earned the cost of the try: after a busy start half of the costs are wrong [0: 0.99; the same test: a doubtful draft time]
 TRY_SLOTS = 8  # one in this many slots tries [2 and 64: the same]
 PLAIN_FIRST, PLAIN_LAST = (
     16,

@@ -44,7 +44,7 @@ INHERIT = 0.25  # part of a slot's last belief that the next text inherits [0 an
 CURVE_AT_FIRST = (0.0, 0.4, 0.6)  # weights before any verdict: bias, the drafter's log-odds, the text's
 CURVE_PRIOR = 4.0  # weight of these, as information of so many unsure tokens
 FAR = 8.0  # log-odds beyond this count as this
-LEAST_DOUBT = 0.05  # information of a token at least: a surprise where all seemed sure may not throw the curve over
+LEAST_DOUBT = 0.05  # information of a token at least: a surprise where all seemed sure may not throw the curve over [0: 0.995]
 
 
 class AcceptancePrior:

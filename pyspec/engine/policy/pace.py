@@ -24,12 +24,13 @@ from typing import Protocol, TypeVar
 from pyspec.engine.policy.costs import N_SAMPLE, Costs
 from pyspec.slots.table import Slot
 
-PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer
-LEAST = 64  # prompt rows that a forward has in any case, so that prompts go on
-CREDIT = 8.0  # rounds of the target that saved time counts for
+# Sources in brackets: least part of the tokens a second of the servers of tests/test_prompt_pace.py with other values (docs/log, 2026-11-29)
+PAUSE_MS = 400.0  # most that decoding slots wait for one forward, unless `least` rows take longer: a person notices more [200: 0.988, 800: the same]
+LEAST = 64  # prompt rows that a forward has in any case, so that prompts go on [16: the same, 256: 1.02]
+CREDIT = 8.0  # rounds of the target that saved time counts for [2: 0.993, 32: the same]
 URGENT = 0.5  # share of the time to first token after which a waiting prompt takes all rows
 NEWER = 0.25  # weight of the last round in means of tokens of a slot and of milliseconds [of tokens 0.1: the same]
-DOUBT_EVERY = 50  # such choices, one forward for all is measured anew
+DOUBT_EVERY = 50  # such choices, one forward for all is measured anew [10 and never: 0.93]
 LONG = 8192  # uncached tokens of a long prompt
 PAUSE = 2.0  # factor of a usual chunk's time beyond which it is a pause of the machine, for which no prompt waits
 
