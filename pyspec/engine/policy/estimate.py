@@ -1,8 +1,14 @@
-"""Estimates how likely drafts are right, from the current text of each slot.
+"""The chance that drafted tokens are right, by slot and position.
 
-A hidden Markov chain: a text is at one of a few levels of acceptance, and sometimes changes to another. Each verdict updates the belief
-about its slot's level; all slots teach how common the levels are. If all texts are alike, a slot's bad luck changes little; if they
-differ, a few verdicts change much. Deeper positions may be harder or easier than the first; that is learned as well.
+`Acceptance` tells it from the current text of each slot, by a hidden Markov chain: a text is at one of a few levels of acceptance, and
+sometimes changes to another. Each verdict updates the belief about its slot's level; all slots teach how common the levels are. If all texts
+are alike, a slot's bad luck changes little; if they differ, a few verdicts change much. Deeper positions may be harder or easier than the
+first; that is learned as well.
+
+`Certainty` takes the drafter's own probability of a token, too: a logistic curve for each position of a draft, fitted while drafts are
+judged, of the log-odds of that probability and of what is believed of the slot's text. So a sure drafter in a bad text and an unsure one in a
+good text are both weighed by what came of it before. Newton's step after each round, with decayed sums: its state is four numbers and a matrix
+of three by three a position.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+# Sources in brackets: least part of the tokens a millisecond of a recording with other values, by tools/replay.py
 LEVELS = 1 / (1 + np.exp(-np.linspace(-4.0, 4.0, 15)))  # 0.02 to 0.98, evenly by odds
 AT_FIRST = (
     0.6 / len(LEVELS) + 0.4 * (LEVELS > 0.7) / (LEVELS > 0.7).sum()
@@ -30,10 +37,14 @@ PRIOR_COMMON, PRIOR_PLACE = (
 ALIKE = (
     0.5  # prior chance that all texts have one level; this is learned soonest [0: 0.987 at 64 streams]
 )
-FORGET = 0.998  # decay per verdict of everything learned from all slots [0.99: 0.99, 1: the same]
+FORGET = 0.998  # decay per verdict of everything learned from all slots, and at a position [0.99: 0.99, 1: the same]
 MOST_GRAMMARS = 64  # grammars whose acceptance is kept
 LEARNED = "weights", "right", "meant", "seen", "alike"  # of a prior: what verdicts taught
 INHERIT = 0.25  # part of a slot's last belief that the next text inherits [0 and 0.6: 0.99]
+CURVE_AT_FIRST = (0.0, 0.4, 0.6)  # weights before any verdict: bias, the drafter's log-odds, the text's
+CURVE_PRIOR = 4.0  # weight of these, as information of so many unsure tokens
+FAR = 8.0  # log-odds beyond this count as this
+LEAST_DOUBT = 0.05  # information of a token at least: a surprise where all seemed sure may not throw the curve over [0: 0.995]
 
 
 class AcceptancePrior:
@@ -250,3 +261,91 @@ class Acceptance:
             known = beliefs @ np.maximum(worth.max(axis=1), 0.0)
             found[own] = known - np.maximum((beliefs @ worth).max(axis=1), 0.0)
         return found
+
+
+def log_odds(p: Floats) -> Floats:
+    """Bounded log-odds of probabilities."""
+    p = p.clip(1e-6, 1 - 1e-6)
+    return np.log(p / (1 - p)).clip(-FAR, FAR)
+
+
+class Certainty:
+    """The curves of one drafter.
+
+    weights, information  [position, 3], [position, 3, 3]
+    n_verdict             judged tokens
+    """
+
+    def __init__(self, n_max: int) -> None:
+        self.n_max = n_max
+        self.weights: Floats = np.tile(np.array(CURVE_AT_FIRST), (n_max, 1))
+        self.prior: Floats = CURVE_PRIOR * np.eye(3)
+        self.information: Floats = np.tile(self.prior, (n_max, 1, 1))
+        self.n_verdict = 0
+        self.row: dict[int, int] = {}  # of each slot whose drafts await their verdict, in these:
+        self.n_draft: list[int] = []
+        self.x: Floats = np.zeros((0, 0, 3))
+        self.chance: Floats = np.zeros((0, 0))
+        self.judged: list[tuple[int, int, int]] = []  # row, verified and right tokens
+
+    def survive(self, drafts: Sequence[tuple[int, Sequence[float]]], believed: Floats) -> Floats:
+        """[draft, position]: P(the position and all before it are right). drafts: slot, and the drafter's probability of each token.
+
+        believed: the same without these probabilities. `judge` expects their verdicts.
+        """
+        most = max(len(probs) for _, probs in drafts)
+        padded = np.array([[*probs, *[0.5] * (most - len(probs))] for _, probs in drafts])
+        self.row = {slot: i for i, (slot, _) in enumerate(drafts)}
+        self.n_draft = [len(probs) for _, probs in drafts]
+        self.x = self.features(padded, believed[:, :most])
+        self.chance = self.chances(self.x)
+        return self.chance.cumprod(axis=1)
+
+    def judge(self, slot: int, n_draft: int, n_right: int) -> float:
+        """Note a verdict. The chance of the first drafted token that was not verified; -1.0: there is none, or it is not known."""
+        row = self.row.pop(slot, None)
+        if row is None:
+            return -1.0
+        self.judged.append((row, n_draft, n_right))
+        return float(self.chance[row, n_draft]) if n_draft < self.n_draft[row] else -1.0
+
+    def learn_judged(self) -> None:
+        """Learn from the noted verdicts."""
+        if self.judged:
+            rows, n_draft, n_right = zip(*self.judged, strict=True)
+            self.learn(self.x[list(rows)], n_draft, n_right)
+        self.judged.clear()
+        self.row.clear()
+
+    def features(self, probs: Floats, survive: Floats) -> Floats:
+        """[slot, position, 3]. probs: the drafter's; survive: P(the position and all before it are right) as believed. Both [slot, position]."""
+        before = np.concatenate([np.ones((len(survive), 1)), survive[:, :-1]], axis=1)
+        believed = survive / np.maximum(before, 1e-9)
+        return np.stack([np.ones_like(probs), log_odds(probs), log_odds(believed)], axis=-1)
+
+    def chances(self, features: Floats) -> Floats:
+        """[slot, position]: P(right, given that all before it are)."""
+        weights = self.weights[: features.shape[1]]
+        chance: Floats = 1 / (1 + np.exp(-(features * weights).sum(axis=-1)))
+        return chance
+
+    def learn(self, features: Floats, n_draft: Sequence[int], n_right: Sequence[int]) -> None:
+        """Learn from the verdicts of a round. features: [slot, position, 3]; n_draft: verified tokens of each slot."""
+        place = np.arange(features.shape[1])
+        right = np.array(n_right)[:, None]
+        is_judged = (place <= right) & (place < np.array(n_draft)[:, None])
+        n = is_judged.sum(axis=0)
+        self.n_verdict += int(n.sum())
+        at = n.nonzero()[0]
+        if not len(at):
+            return
+        chance = self.chances(features)
+        x = features[:, at]
+        wrong_by = np.where(is_judged, (place < right) - chance, 0.0)[:, at]
+        doubt = np.where(is_judged, np.maximum(chance * (1 - chance), LEAST_DOUBT), 0.0)[:, at]
+        seen = np.einsum("sp,spi,spj->pij", doubt, x, x)
+        keep = (FORGET ** n[at])[:, None, None]
+        self.information[at] = keep * (self.information[at] - self.prior) + self.prior + seen
+        pull = np.einsum("sp,spi->pi", wrong_by, x)
+        step = np.linalg.solve(self.information[at], pull[..., None])[..., 0]
+        self.weights[at] += step
