@@ -53,6 +53,8 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "olmo2": "pyspec.models.arch.olmo2",
     "exaone4": "pyspec.models.arch.olmo2",
     "exaone-moe": "pyspec.models.arch.exaone_moe",
+    "hunyuan-dense": "pyspec.models.arch.hunyuan",
+    "hunyuan-moe": "pyspec.models.arch.hunyuan",
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
     "minimax-m2": "pyspec.models.arch.minimax",

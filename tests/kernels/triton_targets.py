@@ -186,6 +186,9 @@ def rope_kv() -> Iterator[Callable[[], object]]:
         replace(gemma4, n_kv=0),
         RopeKvSpec(CPU, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
         RopeKvSpec(CPU, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
+        RopeKvSpec(
+            CPU, 6, 2, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-5, norm_behind=True
+        ),
         RopeKvSpec(CPU, 0, 8, 96, 96, neox=False, gated=False, has_norm=True, eps=1e-5),
     ):
         for kv in [*map(KvFormat.both, NUMBERS), KvFormat.named("f16", "q8_0")]:

@@ -57,6 +57,8 @@ ADDED = [
     "exaone4",
     "exaone4-32b",
     "exaone-moe",
+    "hunyuan-dense",
+    "hunyuan-moe",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

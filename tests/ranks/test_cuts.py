@@ -52,6 +52,8 @@ DIVIDED = {  # a file and its numbers of ranks
     "olmo2": 2,
     "exaone4": 2,
     "exaone-moe": 2,
+    "hunyuan-dense": 2,
+    "hunyuan-moe": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

@@ -30,6 +30,7 @@ class Attention(Plain):
 
     window   a row sees itself and the window - 1 rows before it; 0: all rows before it
     qk_norm  heads of q and k are normed before they are turned
+    norm_behind  heads of q and k are normed behind the rope: with weights where the file has them
     row_norm  instead all heads of q are normed at once, and all of k
     biased   q, k and v have biases
     sinks    each head has a sink
@@ -42,6 +43,7 @@ class Attention(Plain):
     rope: RopeSpec
     window: int = 0
     qk_norm: bool = False
+    norm_behind: bool = False
     biased: bool = False
     row_norm: bool = False
     sinks: bool = False
@@ -162,6 +164,7 @@ class Attention(Plain):
             kv,
             self.norms_v,
             not reads and self.keys_are_values(has),
+            self.norm_behind,
         )
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
