@@ -26,6 +26,7 @@ LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}
 ALSO = {"dflash": ("dflash2",), "mtp": ("assistant",)}
 """Drafters that llama.cpp's name of another one means, too, where the file is theirs."""
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
+    "gemma2": "pyspec.models.arch.gemma2",
     "gemma3": "pyspec.models.arch.gemma3",
     "gpt-oss": "pyspec.models.arch.gpt_oss",
     "gemma4": "pyspec.models.arch.gemma4",

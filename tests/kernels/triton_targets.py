@@ -124,6 +124,8 @@ def attend() -> Iterator[Callable[[], object]]:
         attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True)
     )
     for kv in NUMBERS:
+        yield lambda kv=kv: _attend(attend_cases.Case(16, 8, 256, kv, [(300, 4)], 64, cap=50.0))
+    for kv in NUMBERS:
         for n_head, width in ((128, 1), (16, 17), (5, 2)):
             latent = attend_cases.Case(n_head, 1, 576, kv, [(300, width)], 64, n_value=512)
             yield lambda case=latent: _attend(case)

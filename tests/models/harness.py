@@ -59,6 +59,7 @@ ADDED = [
     "exaone-moe",
     "hunyuan-dense",
     "hunyuan-moe",
+    "gemma2",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

@@ -212,6 +212,14 @@ def test_contexts_far_beyond_the_window(chunk: int) -> None:
     assert (fed(GEMMA, tokens, chunk) - gemma3_logits(GEMMA, tokens)).abs().max() < ATOL
 
 
+def test_caps_and_windows_of_gemma2_are_llama_cpps_where_keys_are_absent(tmp_path: Path) -> None:
+    path, keys = FIXTURES / "gemma2.gguf", {"gemma2.attention.sliding_window": None}
+    assert [(x.window, x.cap) for x in attentions(path)] == [(8, 50.0), (0, 50.0)] * 2
+    assert spec_of(path).final_cap == 30.0
+    other = rewrite(path, tmp_path / "m.gguf", change=keys | {"gemma2.attn_logit_softcapping": 7.0})
+    assert [(x.window, x.cap) for x in attentions(other)] == [(4096, 7.0), (0, 7.0)] * 2
+
+
 def test_alpha_stretches_the_rope_of_hunyuan(tmp_path: Path) -> None:
     path = FIXTURES / "hunyuan-dense.gguf"
     stretched = rewrite(path, tmp_path / "m.gguf", change={"hunyuan-dense.rope.scaling.alpha": 8.0})
@@ -254,11 +262,15 @@ def test_a_final_soft_cap_bends_the_logits(tmp_path: Path) -> None:
     assert (fed(path, tokens, 40) - 3 * (want / 3).tanh()).abs().max() < ATOL
 
 
-def test_the_largest_size_scales_scores_by_its_width(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "n_block", "width"), [("gemma2", 46, 32 / 4), ("gemma3", 62, 32 / 3)])
+def test_the_largest_size_scales_scores_by_its_width(
+    arch: str, n_block: int, width: float, tmp_path: Path
+) -> None:
     """By the number of blocks alone: of this file's keys the others stay."""
-    one = spec_of(GEMMA)
-    other = spec_of(rewrite(GEMMA, tmp_path / "m.gguf", change={"gemma3.block_count": 62}))
-    assert one.attention[0].scale is None and other.attention[0].scale == (32 / 3) ** -0.5
+    path = FIXTURES / f"{arch}.gguf"
+    one = spec_of(path)
+    other = spec_of(rewrite(path, tmp_path / "m.gguf", change={f"{arch}.block_count": n_block}))
+    assert one.attention[0].scale is None and other.attention[0].scale == width**-0.5
     assert replace(other.attention[0], scale=None) == one.attention[0]
 
 

@@ -54,6 +54,7 @@ DIVIDED = {  # a file and its numbers of ranks
     "exaone-moe": 2,
     "hunyuan-dense": 2,
     "hunyuan-moe": 2,
+    "gemma2": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

@@ -34,6 +34,7 @@ class Attention(Plain):
     row_norm  instead all heads of q are normed at once, and all of k
     biased   q, k and v have biases
     sinks    each head has a sink
+    cap      scores are cap * tanh(score / cap); 0: as they are
     norms_v  values are normed, without weights
     may_share_keys  where the file has no matrix of values, they are the products of keys
     reads    the layer whose keys and values it reads, having none of its own; None: it writes them itself
@@ -47,6 +48,7 @@ class Attention(Plain):
     biased: bool = False
     row_norm: bool = False
     sinks: bool = False
+    cap: float = 0.0
     norms_v: bool = False
     may_share_keys: bool = False
     reads: int | None = None
@@ -144,7 +146,7 @@ class Attention(Plain):
     def attend_spec(self, device: torch.device, kv: KvFormat, *, has_sinks: bool) -> AttendSpec:
         s = self.shape
         scale = s.head_dim**-0.5 if s.scale is None else s.scale
-        return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks)
+        return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks, cap=self.cap)
 
     def rope_spec(
         self, device: torch.device, eps: float, kv: KvFormat, has: Callable[[str], bool]
