@@ -295,7 +295,7 @@ def _spec(dims: Dims, name: str, shape: tuple[int, ...]) -> Spec:
         kind, gain = "bias", 5.0
     if dims.arch.startswith("nemotron") and kind == "matrix" and "_exps" in part:
         gain = 1.0
-    if dims.arch in ("gemma3", "gemma4") and part in (
+    if dims.arch in ("gemma2", "gemma3", "gemma4") and part in (
         "post_attention_norm.weight",
         "post_ffw_norm.weight",
     ):

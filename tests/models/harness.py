@@ -63,6 +63,9 @@ ADDED = [
     "step35",
     "falcon-h1",
     "cohere2",
+    "hunyuan-dense",
+    "hunyuan-moe",
+    "gemma2",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

@@ -58,6 +58,9 @@ DIVIDED = {  # a file and its numbers of ranks
     "step35": 2,
     "falcon-h1": 2,
     "cohere2": 2,
+    "hunyuan-dense": 2,
+    "hunyuan-moe": 2,
+    "gemma2": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

@@ -31,10 +31,12 @@ class Attention(Plain):
 
     window   a row sees itself and the window - 1 rows before it; 0: all rows before it
     qk_norm  heads of q and k are normed before they are turned
+    norm_behind  heads of q and k are normed behind the rope: with weights where the file has them
     row_norm  instead all heads of q are normed at once, and all of k
     own_norms  instead each head is normed with weights of its own
     biased   q, k and v have biases
     sinks    each head has a sink
+    cap      scores are cap * tanh(score / cap); 0: as they are
     norms_v  values are normed, without weights
     may_share_keys  where the file has no matrix of values, they are the products of keys
     gate     the result is multiplied with act(a product of `attn_gate`): the act, of `cpu.tensors.GATE_ACTS`, and the gates of a head, which
@@ -46,10 +48,12 @@ class Attention(Plain):
     rope: RopeSpec
     window: int = 0
     qk_norm: bool = False
+    norm_behind: bool = False
     biased: bool = False
     row_norm: bool = False
     own_norms: bool = False
     sinks: bool = False
+    cap: float = 0.0
     norms_v: bool = False
     may_share_keys: bool = False
     gate: tuple[str, int] | None = None
@@ -156,7 +160,7 @@ class Attention(Plain):
     def attend_spec(self, device: torch.device, kv: KvFormat, *, has_sinks: bool) -> AttendSpec:
         s = self.shape
         scale = s.head_dim**-0.5 if s.scale is None else s.scale
-        return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks)
+        return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks, cap=self.cap)
 
     def rope_spec(
         self, device: torch.device, eps: float, kv: KvFormat, has: Callable[[str], bool]
@@ -176,6 +180,7 @@ class Attention(Plain):
             kv,
             self.norms_v,
             not reads and self.keys_are_values(has),
+            self.norm_behind,
         )
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
