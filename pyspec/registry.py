@@ -57,6 +57,8 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "laguna": "pyspec.models.arch.laguna",
     "falcon-h1": "pyspec.models.arch.falcon_h1",
     "cohere2": "pyspec.models.arch.cohere2",
+    "kimi-linear": "pyspec.models.arch.kimi_linear",
+    "bailingmoe3": "pyspec.models.arch.kimi_linear",
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
     "minimax-m2": "pyspec.models.arch.minimax",

@@ -61,6 +61,8 @@ ADDED = [
     "laguna",
     "falcon-h1",
     "cohere2",
+    "kimi-linear",
+    "bailingmoe3",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

@@ -56,6 +56,8 @@ DIVIDED = {  # a file and its numbers of ranks
     "laguna": 2,
     "falcon-h1": 2,
     "cohere2": 2,
+    "kimi-linear": 3,
+    "bailingmoe3": 3,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),
