@@ -62,6 +62,8 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "cohere2": "pyspec.models.arch.cohere2",
     "hunyuan-dense": "pyspec.models.arch.hunyuan",
     "hunyuan-moe": "pyspec.models.arch.hunyuan",
+    "kimi-linear": "pyspec.models.arch.kimi_linear",
+    "bailingmoe3": "pyspec.models.arch.kimi_linear",
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
     "minimax-m2": "pyspec.models.arch.minimax",

@@ -66,6 +66,8 @@ ADDED = [
     "hunyuan-dense",
     "hunyuan-moe",
     "gemma2",
+    "kimi-linear",
+    "bailingmoe3",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

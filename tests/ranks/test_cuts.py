@@ -61,6 +61,8 @@ DIVIDED = {  # a file and its numbers of ranks
     "hunyuan-dense": 2,
     "hunyuan-moe": 2,
     "gemma2": 2,
+    "kimi-linear": 3,
+    "bailingmoe3": 3,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),
