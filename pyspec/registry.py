@@ -26,6 +26,7 @@ LLAMA_CPP = {"ngram": "ngram-simple", "draft": "draft-simple"}
 ALSO = {"dflash": ("dflash2",), "mtp": ("assistant",)}
 """Drafters that llama.cpp's name of another one means, too, where the file is theirs."""
 ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
+    "gemma2": "pyspec.models.arch.gemma2",
     "gemma3": "pyspec.models.arch.gemma3",
     "gpt-oss": "pyspec.models.arch.gpt_oss",
     "gemma4": "pyspec.models.arch.gemma4",
@@ -53,6 +54,16 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "olmo2": "pyspec.models.arch.olmo2",
     "exaone4": "pyspec.models.arch.olmo2",
     "exaone-moe": "pyspec.models.arch.exaone_moe",
+    "muse-glimmer": "pyspec.models.arch.muse",
+    "k2-horizon": "pyspec.models.arch.k2_horizon",
+    "laguna": "pyspec.models.arch.laguna",
+    "step35": "pyspec.models.arch.step35",
+    "falcon-h1": "pyspec.models.arch.falcon_h1",
+    "cohere2": "pyspec.models.arch.cohere2",
+    "hunyuan-dense": "pyspec.models.arch.hunyuan",
+    "hunyuan-moe": "pyspec.models.arch.hunyuan",
+    "kimi-linear": "pyspec.models.arch.kimi_linear",
+    "bailingmoe3": "pyspec.models.arch.kimi_linear",
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
     "minimax-m2": "pyspec.models.arch.minimax",

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyspec.engine.policy.acceptance import Acceptance
-from pyspec.engine.policy.certainty import Certainty, log_odds
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.estimate import Acceptance, Certainty, log_odds
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from budget import DECIDERS, TRACES, Machine, Traces, card_for, rates

@@ -13,7 +13,7 @@ from sampling import few
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy.controller import ASK_DRAFT, DOUBT_EVERY, MARGIN, RETHINK, Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Costs, Timer, bucket
 from pyspec.slots.arena import bucket_of
 
 N_MAX = 8
@@ -336,7 +336,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
     """
     rng, n_max, graphs = random.Random(3), card.n_max, card.graphs
     timer = Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
-    controller = Controller(n_slot, n_max, chained=card.chained, verify_ms=timer)
+    controller = Controller(n_slot, n_max, chained=card.chained, costs=Costs(timer))
     for n in (0, n_max // 2, n_max):  # measured by the warm-up
         for _ in range(4):
             rows, live = n_slot * (n + 1), n_slot if n else 0
@@ -414,7 +414,7 @@ def test_a_choice_of_no_drafts_stands_until_something_changes(monkeypatch: pytes
 def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
     """The definition of `_best`, written plainly: the likeliest row up to a depth goes next, and the best ratio on the way wins."""
     busy, survive = len(caps), c.texts.survive([slot for slot, _ in caps])
-    plain = busy / c.verify_ms(busy)
+    plain = busy / c.costs.verify(busy)
     survive[:, 0] += c._news(caps, plain)
     best, best_rate = [0] * busy, plain * MARGIN
     for depth in range(1, c.n_max + 1) if c.chained or c.block else (c.n_max,):
@@ -423,7 +423,9 @@ def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
             i = max(open_slots, key=lambda i: (survive[i, now[i]], -i))
             tokens += survive[i, now[i]]
             now[i] += 1
-            rate = tokens / (c.verify_ms(busy + sum(now)) + drafting(c, sum(n > 0 for n in now), depth))
+            rate = tokens / (
+                c.costs.verify(busy + sum(now)) + drafting(c, sum(n > 0 for n in now), depth)
+            )
             if rate > best_rate:
                 best, best_rate = now.copy(), rate
     return best
@@ -434,8 +436,8 @@ def drafting(c: Controller, live: int, depth: int) -> float:
     if not live:
         return 0.0
     if c.chained:
-        return depth * c.draft_ms(live)
-    return c.draft_ms(live * c.block.rows(live, depth) if c.block else live)
+        return depth * c.costs.draft(live)
+    return c.costs.draft(live * c.block.rows(live, depth) if c.block else live)
 
 
 @pytest.mark.parametrize("seed", few(range(200), *range(20)))
@@ -454,9 +456,9 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
     c = Controller(n, n_max, **how)
     for _ in range(draw.randint(2, 60)):
         size = draw.choice([1, 2, 4, 8, 16, 24, 32, 64, 128, n])
-        c.verify_ms.add(size, 8 + size * draw.choice([0.01, 0.1, 0.2]) + draw.random())
+        c.costs.verify.add(size, 8 + size * draw.choice([0.01, 0.1, 0.2]) + draw.random())
         size = draw.randint(1, n)
-        c.draft_ms.add(
+        c.costs.draft.add(
             size * c.block.rows(size, draw.randint(1, n_max)) if c.block else size, 0.2 + draw.random()
         )
     for _ in range(draw.randint(0, 40)):
@@ -473,12 +475,12 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
 def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> float:
     """Tokens per millisecond; drafting slots are weighed, too, if drafts for more slots are expensive."""
     survive = c.texts.survive([slot for slot, _ in caps])
-    survive[:, 0] += c._news(caps, len(caps) / c.verify_ms(len(caps)))
+    survive[:, 0] += c._news(caps, len(caps) / c.costs.verify(len(caps)))
     tokens, live = (
         len(caps) + sum(line[:n].sum() for line, n in zip(survive, picked, strict=True)),
         sum(n > 0 for n in picked),
     )
-    return float(tokens / (c.verify_ms(len(caps) + sum(picked)) + drafting(c, live, max(picked))))
+    return float(tokens / (c.costs.verify(len(caps) + sum(picked)) + drafting(c, live, max(picked))))
 
 
 def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:

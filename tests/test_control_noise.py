@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from sampling import few
 
-from pyspec.engine.policy.acceptance import LEVELS
 from pyspec.engine.policy.controller import TRY_LAST, Controller
-from pyspec.engine.policy.timer import Timer
+from pyspec.engine.policy.costs import Costs, Timer
+from pyspec.engine.policy.estimate import LEVELS
 from pyspec.slots.arena import bucket_of
 
 N_MAX, N_SLOT = 7, 8
@@ -122,10 +122,10 @@ def test_times_that_lied_are_found_out_by_whole_tries(quiet: int, most: int) -> 
 def test_a_try_that_was_right_is_repeated_whole() -> None:
     """Its few tokens do not time the size that speaks against drafts."""
     c = Controller(1, N_MAX)
-    told(c.verify_ms, 1, 10.0, 10.0, 10.0)
-    told(c.verify_ms, 3, 11.0, 11.0, 11.0)
-    told(c.verify_ms, N_MAX + 1, 90.0, 90.0, 90.0)
-    told(c.draft_ms, 1, 30.0, 30.0, 30.0)
+    told(c.costs.verify, 1, 10.0, 10.0, 10.0)
+    told(c.costs.verify, 3, 11.0, 11.0, 11.0)
+    told(c.costs.verify, N_MAX + 1, 90.0, 90.0, 90.0)
+    told(c.costs.draft, 1, 30.0, 30.0, 30.0)
     tried = []
     for i in range(18):
         (n,) = c.choose([(0, N_MAX)])
@@ -204,9 +204,9 @@ def test_a_warm_up_is_believed_where_its_timings_agree() -> None:
 
 def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> None:
     c = Controller(1, N_MAX)
-    told(c.verify_ms, 1, 10.0, 10.0, 10.0)
-    told(c.verify_ms, N_MAX + 1, 12.0, 12.0, 12.0)
-    told(c.draft_ms, 1, 500.0, 1500.0, 4000.0)
+    told(c.costs.verify, 1, 10.0, 10.0, 10.0)
+    told(c.costs.verify, N_MAX + 1, 12.0, 12.0, 12.0)
+    told(c.costs.draft, 1, 500.0, 1500.0, 4000.0)
     drafted = []
     for i in range(60):
         (n,) = c.choose([(0, N_MAX)])
@@ -221,9 +221,9 @@ def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> Non
 def test_a_plain_round_never_seems_to_take_longer_than_one_of_many_rows() -> None:
     """Two lies about plain rounds would make drafts seem to pay for hundreds of rounds."""
     c = Controller(1, N_MAX)
-    told(c.verify_ms, 1, 100.0, 110.0)
-    told(c.verify_ms, N_MAX + 1, 12.0, 12.0, 12.0)
-    told(c.draft_ms, 1, 60.0, 60.0, 60.0)
+    told(c.costs.verify, 1, 100.0, 110.0)
+    told(c.costs.verify, N_MAX + 1, 12.0, 12.0, 12.0)
+    told(c.costs.draft, 1, 60.0, 60.0, 60.0)
     assert c.choose([(0, N_MAX)]) == [0]
 
 
@@ -232,7 +232,7 @@ def test_a_plain_round_never_seems_to_take_longer_than_one_of_many_rows() -> Non
 def test_lengths_that_a_noisy_warm_up_made_dear_are_tried(seed: int, inflated: float) -> None:
     """32 slots and a block drafter, whose blocks cost the same at any length. Every size was timed, wrongly by another factor each."""
     n_slot, n_max, noise, coins = 32, 15, random.Random(seed), random.Random(7)
-    c = Controller(n_slot, n_max, verify_ms=Timer(lambda n: bucket_of(n, 512) or n))
+    c = Controller(n_slot, n_max, costs=Costs(Timer(lambda n: bucket_of(n, 512) or n)))
     for busy in (1, 8, n_slot):
         for n in (0, 1, 3, 7, 15):
             factor, rows = noise.uniform(1, inflated), busy * (1 + n)
@@ -304,9 +304,9 @@ def test_offers_are_taken_again_when_times_that_spoke_against_them_have_gone() -
     """Two rounds of each size were timed while other work had the machine."""
     c, taken = Controller(8, 15, n_own=0), []
     for rows in range(9, 30):
-        told(c.verify_ms, rows, 900.0, 900.0)
-    told(c.verify_ms, 8, 30.0, 30.0)
-    c.verify_ms.expire()
+        told(c.costs.verify, rows, 900.0, 900.0)
+    told(c.costs.verify, 8, 30.0, 30.0)
+    c.costs.verify.expire()
     offers = {0: [0.98**k for k in range(1, 16)]}
     for _ in range(6 * TRY_LAST):
         picked = c.choose([(slot, 0) for slot in range(8)], offers)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pyspec.errors import OutOfBounds, PromptTooLong, PyspecError, QueueFull, SlotError
-from pyspec.server.http.envelope import Refused, _StatusError
+from pyspec.server.http.envelope import Refused
 
 ARGUMENTS: dict[type[PyspecError], tuple[object, ...]] = {
     PromptTooLong: (9000, 8192),
     QueueFull: (32, 3),
     OutOfBounds: ("page", 77, 64, 3),
     Refused: (405, "use POST"),
-    _StatusError: (405, "use POST"),
 }
 """Of errors that make their message themselves."""
 

@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from sampling import slow
 
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.prompt_alone import PromptsAlone
-from pyspec.engine.policy.prompt_pace import (
+from pyspec.engine.policy.costs import Costs, Timer
+from pyspec.engine.policy.pace import (
     LEAST,
     PAUSE_MS,
     PaceTargets,
     PromptPace,
+    PromptsAlone,
+    PromptThrottle,
 )
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
 
 N_MAX, PROMPT, ANSWER, MOST = 3, 300, 192, 2048
 
@@ -74,7 +73,7 @@ class Server:
                     c.timed(rows, self.cost(rows), busy if n else 0, n, self.pass_ms * n)
         c.forget_acceptance()
         least = self.rows or 512
-        self.pace = PromptPace(least, self.rows or MOST, c.forward_costs, self.targets)
+        self.pace = PromptPace(least, self.rows or MOST, c.costs, self.targets)
         if self.graph:
             self.pace.alone.graph_of = lambda n: 320 if 96 <= n <= 320 else None
         self.n_alone = 0
@@ -94,7 +93,7 @@ class Server:
         n_drafted = sum(c.lanes[i].n_draft for i in decoding) if self.mode != "plain" else 0
         limit = MOST
         n_verify = len(decoding) + n_drafted
-        if reading and self.read_alone(reading, n_verify, c.verify_ms(n_verify) if n_verify else 0.0):
+        if reading and self.read_alone(reading, n_verify, c.costs.verify(n_verify) if n_verify else 0.0):
             return
         if decoding:
             limit = self.pace.rows(self.parts, self.ms / 1e3, len(decoding) + n_drafted)
@@ -172,38 +171,49 @@ class Server:
 # -- what a row costs ------------------------------------------------------------------------------------------------
 
 
-def test_medians_of_sizes_whatever_a_few_slow_ones_say() -> None:
-    costs = ForwardCosts()
-    for n_row in (100, 400, 2048):
-        for i in range(7):
-            costs.add(n_row, (20 + 0.1 * n_row) * (6 if i in (2, 5) else 1))
-    assert costs.ms(np.array([100.0, 400.0, 1000.0, 2048.0])) == pytest.approx([30, 60, 120, 224.8])
-    assert costs.rows(120.0) == pytest.approx(1000, abs=1)
+def prompts_of(*times: tuple[int, float]) -> Timer:
+    """The times of forwards with so many rows of prompts."""
+    timer = Timer(sparse=True)
+    for n_row, ms in times:
+        timer.add(n_row, ms)
+    return timer
+
+
+def test_forwards_of_a_size_take_their_least_whatever_a_few_slow_ones_say() -> None:
+    slow = [(n, (20 + 0.1 * n) * (6 if i in (2, 5) else 1)) for n in (100, 400, 2048) for i in range(7)]
+    timer = prompts_of(*slow)
+    assert [timer(n) for n in (100, 400, 1000, 2048)] == pytest.approx([30, 60, 120, 224.8])
+    assert timer.most(120.0) == pytest.approx(1000, abs=1)
+
+
+def test_forwards_that_take_longer_from_now_on_are_believed_once_they_agree() -> None:
+    """Those of one size are not all of the same rows; behind long texts they take longer."""
+    timer = prompts_of(*[(n_row, 0.1 * n_row) for n_row in range(300, 2048, 50)])
+    for n_row in (1100, 1400, 1150, 1300, 1200):
+        timer.add(n_row, 0.3 * n_row)
+    assert timer(1200) == pytest.approx(360, rel=0.1) and timer.most(300.0) < 1100
 
 
 def test_sizes_that_were_not_measured_cost_half_of_the_smallest_and_all_of_the_largest() -> None:
-    costs = ForwardCosts()
-    assert not costs.is_known
-    costs.add(400, 40.0)
-    assert costs.is_known
-    assert costs.ms(np.array([0.0, 200.0, 400.0, 800.0])) == pytest.approx([20, 30, 40, 80])
-    assert (costs.rows(10.0), costs.rows(30.0), costs.rows(80.0)) == (0, 200, 800)
+    timer = prompts_of()
+    assert not timer.has_trusted
+    timer.add(400, 40.0)
+    assert timer.has_trusted
+    assert [timer(n) for n in (0, 200, 400, 800)] == pytest.approx([20, 30, 40, 80])
+    assert [timer.most(ms) for ms in (10.0, 30.0, 80.0)] == [0, 200, 800]
 
 
-def test_forwards_that_get_cheaper_by_rows_do_not_get_cheaper() -> None:
-    costs = ForwardCosts()
-    for n_row, ms in ((200, 50.0), (400, 40.0), (800, 30.0)):
-        costs.add(n_row, ms)
-    assert costs.ms(np.array([200.0, 800.0])) == pytest.approx([50, 50]) and costs.rows(50.0) >= 800
+def test_forwards_that_get_cheaper_by_rows_are_no_reason_for_fewer() -> None:
+    assert prompts_of((200, 50.0), (400, 40.0), (800, 30.0)).most(50.0) >= 800
 
 
 # -- rows of a forward -----------------------------------------------------------------------------------------------
 
 
 def pace_of(each: float, least: int = 512, most: int = MOST, **targets: float) -> PromptPace:
-    costs = ForwardCosts()
+    costs = Costs()
     for n_row in (50, 100, 300, 600, 1200):
-        costs.add(n_row, each * n_row)
+        costs.prompts.add(n_row, each * n_row)
     return PromptPace(least, most, costs, PaceTargets(**targets))
 
 
@@ -216,7 +226,7 @@ def test_a_forward_has_all_rows_that_a_pause_allows_but_at_least_those_of_before
 
 def test_a_number_that_was_asked_for_stays_and_unknown_costs_limit_nothing() -> None:
     assert pace_of(3.0, 700, 700).rows([], 0.0, 1) == 700
-    assert PromptPace(512, MOST, ForwardCosts()).rows([], 0.0, 1) == MOST
+    assert PromptPace(512, MOST, Costs()).rows([], 0.0, 1) == MOST
 
 
 def test_a_target_for_output_tokens_makes_forwards_smaller_and_credit_makes_them_larger() -> None:
@@ -300,7 +310,7 @@ def test_prompts_alone_cost_nothing_where_the_device_is_the_limit(n_slot: int, m
 
 
 def test_a_prompt_alone_is_chosen_by_measured_times() -> None:
-    costs = ForwardCosts()
+    costs = Costs()
     alone = PromptsAlone(costs)
 
     def pick(whole: list[int], n_other: int, n_verify: int, ms: float, **how: float) -> int | None:
@@ -309,7 +319,7 @@ def test_a_prompt_alone_is_chosen_by_measured_times() -> None:
     assert pick([300], 0, 8, 5.0) is None, "there is no graph"
     alone.graph_of = lambda n: 320 if 96 <= n <= 320 else None
     assert pick([300], 0, 8, 5.0) is None, "nothing is known of a forward for all"
-    costs.add(308, 62.0)
+    costs.prompts.add(308, 62.0)
     assert pick([300], 0, 0, 0.0) is None, "it is alone in any case"
     assert pick([50, 400, 300], 0, 8, 5.0) == 2, "one round tells"
     assert pick([50, 400, 300], 0, 8, 5.0, pause_ms=0.0) is None
@@ -319,19 +329,16 @@ def test_a_prompt_alone_is_chosen_by_measured_times() -> None:
     assert pick([300], 0, 8, 45.0) is None, "a round of the decoding slots behind is too much"
     assert pick([300], 200, 8, 5.0) is None, "a forward for the other prompts is needed anyway"
     assert pick([300] * 2, 0, 8, 5.0) == 0 and pick([300] * 3, 0, 8, 5.0) is None
-    costs.add(2048, 95.0)
+    costs.prompts.add(2048, 95.0)
     assert pick([300] * 20, 0, 8, 5.0) is None and pick([100] * 3, 0, 8, 5.0) is None
     assert alone.pick([300] * 8, 0, 8, 5.0, 512) == 0, "forwards of 512 rows take several"
     alone.rested = PAUSE_MS - 10
     assert pick([300], 0, 8, 5.0) is None, "others have waited enough"
-    for _ in range(5):
-        costs.add(150, 3000.0)
-    assert costs.least_ms(150) == 62.0, "a larger forward took less"
 
 
 def test_prompts_alone_keep_the_operators_targets() -> None:
-    costs = ForwardCosts()
-    costs.add(308, 62.0)
+    costs = Costs()
+    costs.prompts.add(308, 62.0)
     pace = PromptPace(512, 2048, costs, PaceTargets(tpot=20.0))
     waiting = [Part()]
     assert pace.pause_ms(waiting, 1.0) == 20.0

@@ -71,8 +71,8 @@ def test_a_second_start_loses_less_where_the_warm_up_was_wrong() -> None:
         if before is not None:
             b = before.controller
             c.texts.recall({name: np.array(values) for name, values in b.texts.known().items()})
-            c.verify_ms.recall(b.verify_ms.known())
-            c.draft_ms.recall(b.draft_ms.known())
+            c.costs.verify.recall(b.costs.verify.known())
+            c.costs.draft.recall(b.costs.draft.known())
         s.run(n)
         return s
 

@@ -85,10 +85,10 @@ def print_known(engine: Engine) -> None:
     """Print the controller's times of sizes."""
     c = engine.loop.controller
     known = {
-        size: f"{min(c.verify_ms.samples[size]):.2f} ({c.verify_ms.n(size)})"
-        for size in sorted(c.verify_ms.samples)
+        size: f"{min(c.costs.verify.samples[size]):.2f} ({c.costs.verify.n(size)})"
+        for size in sorted(c.costs.verify.samples)
     }
-    drafts = {size: f"{min(c.draft_ms.samples[size]):.2f}" for size in sorted(c.draft_ms.samples)}
+    drafts = {size: f"{min(c.costs.draft.samples[size]):.2f}" for size in sorted(c.costs.draft.samples)}
     print(
         "verify",
         known,

@@ -25,7 +25,7 @@ from engine_rig import Rig, rig
 
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Costs, Timer, bucket
 from pyspec.models.target import Out
 from pyspec.request import Event, SamplingParams
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
@@ -106,7 +106,7 @@ def answer_at_once(r: Rig, kind: str) -> None:
     if kind == "quiet":  # drafts are far too expensive, and the controller does not try again
         for busy in range(1, len(loop.table.slots) + 1):
             for _ in range(2):
-                loop.controller.draft_ms.add(busy, 50.0)
+                loop.controller.costs.draft.add(busy, 50.0)
         loop.controller._may_ask = lambda plain_ms: False
 
 
@@ -161,11 +161,11 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
 
 def choosing(n_slot: int, n_max: int = 15, repeats: int = 1000) -> str:
     """Time the controller in a round in which it may draft."""
-    c = Controller(n_slot, n_max, verify_ms=Timer(lambda n_row: bucket_of(n_row) or bucket(n_row)))
+    c = Controller(n_slot, n_max, costs=Costs(Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))))
     for rows in (n_slot, 16, 32, 64, 96, 128) * 2:
-        c.verify_ms.add(rows, 10 + 0.05 * rows)
+        c.costs.verify.add(rows, 10 + 0.05 * rows)
     for i in range(50):
-        c.draft_ms.add(1 + i % n_slot, 2.0)
+        c.costs.draft.add(1 + i % n_slot, 2.0)
         c.record(i % n_slot, n_max, 5)
     began = time.perf_counter()
     for _ in range(repeats):

@@ -36,9 +36,9 @@ from regret import CARDS, Card, best_lengths, busy_rows, graph_rows
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
-from pyspec.engine.policy.certainty import Certainty, log_odds
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Costs, Timer, bucket
+from pyspec.engine.policy.estimate import Certainty, log_odds
 from pyspec.slots.arena import bucket_of, most_rows
 
 Floats = NDArray[np.float64]
@@ -154,7 +154,7 @@ class Engine(Decider):
         timer = Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
         card = sim.card
         self.controller = Controller(
-            n_slot, n_max, chained=card.chained, block=card.block, verify_ms=timer
+            n_slot, n_max, chained=card.chained, block=card.block, costs=Costs(timer)
         )
         for busy, drafts in rehearsed(n_slot, n_max):
             for live, n in drafts:

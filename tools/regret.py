@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Costs, Timer, bucket
 from pyspec.slots.arena import BUCKETS, WIDE, bucket_of, most_rows
 
 Floats = NDArray[np.float64]
@@ -303,7 +303,7 @@ class Served:
             self.card.n_max,
             chained=self.card.chained,
             block=self.card.block,
-            verify_ms=timer,
+            costs=Costs(timer),
         )
         self.seats: dict[int, Seat] = {}
         self.n_seated = [0] * self.n_slot

@@ -261,7 +261,7 @@ class Machine:
         if beside:
             fixed = 1.2 * float(card.verify_ms(1, 0))
             took = max(float(card.verify_ms(rows, len(decoding))), fixed + r.row_ms * n_row)
-            c.forward_costs.add(n_row, took)
+            c.costs.prompts.add(n_row, took)
             c.timed_beside(took + draft)
             self.ms += took + self.took[1]
         else:
@@ -304,17 +304,17 @@ class Machine:
 
 
 def controller_of(card: Card, n_slot: int, n_own: int) -> Controller:
-    from pyspec.engine.policy.timer import Timer, bucket
+    from pyspec.engine.policy.costs import Costs, Timer, bucket
 
     most = most_rows(n_slot, card.n_max + 1)
     timer = Timer(lambda n: bucket_of(n, most) or bucket(n)) if n_own else Timer()
     return Controller(
-        n_slot, card.n_max, n_own=n_own, chained=card.chained, block=card.block, verify_ms=timer
+        n_slot, card.n_max, n_own=n_own, chained=card.chained, block=card.block, costs=Costs(timer)
     )
 
 
 def host_of(controller: Controller) -> Any:
-    from pyspec.engine.policy.host_drafts import HostDrafts
+    from pyspec.engine.policy.rests import HostDrafts
 
     return HostDrafts(controller)
 
@@ -343,15 +343,15 @@ def _none(self: Any, caps: Any, *_: Any) -> list[int]:
 
 
 def offs() -> dict[str, AbstractContextManager[Any]]:
-    from pyspec.engine.policy.acceptance import AcceptancePrior
+    from pyspec.engine.policy.estimate import AcceptancePrior
 
     global _tabulate
     _tabulate = AcceptancePrior.tabulate
     c = M + "controller."
     return {
         "no drafts": patch(c + "Controller.choose", _none),
-        "levels of slots": patch(M + "acceptance.Acceptance.survive", _common),
-        "positions": patch(M + "acceptance.AcceptancePrior.tabulate", _no_places),
+        "levels of slots": patch(M + "estimate.Acceptance.survive", _common),
+        "positions": patch(M + "estimate.AcceptancePrior.tabulate", _no_places),
         "certainty and cuts": patch(f"{__name__}.SEES", False),
         "account of cuts": patch(c + "Controller.cuts", True),
         "credit for information": patch(c + "HORIZON", 0.0),
@@ -361,7 +361,7 @@ def offs() -> dict[str, AbstractContextManager[Any]]:
         "drafts beside prompts": patch(f"{__name__}.BESIDE", False),
         "doubt of times": patch(c + "DOUBT_EVERY", 10**9),
         "margin": patch(c + "MARGIN", 1.0),
-        "host's account": patch(M + "host_drafts.HostDrafts.is_resting", False),
+        "host's account": patch(M + "rests.HostDrafts.is_resting", False),
     }  # fmt: skip
 
 

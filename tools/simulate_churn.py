@@ -25,7 +25,7 @@ from engine_rig import Rig, rig
 
 from pyspec.device import worker as worker_module
 from pyspec.engine.loop.round import RowLimits
-from pyspec.engine.policy.prompt_pace import PromptPace
+from pyspec.engine.policy.pace import PromptPace
 from pyspec.models.target import Out
 from pyspec.request import SamplingParams
 from pyspec.sample.synth import SynthAcceptance
@@ -81,7 +81,7 @@ def make(kind: str, n_slot: int, length: float, folder: Path) -> tuple[Rig, Devi
     loop.worker.arena = Arena(n_slot, pages, torch.device("cpu"), width)
     loop.lookahead.max_rows = loop.worker.arena.n_row
     loop.limits = RowLimits(2048, 2048)
-    loop.pace = PromptPace(512, 2048, loop.controller.forward_costs)
+    loop.pace = PromptPace(512, 2048, loop.controller.costs)
     logits = torch.zeros(4096, loop.target.n_vocab)
     hidden = torch.zeros(4096, loop.target.n_embd)
     best = torch.full((2, 4096), 7.0, dtype=torch.float64)

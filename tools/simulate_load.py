@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pyspec.engine.policy.affinity import Affinity, chain
-from pyspec.engine.policy.evict import evict_for
-from pyspec.engine.policy.left_texts import LeftTexts
+from pyspec.engine.policy.evict import LeftTexts, evict_for
 from pyspec.engine.policy.queue import Queue
 from pyspec.errors import QueueFull
 from pyspec.slots.prefix import NOBODY, NOT_KNOWN, Node, Owner, State

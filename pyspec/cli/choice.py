@@ -155,6 +155,15 @@ class ModelChoice:
 
         return str(resolve(self.draft)[0])
 
+    def pair(self) -> tuple[Path, Path | None]:
+        """The files of the model and of its drafter, the catalogue's if none was named."""
+        from pathlib import Path
+
+        from pyspec.catalog import resolve
+
+        path, paired = resolve(self.target())
+        return path, paired if (draft := self.drafter()) == "auto" else Path(draft)
+
 
 def _from_hub(name: str, file: str, *, drafter: bool = False) -> str:
     from pyspec.hub import from_hub, split_name

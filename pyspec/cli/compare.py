@@ -32,9 +32,7 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.command("compare")
 @click.argument("before", metavar="A.json", type=REPORT)
 @click.argument("after", metavar="B.json", type=REPORT)
-@click.option(
-    "--max-regress", default="3%", callback=percent, help="Exit status 1 if a rate fell by more."
-)
+@click.option("--max-regress", default="3%", callback=percent, help="Exit status 1 if a rate fell by more.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @verbose_option
 @click.pass_context

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -54,9 +53,6 @@ def _asks(choice: ModelChoice) -> list[Ask]:
 
     if not (choice.model or choice.repo):
         return [*survey.standard(torch.device("cuda")), *survey.products(torch.device("cuda"))]
-    from pyspec.catalog import resolve
     from pyspec.engine.plan.asks import asks_of_file
 
-    path, paired = resolve(choice.target())
-    draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
-    return asks_of_file(path, draft_path)
+    return asks_of_file(*choice.pair())

@@ -143,7 +143,6 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
     """Load the model as the server would, with one slot; the ops record the kernels that it requests."""
     from pathlib import Path
 
-    from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
     from pyspec.cuda import kernel_context
     from pyspec.cuda.kernel_context import KernelContext
@@ -151,8 +150,7 @@ def _load(choice: ModelChoice, device: str, kernels: str) -> None:
     from pyspec.engine.load.load import load
 
     def plan() -> tuple[Path, EngineSettings]:
-        path, paired = resolve(choice.target())
-        draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
+        path, draft_path = choice.pair()
         settings = EngineSettings(
             ctx=512, draft_path=draft_path, device=device, check_tap_shift=False, kernels=kernels
         )

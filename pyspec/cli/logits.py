@@ -20,9 +20,7 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
 @click.command()
 @model_options
 @click.option("--ids", required=True, callback=_ids, help="Token ids: 1,2,3.")
-@click.option(
-    "--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Output file."
-)
+@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="Output file.")  # fmt: skip
 @click.option("--chunk", default=512, type=click.IntRange(1, MAX_ROWS), help="Tokens per forward.")
 @click.option("--kv-type", type=click.Choice(KV_TYPES), default="f32", help="Type of KV entries.")
 @setting_option("device")

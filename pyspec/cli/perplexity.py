@@ -36,36 +36,10 @@ def text_of(path: Path) -> str:
 @click.command(cls=FlagCommand)
 @model_options
 @click.option("-f", "--file", required=True, type=READABLE, help="The text, in UTF-8.")
-@click.option(
-    "-c",
-    "--ctx-size",
-    "ctx",
-    default=N_CTX,
-    type=click.IntRange(4, MAX_CTX - 1),
-    help="Tokens of a sequence.",
-)
-@click.option(
-    "--chunks",
-    default=-1,
-    type=click.IntRange(-1, MAX_CTX),
-    help="Sequences to score at most. -1 or 0: all.",
-)
-@click.option(
-    "-b",
-    "--batch-size",
-    "batch",
-    default=N_CTX,
-    type=click.IntRange(1, MAX_ROWS),
-    help="Rows of a forward.",
-)
-@click.option(
-    "-ub",
-    "--ubatch-size",
-    "ubatch",
-    default=N_CTX,
-    type=click.IntRange(1, MAX_ROWS),
-    help="The same; the smaller counts.",
-)
+@click.option("-c", "--ctx-size", "ctx", default=N_CTX, type=click.IntRange(4, MAX_CTX - 1), help="Tokens of a sequence.")  # fmt: skip
+@click.option("--chunks", default=-1, type=click.IntRange(-1, MAX_CTX), help="Sequences to score at most. -1 or 0: all.")  # fmt: skip
+@click.option("-b", "--batch-size", "batch", default=N_CTX, type=click.IntRange(1, MAX_ROWS), help="Rows of a forward.")  # fmt: skip
+@click.option("-ub", "--ubatch-size", "ubatch", default=N_CTX, type=click.IntRange(1, MAX_ROWS), help="The same; the smaller counts.")  # fmt: skip
 @setting_option("kv_type")
 @setting_option("kv_type_v")
 @setting_option("threads")
@@ -73,17 +47,8 @@ def text_of(path: Path) -> str:
 @setting_option("weights")
 @setting_option("cpu_activations")
 @setting_option("kernels")
-@click.option(
-    "--kl-divergence",
-    is_flag=True,
-    help="Also the divergence from f32 keys and values, or from --kl-base.",
-)
-@click.option(
-    "--kl-base",
-    default="",
-    metavar="MODEL",
-    help="Another model of the same vocabulary to compare with, with f32 keys and values.",
-)
+@click.option("--kl-divergence", is_flag=True, help="Also the divergence from f32 keys and values, or from --kl-base.")  # fmt: skip
+@click.option("--kl-base", default="", metavar="MODEL", help="Another model of the same vocabulary to compare with, with f32 keys and values.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def perplexity(

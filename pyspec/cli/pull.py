@@ -29,9 +29,7 @@ class Pulled:
 
 @click.command()
 @model_options
-@click.option(
-    "-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="A drafter's repository."
-)
+@click.option("-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="A drafter's repository.")  # fmt: skip
 @click.option("--spec-type", default="auto", metavar="TYPE", help="Drafter to download, or none.")
 @click.option("--check", is_flag=True, help="Also check the hashes of files that are already here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -19,28 +19,13 @@ def _lower(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.argument("entry", metavar="MODEL")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.gguf")
 @click.option("--tiny", is_flag=True, help="Write a tiny model of this architecture (some 100 kB).")
-@click.option(
-    "--quant", default="q8_0", callback=_lower, metavar="TYPE", help="Matrix type: f32, q8_0, q4_k ..."
-)
+@click.option("--quant", default="q8_0", callback=_lower, metavar="TYPE", help="Matrix type: f32, q8_0, q4_k ...")  # fmt: skip
 @click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1), help="Seed of the weights.")
 @click.option("--mtp/--no-mtp", default=True, help="Include the MTP block, if there is one.")
 @click.option("--drafter", is_flag=True, help="Write MODEL's drafter instead.")
-@click.option(
-    "--kind",
-    default="dflash",
-    callback=_lower,
-    metavar="KIND",
-    help="Of drafters: dflash, dflash2, dspark, eagle3.",
-)
+@click.option("--kind", default="dflash", callback=_lower, metavar="KIND", help="Of drafters: dflash, dflash2, dspark, eagle3.")  # fmt: skip
 @click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
-@click.option(
-    "--layers",
-    "n_layer",
-    default=0,
-    type=click.IntRange(0, 10_000),
-    metavar="N",
-    help="Write only the first N layers.",
-)
+@click.option("--layers", "n_layer", default=0, type=click.IntRange(0, 10_000), metavar="N", help="Write only the first N layers.")  # fmt: skip
 @verbose_option
 def synth(entry: str, out: Path, **parts: Any) -> None:
     """Write a random model with real dimensions.

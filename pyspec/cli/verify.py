@@ -26,25 +26,10 @@ AUTO_SLOTS = 4
 
 @click.command(cls=FlagCommand)
 @engine_options
-@click.option(
-    "-f",
-    "--file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Prompts, one per line, or .jsonl with prompt or messages. Default: 16 built-in ones.",
-)
-@click.option(
-    "--random-prompts",
-    default=0,
-    type=click.IntRange(0, 10_000),
-    help="Additional prompts of random ids.",
-)
+@click.option("-f", "--file", type=click.Path(path_type=Path, dir_okay=False), help="Prompts, one per line, or .jsonl with prompt or messages. Default: 16 built-in ones.")  # fmt: skip
+@click.option("--random-prompts", default=0, type=click.IntRange(0, 10_000), help="Additional prompts of random ids.")  # fmt: skip
 @click.option("-n", "--n-gen", default=128, type=click.IntRange(1, MAX_CTX), help="Answer tokens.")
-@click.option(
-    "--tie",
-    default=0.0,
-    type=Number(0, 100),
-    help="Logits closer than this are a tie. 0: 0.002 on a CPU, 0.1 on a GPU.",
-)
+@click.option("--tie", default=0.0, type=Number(0, 100), help="Logits closer than this are a tie. 0: 0.002 on a CPU, 0.1 on a GPU.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def verify(

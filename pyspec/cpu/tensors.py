@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,16 @@ _COPY = CpuKernel("pyspec_copy", "qqqqqqqqd")
 _NEXT = CpuKernel("pyspec_next_positions", "qqq")
 _FACTORS = CpuKernel("pyspec_query_factors", "qqqqd")
 _TIMES = CpuKernel("pyspec_times_rows", "qqqqq")
-_GELU = CpuKernel("pyspec_gelu_times", "qqqqqqq")
+_GATE = CpuKernel("pyspec_gate_times", "9q")
+
+GATE_ACTS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of tensors.cpp
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "softplus2": lambda x: torch.logaddexp2(x, torch.zeros_like(x)),  # log2(1 + 2^x)
+    "none": lambda x: x,
+}
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -64,12 +73,16 @@ def times_rows(x: Tensor, factors: Tensor) -> Tensor:
     return out
 
 
-def gelu_times(x: Tensor, y: Tensor) -> Tensor:
-    """gelu(x) * y of x, y [row, n], gelu by its tanh form"""
+def gate_times(gate: Tensor, y: Tensor, act: str) -> Tensor:
+    """act(gate) * y of y [row, n]: gate [row, n], or one number for as many columns each. act: of `GATE_ACTS`"""
+    n_row, n = y.shape
+    per = n // gate.shape[1]
     if here.tape is None:
-        return F.gelu(x, approximate="tanh") * y
-    out = empty(*x.shape)
-    _GELU(x, y, out, x.shape[0], x.shape[1], x.stride(0), y.stride(0))
+        factors = GATE_ACTS[act](gate)
+        return factors * y if per == 1 else (y.unflatten(1, (-1, per)) * factors[..., None]).flatten(1)
+    out = empty(n_row, n)
+    code = list(GATE_ACTS).index(act)
+    _GATE(gate, y, out, n_row, n, gate.stride(0), y.stride(0), per, code)
     return out
 
 

@@ -20,9 +20,9 @@ from pyspec.models.arch.deepseek4 import read_experts, read_mixer, read_residual
 from pyspec.models.binding import Binding, Pass
 from pyspec.models.block import BlockSpec
 from pyspec.models.blocks.sparse_attention import SparseAttention
-from pyspec.models.blocks.stream_experts import StreamExperts, read_limits
+from pyspec.models.blocks.stream_experts import StreamExperts
 from pyspec.models.bound import BoundForward
-from pyspec.models.read import block_count
+from pyspec.models.read import block_count, read_limits
 from pyspec.models.residual import HEAD_MIX, Residual
 from pyspec.models.rope import RopeSpec
 from pyspec.models.ropes import Angles

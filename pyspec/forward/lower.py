@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pyspec.cpu.tensors import add, gelu_times, scaled, side_by_side, times_rows
+from pyspec.cpu.tensors import add, gate_times, scaled, side_by_side, times_rows
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rows.ref import (
@@ -40,7 +40,7 @@ HELPERS = {
     "add": add,
     "side_by_side": side_by_side,
     "times_rows": times_rows,
-    "gelu_times": gelu_times,
+    "gate_times": gate_times,
     "scaled": scaled,
     "HeadNorm": HeadNorm,
     "HeadGate": HeadGate,

@@ -103,7 +103,7 @@ def results_handed_on(program: ForwardProgram, bound: Launches) -> None:
     """Of few rows, a product whose results have a bound writes the rows of the next one."""
     for product in [call for call in program.calls if call.op == "product"]:
         first = program.maker(product.inputs[0])
-        if first is None or product.inputs[1] is not None or not program.read_once(first.output):
+        if first is None or product.inputs[1] is not None or not program.read_once(product.inputs[0]):
             continue
         if (hands := _handing(program, first, product, bound)) is not None:
             prep = first.inputs[1] if first.op == "product" else None

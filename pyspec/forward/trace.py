@@ -150,9 +150,17 @@ class Forward:
     def norm(self, x: Value, weight: Weight) -> Value:
         return self._prep("norm", x, weight)
 
-    def norm_apart(self, x: Value, weight: Weight) -> Value:
-        """A norm with a launch of its own."""
-        return self.op("norms", NormsSpec(self.device, x.width, self.eps), x, weight, shape=x.shape)
+    def norm_apart(
+        self, x: Value, weight: Weight, *, eps: float = 0.0, takes_mean: bool = False
+    ) -> Value:
+        """A norm with a launch of its own. eps: 0.0 for the model's; takes_mean: LayerNorm without a bias"""
+        spec = NormsSpec(self.device, x.width, eps or self.eps, takes_mean)
+        return self.op("norms", spec, x, weight, shape=x.shape)
+
+    def slice_norm(self, x: Value, *names: str, n_slice: int) -> Value:
+        """RMSNorm of each of the equal slices of a row, times vectors, side by side. Columns behind those of the vectors stay as they are."""
+        how = Weight("slice_norms", names, (("dim", x.width // n_slice), ("eps", self.eps)))
+        return self.op("slice_norms", how, x, shape=x.shape)
 
     def relu2(self, x: Value) -> Value:
         return self._prep("relu2", x)
@@ -168,6 +176,10 @@ class Forward:
     def head_gate(self, x: Value, gate: Value) -> Value:
         """x [row, head * dim] * sigmoid(gate [row, head, dim])"""
         return self._prep("head_gate", x, gate, dim=gate.shape[-1])
+
+    def gate_times(self, gate: Value, y: Any, act: str, n: int) -> Value:
+        """act(gate) * y [row, n]; gate [row, n], or one number for as many columns each (`cpu.tensors.gate_times`)."""
+        return self.op("gate_times", None, gate, y, act, shape=(n,))
 
     def _prep(self, op: str, x: Value, *inputs: Any, dim: int = 0) -> Value:
         return self.op(op, PrepSpec(self.eps, dim), x, *inputs, shape=(x.width,))

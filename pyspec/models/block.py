@@ -30,11 +30,28 @@ def mix_tensors(name: str, n_in: int, n_out: int, n_scale: int) -> dict[str, Wan
 
 
 @dataclass(frozen=True, slots=True)
+class NormKind:
+    """How rows are normed, if not by RMSNorm over all columns.
+
+    takes_mean  LayerNorm without a bias
+    n_slice     RMSNorm of each of so many slices, times weights of all columns
+    """
+
+    takes_mean: bool = False
+    n_slice: int = 1
+
+
+RMS, LAYER = NormKind(), NormKind(takes_mean=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """x + f spec(norm(x)), or x + f post(spec(norm(x))). norm, post: GGUF names without prefix and ending; "": none.
 
     mix     for a model of several streams
     factor  f, of what the part adds to the stream
+    post_eps  of the norm `post`; 0.0: the model's
+    kind    of the norm before it
     """
 
     norm: str
@@ -42,11 +59,25 @@ class Part:
     post: str = ""
     mix: Mix | None = None
     factor: float = 1.0
+    post_eps: float = 0.0
+    kind: NormKind = RMS
+
+    def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        """`PartSpec.forward` behind its norm."""
+        if self.kind == RMS:
+            return self.spec.forward(f.behind(self.norm), x, stream)
+        norm = f"{self.norm}.weight"
+        if self.kind.takes_mean:
+            n = f.norm_apart(x, f.vector(norm), takes_mean=True)
+        else:
+            n = f.slice_norm(x, norm, n_slice=self.kind.n_slice)
+        return self.spec.forward(f.behind(""), n, stream)
 
     def alone(self, f: Forward, x: Value) -> Value:
         """What it adds to a stream."""
-        y = self.spec.forward(f.behind(self.norm), x, None)
-        y = f.norm_apart(y, f.vector(f"{self.post}.weight")) if self.post else y
+        y = self.forward(f, x, None)
+        if self.post:
+            y = f.norm_apart(y, f.vector(f"{self.post}.weight"), eps=self.post_eps)
         return f.scaled(y, self.factor)
 
     @property
@@ -97,7 +128,7 @@ class BlockSpec:
         """One stream x [row, n_embd] behind the block."""
         for part in self.parts:
             adds = not part.post and part.factor == 1.0
-            x = part.spec.forward(f.behind(part.norm), x, x) if adds else f.add(x, part.alone(f, x))
+            x = part.forward(f, x, x) if adds else f.add(x, part.alone(f, x))
         if self.scale and f.at.has(self.scale):
             x = f.scaled(x, f.read(_number, self.scale))
         return x

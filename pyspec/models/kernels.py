@@ -163,7 +163,7 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
 
 
 WINDOW = 3  # among the inputs of `attend`
-PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gelu_times", "side_by_side", "write_keys")
+PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gate_times", "side_by_side", "write_keys")
 
 
 def is_streamed(t: TensorInfo, file: GGUFFile) -> bool:
@@ -177,6 +177,8 @@ def _of_weight(
 ) -> Iterator[Request]:
     """A product with its gate, or a gate that it leaves to the next one; a product of each head; a table of tokens."""
     how, info = dict(weight.how), at.file.tensors.get(at.name(weight.names[0]))
+    if weight.kind == "slice_norms":
+        yield op_named("norms"), NormsSpec(at.device, how["dim"], how["eps"])
     if weight.kind == "gated" and at.on.streams and "limit" not in how:
         if how["act"] in GATES and info is not None and is_streamed(info, at.file):
             spec = LinearSpec(at.device, info.type, PROBE_ROWS, info.shape[1], Epilogue.GATED)

@@ -37,8 +37,13 @@ def read_gqa(
     return read_decoder(file, (block,) * block_count(file), n_ff)
 
 
-def read_decoder(file: GGUFFile, blocks: tuple[BlockSpec, ...], n_ff: int) -> ModelSpec:
-    """A decoder of these blocks, and the numbers that every file has."""
+def read_decoder(
+    file: GGUFFile,
+    blocks: tuple[BlockSpec, ...],
+    n_ff: int,
+    eps: str = "attention.layer_norm_rms_epsilon",
+) -> ModelSpec:
+    """A decoder of these blocks, and the numbers that every file has. eps: its key"""
     h = file.hparams
     return ModelSpec(
         arch=file.architecture,
@@ -46,7 +51,7 @@ def read_decoder(file: GGUFFile, blocks: tuple[BlockSpec, ...], n_ff: int) -> Mo
         n_embd=h.integer("embedding_length"),
         n_ff=n_ff,
         n_ctx_train=h.integer("context_length"),
-        eps=h.number("attention.layer_norm_rms_epsilon"),
+        eps=h.number(eps),
         blocks=blocks,
     )
 
@@ -62,16 +67,27 @@ def read_rope(
     return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, scaling)
 
 
-def read_windows(file: GGUFFile, n_block: int, pattern: int, default: int = 0) -> tuple[int, ...]:
-    """The window of each block; 0: none. The file names the blocks, or a period whose last block has none; `pattern` is its default, and
-    `default` that of the window."""
+def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0) -> RopeSpec:
+    """The rope of blocks with a window, which nothing stretches. base: where the file has none; 0.0: that of the others"""
+    h, far = file.hparams, read_rope(file, shape, neox=neox)
+    n_rot = h.integer("rope.dimension_count_swa", far.n_rot)
+    check_rope(n_rot, shape.head_dim)
+    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox, divisors="")
+
+
+def read_windows(
+    file: GGUFFile, n_block: int, pattern: int, default: int = 0, *, first_is_whole: bool = False
+) -> tuple[int, ...]:
+    """The window of each block; 0: none. The file names the blocks, or a period whose last block has none (first_is_whole: whose first);
+    `pattern` is its default, and `default` that of the window."""
     h, key = file.hparams, "attention.sliding_window_pattern"
     window = h.integer("attention.sliding_window", default)
     if isinstance(h.metadata.get(h.key(key)), np.ndarray):
         has_window = h.flags(key, n_block, or_more=True)
     else:
         period = h.integer(key, pattern, legal=Whole(1, 1 << 16))
-        has_window = [i % period < period - 1 for i in range(n_block)]
+        whole = 0 if first_is_whole else period - 1
+        has_window = [i % period != whole for i in range(n_block)]
     return tuple(window if has else 0 for has in has_window)
 
 
@@ -117,6 +133,24 @@ def read_kv_heads(file: GGUFFile, n_block: int) -> list[int]:
     """Key heads of each block: one number, one for each, or as many as heads."""
     h, key = file.hparams, "attention.head_count_kv"
     return h.each(key, n_block) if key in h else [h.integer("attention.head_count")] * n_block
+
+
+def read_limits(file: GGUFFile, n_block: int) -> list[tuple[float, float]]:
+    """Where activations of each block are cut, the experts' and the shared one's; 0: nowhere."""
+    own = _each_number(file, "swiglu_clamp_exp", [0.0] * n_block)
+    shared = _each_number(file, "swiglu_clamp_shexp", own)
+    return [(a if a > 1e-6 else 0.0, b if b > 1e-6 else 0.0) for a, b in zip(own, shared, strict=True)]
+
+
+def _each_number(file: GGUFFile, name: str, default: list[float]) -> list[float]:
+    """A number for each block, or one for all."""
+    h, n = file.hparams, len(default)
+    if name not in h:
+        return default
+    try:
+        return [h.number(name)] * n
+    except ModelError:
+        return h.numbers(name, n)
 
 
 def split_gates(file: GGUFFile, n_block: int, n_ff: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyspec.models.block import mix_tensors
+from pyspec.models.block import RMS, NormKind, mix_tensors
 from pyspec.models.wants import Want
 
 HEAD_MIX = "output_hc"  # of streams to the row that the head reads
@@ -19,11 +19,15 @@ class Residual:
     """The way of the residual as data: `n` streams with `n_iter` steps and a lower bound of their coefficients (op `streams`).
 
     n_iter  None: one stream, to which every part adds its output
+    norms_rows  of one stream: rows of the embedding are normed, without weights
+    last    of one stream: the kind of the last norm
     """
 
     n: int = 1
     n_iter: int | None = None
     floor: float = 0.0
+    norms_rows: bool = False
+    last: NormKind = RMS
 
     def tensors(self, n_embd: int) -> dict[str, Want]:
         """The tensors between blocks and head, besides the last norm. They have no prefix."""

@@ -253,6 +253,7 @@ class RopeSpec:
     divisors  the tensor [n_rot/2] f32 that divides the frequencies, where the file has it; "" for none. A file of the kind longrope has
               two instead
     queries   a factor of queries alone
+    turns     False: these dimensions stay as they are, whatever flags say
     """
 
     n_rot: int
@@ -261,6 +262,7 @@ class RopeSpec:
     scaling: RopeScaling = NOT_STRETCHED
     divisors: str = DIVISORS
     queries: QueryTemperature | None = None
+    turns: bool = True
 
     def tensors(self) -> dict[str, Want]:
         is_long = self.scaling.kind == "longrope" and self.divisors == DIVISORS
@@ -269,6 +271,8 @@ class RopeSpec:
 
     def flagged(self, flags: RopeFlags, *, is_near: bool = False) -> RopeSpec:
         """As flags change it. is_near: of a block with a window, whose base and factor are always the file's."""
+        if not self.turns:
+            return self
         divisors = self.divisors
         if self.scaling.kind == "longrope" and divisors == DIVISORS:
             divisors = LONG if flags.n_ctx > self.scaling.n_ctx_orig else SHORT

@@ -39,7 +39,7 @@ class Rope:
         scaling, n_rot, base = spec.scaling, spec.n_rot, spec.base
         self.factor, self.length, self.queries = scaling.divisor, scaling.length, spec.queries
         d = torch.arange(0, n_rot, 2, device=device, dtype=torch.float32)
-        freq = base ** (-d / n_rot)
+        freq = base ** (-d / n_rot) if spec.turns else torch.zeros_like(d)
         self.freq = freq if divisors is None else freq / divisors
         if scaling.ramp:
             kept = scaling.kept(n_rot, base, device) * scaling.ramp

@@ -19,6 +19,7 @@ from pyspec.models.binding import Binding, Pass
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.bound import Block, BoundForward
 from pyspec.models.residual import HEAD_MIX, Residual
+from pyspec.models.slice_norms import SliceNorms
 from pyspec.models.target import Matrix
 from pyspec.models.weights import Weights
 
@@ -43,7 +44,7 @@ def bound_residual(
 ) -> BoundResidual:
     """norm: weights of the last one. blocks: bound (`bound_block`), as they run."""
     if residual.n_iter is None:
-        return BoundResidual(weights.device, n_embd, eps, norm)
+        return BoundResidual(weights.device, n_embd, eps, norm, residual)
     spec = StreamsSpec(weights.device, residual.n, n_embd, residual.n_iter, eps, residual.floor)
     return BoundStreams(spec, weights, norm, blocks)
 
@@ -110,13 +111,24 @@ class BoundResidual:
 
     capturable = True
 
-    def __init__(self, device: torch.device, n_embd: int, eps: float, norm: Tensor) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        n_embd: int,
+        eps: float,
+        norm: Tensor,
+        spec: Residual = Residual(),  # noqa: B008 - frozen
+    ) -> None:
         self.n_embd, self.norm = n_embd, norm
-        self.norms = self.last_norm = norms.bind(NormsSpec(device, n_embd, eps))
+        bound = norms.bind(NormsSpec(device, n_embd, eps, spec.last.takes_mean))
+        if spec.last.n_slice > 1:
+            bound = SliceNorms(device, n_embd // spec.last.n_slice, eps)
+        self.norms = self.last_norm = bound
+        self.of_rows = torch.ones(n_embd, device=device) if spec.norms_rows else None
 
     def begin(self, rows: Tensor) -> Any:
         """What blocks take (`run`), of the embedding's rows [row, n_embd]."""
-        return rows
+        return rows if self.of_rows is None else self.norms(rows, self.of_rows)
 
     def tapped(self, x: Any) -> Tensor:
         """The rows [row, n_embd] that drafters read behind a block."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -46,6 +46,7 @@ from pyspec.models.matrices import (
     Unpacked,
 )
 from pyspec.models.rope import NO_FLAGS, RopeFlags
+from pyspec.models.slice_norms import SliceNorms
 from pyspec.models.target import Matrix
 from pyspec.models.upload import Upload
 from pyspec.models.wants import EMBEDDING, HEAD, Want, scale_of
@@ -183,6 +184,11 @@ class Weights:
         files = (self.file.tensors[self.alias.get(name, name)] for name in (q, k))  # of all ranks
         n_q, n_k = (info.shape[-1] for info in files)
         return RankNorms(self.ranks, (self.vector(q), self.vector(k)), (n_q, n_k), widths, eps)
+
+    def slice_norms(self, *names: str, dim: int, eps: float) -> Callable[[Tensor], Tensor]:
+        """Norms of slices of `dim` columns, with the vectors behind one another as weights."""
+        weight = torch.cat([self.vector(name) for name in names])
+        return partial(SliceNorms(self.device, dim, eps), weight=weight)
 
     def head(self) -> Matrix:
         """From the stream to logits; the embedding, where the file has no head."""

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,20 +17,29 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
 
 from pyspec.errors import NotFound, PyspecError, SwitchedOff, Unavailable
+from pyspec.request import Metrics
 from pyspec.server.api import views
-from pyspec.server.api.for_routers import router_routes
-from pyspec.server.api.generate import generation
-from pyspec.server.api.openapi import document
-from pyspec.server.api.out_of_scope import routes_not_here
+from pyspec.server.api.anthropic import MessagesBody
+from pyspec.server.api.generate import generate, lookup_streams, read_stream, stop_stream
+from pyspec.server.api.openapi import Endpoint, Handler, document, get, post
+from pyspec.server.api.out_of_scope import refuse_unsupported, routes_not_here
 from pyspec.server.api.prepared import Kind, as_read, count_tokens
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
-from pyspec.server.api.resumed import lookup_streams, read_stream, stop_stream
-from pyspec.server.api.schema import DetokenizeBody, TemplateBody, TokenizeBody, validate
-from pyspec.server.api.slots import slot_action
-from pyspec.server.api.unsupported import refuse_unsupported
+from pyspec.server.api.responses import ResponsesBody
+from pyspec.server.api.schema import (
+    Body,
+    ChatBody,
+    DetokenizeBody,
+    InfillBody,
+    NativeBody,
+    TemplateBody,
+    TextBody,
+    TokenizeBody,
+    validate,
+)
+from pyspec.server.api.slots import SlotFileBody, act_on_slot
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import ClientGone, on_gone, parse_object
 from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error
@@ -38,11 +48,8 @@ from pyspec.server.metrics import EngineCollector, exposition
 from pyspec.server.page import page
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
-from pyspec.server.stream import while_connected
 
 ANTHROPIC = "anthropic-version"  # header of Anthropic's clients
-
-Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
@@ -80,158 +87,115 @@ def _cors(settings: ServerSettings) -> Middleware:
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    gets: dict[str, Handler] = {
-        **({"/": page} if service.settings.page else {}),
-        "/health": _health(service),
-        "/v1/health": _health(service),
-        "/ready": _ready(service),
-        "/models": _models(service),
-        "/v1/models": _models(service),
-        "/v1/models/{model:path}": _model(service),
-        "/props": _props(service),
-        "/slots": _slots(service),
-        "/metrics": _metrics(service),
-        "/v1/stream": read_stream(service),
-        "/openapi.json": _openapi(),
-    }
-    posts: dict[str, Handler] = {
-        "/v1/chat/completions": generation(service, "chat"),
-        "/chat/completions": generation(service, "chat"),
-        "/v1/completions": generation(service, "text"),
-        "/completion": generation(service, "native"),
-        "/completions": generation(service, "native"),
-        "/infill": generation(service, "infill"),
-        "/v1/messages": generation(service, "messages"),
-        "/v1/messages/count_tokens": _with_body(service, _count_tokens),
-        "/v1/responses": generation(service, "responses"),
-        "/responses": generation(service, "responses"),
-        "/v1/responses/input_tokens": _with_body(service, partial(_input_tokens, kind="responses")),
-        "/responses/input_tokens": _with_body(service, partial(_input_tokens, kind="responses")),
-        "/v1/chat/completions/input_tokens": _with_body(service, _input_tokens),
-        "/chat/completions/input_tokens": _with_body(service, _input_tokens),
-        "/slots/{slot}": slot_action(service),
-        "/v1/streams/lookup": lookup_streams(service),
-        "/tokenize": _with_body(service, _tokenize),
-        "/detokenize": _with_body(service, _detokenize),
-        "/apply-template": _with_body(service, _apply_template),
-    }
+    """The routes of one service. Handlers get the service with each request."""
+    shown = [get("/", page)] if service.settings.page else []
     return [
-        *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
-        *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
-        Route("/v1/stream", stop_stream(service), methods=["DELETE"]),
-        *router_routes(service),
+        *(
+            Route(path, partial(one.handler, service), methods=one.methods)
+            for one in (*shown, *ENDPOINTS)
+            for path in one.paths
+        ),
         *routes_not_here(),
     ]
 
 
-def _health(service: Service) -> Handler:
-    async def health(request: Request) -> Response:
-        if not service.engine.alive():
-            raise Unavailable("the model is not ready: it is loading or its engine has stopped")
-        view: dict[str, object] = {
-            "status": service.engine.state()
-        }  # requests are accepted while it recovers
-        if rows := service.engine.replicas(counts=False):
-            view["replicas"] = [{"replica": row.replica, "state": row.state} for row in rows]
-        return JSON(view)
-
-    return health
+async def _health(service: Service, request: Request) -> Response:
+    _check_alive(service)
+    # requests are accepted while it recovers
+    view: dict[str, object] = {"status": service.engine.state()}
+    if rows := service.engine.replicas(counts=False):
+        view["replicas"] = [{"replica": row.replica, "state": row.state} for row in rows]
+    return JSON(view)
 
 
-def _ready(service: Service) -> Handler:
-    async def ready(request: Request) -> Response:
-        is_ready, view = views.ready_view(service, await service.in_thread(service.engine.metrics))
-        failure = Unavailable(f"the server is {view['status']}")
-        body = view if is_ready else view | error_body(failure)
-        return JSON(body, status_code=200 if is_ready else 503)
-
-    return ready
+async def _ping(service: Service, request: Request) -> Response:
+    _check_alive(service)
+    return Response(status_code=200)
 
 
-def _models(service: Service) -> Handler:
-    async def models(request: Request) -> Response:
-        is_anthropic = ANTHROPIC in request.headers
-        return JSON((views.anthropic_models_view if is_anthropic else views.models_view)(service))
-
-    return models
+def _check_alive(service: Service) -> None:
+    if not service.engine.alive():
+        raise Unavailable("the model is not ready: it is loading or its engine has stopped")
 
 
-def _model(service: Service) -> Handler:
-    async def model(request: Request) -> Response:
-        name = request.path_params["model"]
-        if name not in service.names:
-            raise NotFound(f"no model {name[:80]!r} here; there is {service.model}")
-        is_anthropic = ANTHROPIC in request.headers
-        return JSON((views.anthropic_model_view if is_anthropic else views.model_view)(service))
-
-    return model
+async def _ready(service: Service, request: Request) -> Response:
+    is_ready, view = views.ready_view(service, await service.in_thread(service.engine.metrics))
+    failure = Unavailable(f"the server is {view['status']}")
+    body = view if is_ready else view | error_body(failure)
+    return JSON(body, status_code=200 if is_ready else 503)
 
 
-def _props(service: Service) -> Handler:
-    async def props(request: Request) -> Response:
-        if not service.settings.props:
-            raise SwitchedOff("/props is switched off; start the server without --no-props")
-        return JSON(views.props_view(service))
-
-    return props
+async def _models(service: Service, request: Request) -> Response:
+    is_anthropic = ANTHROPIC in request.headers
+    return JSON((views.anthropic_models_view if is_anthropic else views.models_view)(service))
 
 
-def _slots(service: Service) -> Handler:
-    async def slots(request: Request) -> Response:
-        if not service.settings.slots:
-            raise SwitchedOff("/slots is switched off; start the server with --slots")
-        rows = await service.in_thread(service.engine.slots)
-        may_fail = request.query_params.get("fail_on_no_slot") == "1"
-        if may_fail and all(row.is_processing for row in rows):
-            raise Unavailable(f"all {len(rows)} slots are busy")
-        salt = service.salt_of(service.client_of(request))
-        rows = [row if row.cache_salt in ("", salt) else views.of_another(row) for row in rows]
-        return JSON([views.slot_view(row, service.engine.info) for row in rows])
-
-    return slots
+async def _model(service: Service, request: Request) -> Response:
+    name = request.path_params["model"]
+    if name not in service.names:
+        raise NotFound(f"no model {name[:80]!r} here; there is {service.model}")
+    is_anthropic = ANTHROPIC in request.headers
+    return JSON((views.anthropic_model_view if is_anthropic else views.model_view)(service))
 
 
-def _metrics(service: Service) -> Handler:
-    engine = service.engine
-    given = engine.metrics, engine.slots, service.latencies, engine.replicas
-    collector = EngineCollector(*given, engine.info.page_size)
-
-    async def metrics(request: Request) -> Response:
-        if not service.settings.metrics:
-            raise SwitchedOff("/metrics is switched off; start the server with --metrics")
-        accept = request.headers.get("accept", "")
-        body, content_type = await service.in_thread(exposition, collector, accept)
-        started = {"Process-Start-Time-Unix": str(int(service.started))}
-        return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
-
-    return metrics
+async def _props(service: Service, request: Request) -> Response:
+    if not service.settings.props:
+        raise SwitchedOff("/props is switched off; start the server without --no-props")
+    return JSON(views.props_view(service))
 
 
-def _openapi() -> Handler:
-    value = document()
+async def _slots(service: Service, request: Request) -> Response:
+    if not service.settings.slots:
+        raise SwitchedOff("/slots is switched off; start the server with --slots")
+    rows = await service.in_thread(service.engine.slots)
+    may_fail = request.query_params.get("fail_on_no_slot") == "1"
+    if may_fail and all(row.is_processing for row in rows):
+        raise Unavailable(f"all {len(rows)} slots are busy")
+    salt = service.salt_of(service.client_of(request))
+    rows = [row if row.cache_salt in ("", salt) else views.of_another(row) for row in rows]
+    return JSON([views.slot_view(row, service.engine.info) for row in rows])
 
-    async def openapi(request: Request) -> Response:
-        return JSON(value)
 
-    return openapi
+async def _metrics(service: Service, request: Request) -> Response:
+    if not service.settings.metrics:
+        raise SwitchedOff("/metrics is switched off; start the server with --metrics")
+    collector = EngineCollector(service.engine, service.latencies)
+    accept = request.headers.get("accept", "")
+    body, content_type = await service.in_thread(exposition, collector, accept)
+    started = {"Process-Start-Time-Unix": str(int(service.started))}
+    return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
 
 
-def _with_body(service: Service, work: Callable[[Service, bytes], object]) -> Handler:
+async def _openapi(service: Service, request: Request) -> Response:
+    return JSON(await service.in_thread(_document))
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return document(ENDPOINTS)
+
+
+def _shown(view: Callable[[Service, Metrics], Any]) -> Handler:
+    """The handler of a view of the engine's metrics."""
+
+    async def show(service: Service, request: Request) -> Response:
+        return JSON(await service.in_thread(lambda: view(service, service.engine.metrics())))
+
+    return show
+
+
+def _worked(work: Callable[[Service, bytes], object]) -> Handler:
     """A handler that runs `work` on the body in a text thread and answers with its result."""
 
-    async def handle(request: Request) -> Response:
-        raw = await service.body(request)
-        client = service.client_of(request)
-        with service.admitted(client):
-            done = service.text(work, service, raw, n_byte=len(raw), client=client)
-            return JSON(await while_connected(done, request.receive))
+    async def handle(service: Service, request: Request) -> Response:
+        return JSON(await service.on_body(request, work))
 
     return handle
 
 
 def _tokenize(service: Service, raw: bytes) -> object:
     tokenizer = service.engine.tokenizer
-    body = validate(TokenizeBody, parse_object(raw, service.settings.limits))
+    body = service.checked(TokenizeBody, raw)
     ids = mixed_ids(
         tokenizer,
         body.content,
@@ -254,7 +218,7 @@ def _piece(raw: bytes) -> str | list[int]:
 
 def _detokenize(service: Service, raw: bytes) -> object:
     tokenizer = service.engine.tokenizer
-    body = validate(DetokenizeBody, parse_object(raw, service.settings.limits))
+    body = service.checked(DetokenizeBody, raw)
     check_ids(body.tokens, tokenizer.n_vocab)
     return {"content": tokenizer.decode(body.tokens, special=True)}
 
@@ -275,3 +239,56 @@ def _input_tokens(service: Service, raw: bytes, kind: Kind = "chat") -> object:
 
 def _count_tokens(service: Service, raw: bytes) -> object:
     return {"input_tokens": count_tokens("messages", raw, service.engine, service.settings)}
+
+
+_CHAT, _SLOT = "Answer a chat", "Save, restore or erase a slot's contents"
+_COUNT = "Count the tokens of a chat"
+SLOT_PARAMETERS = (
+    {"name": "slot", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}},
+    {
+        "name": "action",
+        "in": "query",
+        "required": True,
+        "schema": {"type": "string", "enum": ["save", "restore", "erase"]},
+    },
+)
+
+
+def _generates(paths: str, kind: Kind, body: type[Body], about: str, *fields: str) -> Endpoint:
+    return post(paths, partial(generate, kind=kind), body, about, *fields, streams=True)
+
+
+# fmt: off
+ENDPOINTS: tuple[Endpoint, ...] = (
+    get("/health /v1/health", _health, "Is the engine alive", (503,)),
+    get("/ready", _ready, "Would new work be served soon", (401, 503)),
+    get("/v1/models /models", _models, "The model and its drafter"),
+    get("/v1/models/{model:path}", _model),
+    get("/props", _props, "Settings and model facts", (401, 501)),
+    get("/slots", _slots, "The state of every slot", (401, 501, 503)),
+    get("/metrics", _metrics, "Counters for Prometheus", (401, 501), content_type="text/plain"),
+    get("/version", _shown(views.version_view), "The version of pyspec (vLLM)", (401,)),
+    get("/load", _shown(views.server_load_view), "Requests that run and wait (vLLM)", (401,)),
+    get("/ping", _ping, "Is the engine alive (vLLM)", (503,), content_type="", methods=("GET", "POST")),
+    get("/get_load", _shown(views.load_view), "Requests and tokens that are held (SGLang)", (401,)),
+    get("/get_server_info /server_info", _shown(views.server_view), "Settings and rates (SGLang); /server_info, too", (401,)),
+    get("/get_model_info /model_info", _shown(views.served_model_view), "The served model (SGLang); /model_info, too", (401,)),
+    get("/openapi.json", _openapi, "This document", (401,)),
+    get("/v1/stream", read_stream),
+    get("/v1/stream", stop_stream, methods=("DELETE",)),
+    get("/v1/streams/lookup", lookup_streams, methods=("POST",)),
+    _generates("/v1/chat/completions /chat/completions", "chat", ChatBody, f"{_CHAT} (OpenAI)", "choices", "usage", "timings"),
+    _generates("/v1/completions", "text", TextBody, "Continue a prompt (OpenAI)", "choices", "usage"),
+    _generates("/completion /completions", "native", NativeBody, "Continue a prompt (llama-server)"),
+    _generates("/infill", "infill", InfillBody, "Fill a gap in a text (llama-server)"),
+    _generates("/v1/messages", "messages", MessagesBody, f"{_CHAT} (Anthropic)", "content", "stop_reason", "usage"),
+    _generates("/v1/responses /responses", "responses", ResponsesBody, f"{_CHAT} (OpenAI's responses)", "id", "output", "usage"),
+    post("/v1/chat/completions/input_tokens /chat/completions/input_tokens", _worked(_input_tokens), ChatBody, _COUNT, "input_tokens"),
+    post("/v1/messages/count_tokens", _worked(_count_tokens), MessagesBody, f"{_COUNT} (Anthropic)", "input_tokens"),
+    post("/v1/responses/input_tokens /responses/input_tokens", _worked(partial(_input_tokens, kind="responses")), ResponsesBody, f"{_COUNT} (OpenAI's responses)", "input_tokens"),
+    post("/slots/{slot}", act_on_slot, SlotFileBody, _SLOT, "id_slot", parameters=SLOT_PARAMETERS),
+    post("/tokenize", _worked(_tokenize), TokenizeBody, "Text to token ids", "tokens"),
+    post("/detokenize", _worked(_detokenize), DetokenizeBody, "Token ids to text", "content"),
+    post("/apply-template", _worked(_apply_template), TemplateBody, "Render a chat to its prompt", "prompt"),
+)
+# fmt: on

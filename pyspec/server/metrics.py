@@ -6,7 +6,7 @@ dashboards keep working.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -16,7 +16,8 @@ from prometheus_client.registry import Collector
 
 from pyspec.engine.process.metrics_sum import GAUGES as NOW
 from pyspec.ranges import docs_of
-from pyspec.request import Metrics, ReplicaInfo, SlotInfo
+from pyspec.request import Metrics, ReplicaInfo
+from pyspec.server.engine import EngineLike
 from pyspec.server.latency import Latencies
 
 # Descriptions by attribute: of Metrics, and of ReplicaInfo
@@ -81,22 +82,11 @@ PEAK = b"# TYPE llamacpp:n_tokens_max %s\n"
 class EngineCollector(Collector):
     """Reads the engine once per scrape."""
 
-    def __init__(
-        self,
-        metrics: Callable[[], Metrics],
-        slots: Callable[[], Sequence[SlotInfo]],
-        latencies: Latencies,
-        replicas: Callable[[], Sequence[ReplicaInfo]] = lambda: (),
-        page_size: int = 0,
-    ) -> None:
-        self._page_size = page_size
-        self._metrics = metrics
-        self._replicas = replicas
-        self._slots = slots
-        self._latencies = latencies
+    def __init__(self, engine: EngineLike, latencies: Latencies) -> None:
+        self._engine, self._latencies = engine, latencies
 
     def collect(self) -> Iterator[Metric]:
-        m = self._metrics()
+        m = self._engine.metrics()
         for attribute, about in COUNTERS.items():
             for name in _spellings(attribute):
                 yield CounterMetricFamily(name, about, value=float(getattr(m, attribute)))
@@ -109,7 +99,7 @@ class EngineCollector(Collector):
         yield from self._ratios(m)
         yield from self._per_slot()
         yield from self._latencies.metrics()
-        if rows := self._replicas():
+        if rows := self._engine.replicas():
             yield from _per_replica(rows)
 
     def _ratios(self, m: Metrics) -> Iterator[Metric]:
@@ -117,27 +107,29 @@ class EngineCollector(Collector):
         prompt = m.prompt_tokens / m.prompt_seconds if m.prompt_seconds else 0.0
         predicted = m.predicted_tokens / m.predicted_seconds if m.predicted_seconds else 0.0
         busy = m.busy_slot_rounds / m.rounds if m.rounds else 0.0
-        about = "prompt tokens per second since start"
-        yield Gauge("llamacpp:prompt_tokens_seconds", about, prompt)
-        yield Gauge("llamacpp:predicted_tokens_seconds", "tokens per second since start", predicted)
-        yield Gauge("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy)
         rate = m.accepted_tokens / m.draft_tokens if m.draft_tokens else 0.0
-        yield Gauge("pyspec_draft_acceptance_rate", "accepted / drafted tokens since start", rate)
         hits = m.prompt_tokens_cached / m.prompt_tokens_seen if m.prompt_tokens_seen else 0.0
-        yield Gauge("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits)
+        for name, about, value in (
+            ("llamacpp:prompt_tokens_seconds", "prompt tokens per second since start", prompt),
+            ("llamacpp:predicted_tokens_seconds", "tokens per second since start", predicted),
+            ("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy),
+            ("pyspec_draft_acceptance_rate", "accepted / drafted tokens since start", rate),
+            ("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits),
+        ):
+            yield Gauge(name, about, value)
         usage = m.pages_used / m.pages_total if m.pages_total else 0.0
         for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"):  # and its older one
             yield Gauge(name, "share of cache pages in use, 0..1", usage)
         labels = ["block_size", "num_gpu_blocks"]
         pages = Gauge("vllm:cache_config_info", "pages of the cache, for routers", labels=labels)
-        pages.add_metric([str(self._page_size), str(m.pages_total)], 1.0)
+        pages.add_metric([str(self._engine.info.page_size), str(m.pages_total)], 1.0)
         yield pages
 
     def _per_slot(self) -> Iterator[Metric]:
         about = "draft length chosen for the last round"
         n_draft = Gauge("pyspec_slot_n_draft", about, labels=["slot"])
         acceptance = Gauge("pyspec_slot_acceptance", "moving acceptance rate", labels=["slot"])
-        for slot in self._slots():
+        for slot in self._engine.slots():
             n_draft.add_metric([str(slot.slot)], slot.n_draft)
             acceptance.add_metric([str(slot.slot)], slot.acceptance)
         yield n_draft

@@ -19,9 +19,10 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import NotFound, QueueFull, RequestError
+from pyspec.server.http.body import ClientGone
 from pyspec.server.http.gate import key_of
 from pyspec.server.settings import ServerSettings
-from pyspec.server.stream import HEADERS, disconnected, stop_task
+from pyspec.server.stream import head, send_parts, while_connected
 
 log = logging.getLogger(__name__)
 
@@ -187,24 +188,12 @@ class ReplayStream:
         at: int,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self._session, self._at = session, at
-        more = ((k.lower().encode(), v.encode()) for k, v in (headers or {}).items())
-        self._headers = [*HEADERS, *more]
+        self._session, self._at, self._headers = session, at, head(headers or {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send_all(send))
-        tasks = [sending, asyncio.ensure_future(disconnected(receive))]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-        finally:
-            for task in tasks:
-                await stop_task(task)
+        with contextlib.suppress(ClientGone):
+            await while_connected(self._send_all(send), receive)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        async with contextlib.aclosing(self._session.read(self._at)) as source:
-            async for data in source:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_parts(send, self._session.read(self._at))

@@ -11,26 +11,36 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.heap import give_back_memory
 from pyspec.server.api.prepared import PreparedBody
+from pyspec.server.api.schema import AnyBody, validate
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
 from pyspec.server.fair_threads import FairThreads
-from pyspec.server.http.body import Reading, read_body
+from pyspec.server.http.body import Reading, parse_object, read_body
 from pyspec.server.http.gate import key_of
 from pyspec.server.latency import Latencies
 from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
+from pyspec.server.stream import while_connected
 
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
 LARGE_BODY = 64 << 10  # bytes
 HUGE_BODY = 1 << 20  # after a body of this size, freed memory is returned to the system
+
+
+class OfLoop(NamedTuple):
+    """What belongs to one event loop: the wake-ups of all submissions, and the queues for small bodies, large ones and grammars."""
+
+    loop: asyncio.AbstractEventLoop
+    post: Post
+    turns: tuple[FairThreads, ...]
 
 
 class Service:
@@ -52,8 +62,7 @@ class Service:
         self._text: list[ThreadPoolExecutor | None] = [None] * 3
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
-        self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
-        self._turns: tuple[asyncio.AbstractEventLoop, tuple[FairThreads, ...]] | None = None
+        self._of_loop: OfLoop | None = None
 
     @property
     def n_jobs(self) -> int:
@@ -75,7 +84,7 @@ class Service:
             n_thread = (self.settings.text_threads, 1, 1)[which]
             name = ("pyspec-text", "pyspec-large", "pyspec-compile")[which]
             threads = self._text[which] = ThreadPoolExecutor(n_thread, thread_name_prefix=name)
-        loop, turns = asyncio.get_running_loop(), self._text_threads()[which]
+        loop, turns = asyncio.get_running_loop(), self._here().turns[which]
         await turns.take(client)
         began = time.monotonic()
         try:
@@ -98,6 +107,17 @@ class Service:
     async def body(self, request: HTTPRequest) -> bytes:
         """Read the body. A slow client blocks no other request; it only holds memory."""
         return await read_body(request, self.settings.limits, self.reading, self.client_of(request))
+
+    async def on_body(self, request: HTTPRequest, work: Callable[[Service, bytes], T]) -> T:
+        """Run `work` on the body in a text thread, while the request counts as admitted and its client is there."""
+        raw, client = await self.body(request), self.client_of(request)
+        with self.admitted(client):
+            done = self.text(work, self, raw, n_byte=len(raw), client=client)
+            return await while_connected(done, request.receive)
+
+    def checked(self, model: type[AnyBody], raw: bytes) -> AnyBody:
+        """A body as its model. Raises RequestError."""
+        return validate(model, parse_object(raw, self.settings.limits))
 
     def client_of(self, request: HTTPRequest) -> str:
         """The client's identity for fair queueing: its API key, else its address. "" over a unix socket."""
@@ -151,7 +171,7 @@ class Service:
         submission = Submission(
             self.engine,
             self.settings.limits.stream_buffer if prepared.stream else 1 << 62,
-            self._loop_post(),
+            self._here().post,
             self.latencies,
         )
         if sum(len(request.prompt) for request in prepared.requests) < LONG_PROMPT:
@@ -182,20 +202,13 @@ class Service:
             submitting.add_done_callback(end)
             raise
 
-    def _text_threads(self) -> tuple[FairThreads, ...]:
-        """The queues for small bodies, large bodies and grammars; new ones if the application moved to another loop."""
+    def _here(self) -> OfLoop:
+        """What belongs to this event loop; anew if the application moved to another one."""
         loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:
-            n_thread = self.settings.text_threads
-            self._turns = loop, (FairThreads(n_thread), FairThreads(1), FairThreads(1))
-        return self._turns[1]
-
-    def _loop_post(self) -> Post:
-        """One for all submissions; a new one if the application moved to another loop."""
-        loop = asyncio.get_running_loop()
-        if self._post is None or self._post[0] is not loop:
-            self._post = loop, Post(loop)
-        return self._post[1]
+        if self._of_loop is None or self._of_loop.loop is not loop:
+            turns = tuple(FairThreads(n) for n in (self.settings.text_threads, 1, 1))
+            self._of_loop = OfLoop(loop, Post(loop), turns)
+        return self._of_loop
 
     def end(self, submission: Submission) -> None:
         """Remove a submission and cancel its running requests. Safe to call twice."""

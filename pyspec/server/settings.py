@@ -10,7 +10,7 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,11 +174,17 @@ def is_unix(host: str) -> bool:
     return host.startswith("unix:") or host.endswith(".sock")
 
 
+def address_of(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is, without a zone; None for a name."""
+    try:
+        return ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach `host`. A name other than localhost counts as open."""
     if host == "localhost" or is_unix(host):
         return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    address = address_of(host)
+    return address is not None and address.is_loopback

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import PyspecError, Unavailable
-from pyspec.request import Delta, Done, Event, Failed, Progress, Started
-from pyspec.server.api.answers import Answer, Choice, unfinished
-from pyspec.server.api.prepared import PreparedBody
+from pyspec.request import Done, Event, Failed
+from pyspec.server.api.answers import Answer, unfinished
 from pyspec.server.bridge import Batch, Submission
 from pyspec.server.http.body import ClientGone
 from pyspec.server.http.connections import PARTS, GuardedProtocol
@@ -30,6 +29,11 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # asks a proxy to forward events at once
 ]
 T = TypeVar("T")
+
+
+def head(more: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """The headers of a stream."""
+    return [*HEADERS, *((name.lower().encode(), value.encode()) for name, value in more.items())]
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -64,16 +68,14 @@ async def stop_task(task: asyncio.Future[Any]) -> None:
         task.exception()  # mark as retrieved, so that asyncio does not warn
 
 
-async def gather(submission: Submission, prepared: PreparedBody, silence_s: float) -> list[Choice]:
-    """All choices of a submission, complete. Raises the error of the first failing one."""
-    choices = [Choice() for _ in prepared.requests]
+async def gather(submission: Submission, answer: Answer, silence_s: float) -> None:
+    """Let all choices of an answer come. Raises the error of the first failing one."""
     async with contextlib.aclosing(submission.batches(silence_s)) as batches:
         async for batch in batches:
             for i, event in batch:
                 if error := failure(event):
                     raise error
-                choices[i].apply(event, keep=True)
-    return choices
+                answer.choices[i].apply(event, keep=True)
 
 
 def failure(event: Event) -> PyspecError | None:
@@ -83,58 +85,35 @@ def failure(event: Event) -> PyspecError | None:
     return unfinished(event) if isinstance(event, Done) else None
 
 
-async def chunks(
-    submission: Submission,
-    prepared: PreparedBody,
-    answer: Answer,
-    choices: Sequence[Choice],
-) -> AsyncGenerator[bytes, None]:
-    """The submission's events as bytes to send; events that arrive together form one piece. Errors become an event, too. choices: new ones."""
-    async with contextlib.aclosing(submission.batches(prepared.ping_s)) as batches:
+async def chunks(submission: Submission, ping_s: float, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The submission's events as bytes to send; events that arrive together form one piece. Errors become an event, too.
+
+    ping_s  silence after which the answer's ping is sent
+    """
+    async with contextlib.aclosing(submission.batches(ping_s)) as batches:
         async for batch in batches:
-            parts: list[bytes] = []
-            for i, event in batch:
+            for n, (_, event) in enumerate(batch):
                 if error := failure(event):
                     log.warning("a stream ended with an error: %s", error)
-                    yield b"".join([*parts, answer.error(error)])
+                    yield answer.encode(batch[:n]) + answer.error(error)
                     return
-                parts.append(_encode(i, event, choices[i], prepared, answer))
-            yield b"".join(parts) if batch else answer.ping
-    yield answer.tail(choices)
+            yield answer.encode(batch) if batch else answer.ping
+    yield answer.tail()
 
 
-def encoder(
-    prepared: PreparedBody, answer: Answer, choices: Sequence[Choice]
-) -> Callable[[Batch], bytes]:
-    """Makes one piece of tokens that arrive together, as `chunks` does beside it."""
-
-    def encode(batch: Batch) -> bytes:
-        return b"".join([_encode(i, event, choices[i], prepared, answer) for i, event in batch])
-
-    return encode
-
-
-def _encode(i: int, event: Event, choice: Choice, prepared: PreparedBody, answer: Answer) -> bytes:
-    choice.apply(event, keep=False)
-    if isinstance(event, Delta):
-        return answer.delta(i, choice, event)
-    if isinstance(event, Done):
-        return answer.finish(i, choice)
-    if isinstance(event, Started):
-        progress = Progress(event.request, event.n_prompt, event.n_cached, event.n_cached, 0.0)
-        progress_event = answer.progress(i, progress) if prepared.return_progress else b""
-        return answer.opening(i, choice) + progress_event
-    if not prepared.return_progress or not isinstance(event, Progress):
-        return b""
-    if event.n_processed > event.n_cached:
-        return answer.progress(i, event)
-    return b""
+async def send_parts(send: Send, source: AsyncGenerator[bytes, None]) -> None:
+    """Send the body of an answer, part by part."""
+    async with contextlib.aclosing(source):
+        async for data in source:
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class EventStream:
-    """Server-sent events of one submission. Ends early if the client leaves, or reads too slowly (then with `too_slow`); calls `on_end` once.
+    """Server-sent events of one submission: `source`, and what its connection takes without a task (PARTS).
 
-    encode  makes bytes of tokens, for a connection that takes them without a task (PARTS)
+    Ends early if the client leaves or reads too slowly. Calls `on_end` once.
     """
 
     def __init__(
@@ -142,24 +121,18 @@ class EventStream:
         submission: Submission,
         source: AsyncGenerator[bytes, None],
         on_end: Callable[[], None],
-        too_slow: Callable[[PyspecError], bytes],
-        headers: Mapping[str, str] | None = None,
-        encode: Callable[[Batch], bytes] | None = None,
+        answer: Answer,
+        headers: Mapping[str, str],
     ) -> None:
-        self._encode = encode
-        self._headers = [
-            *HEADERS,
-            *((name.lower().encode(), value.encode()) for name, value in (headers or {}).items()),
-        ]
-        self._submission = submission
-        self._source = source
-        self._on_end, self._too_slow = on_end, too_slow
+        self._headers = head(headers)
+        self._submission, self._source = submission, source
+        self._on_end, self._answer = on_end, answer
         self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts: GuardedProtocol | None = scope.get("state", {}).get(PARTS)
-        if parts is not None and self._encode is not None:
-            self._submission.take_at_once(partial(self._write, parts, self._encode))
+        if parts is not None:
+            self._submission.take_at_once(partial(self._write, parts))
         sending = asyncio.ensure_future(self._send_all(send))
         left = asyncio.ensure_future(disconnected(receive))
         overflow = asyncio.ensure_future(self._submission.overflow.wait())
@@ -178,12 +151,11 @@ class EventStream:
             for task in (sending, left, overflow):
                 await stop_task(task)
 
-    @staticmethod
-    def _write(parts: GuardedProtocol, encode: Callable[[Batch], bytes], batch: Batch) -> bool:
+    def _write(self, parts: GuardedProtocol, batch: Batch) -> bool:
         """Write tokens to a connection with room for them."""
         if not parts.has_room:
             return False
-        if data := encode(batch):
+        if data := self._answer.encode(batch):
             parts.write_part(data)
         return True
 
@@ -192,7 +164,7 @@ class EventStream:
         if not self._is_begun:
             await self._begin(send)
         error = Unavailable("the answer was read more slowly than written; the request was aborted")
-        body = self._too_slow(error)
+        body = self._answer.error(error)
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _begin(self, send: Send) -> None:
@@ -201,8 +173,4 @@ class EventStream:
 
     async def _send_all(self, send: Send) -> None:
         await self._begin(send)
-        async with contextlib.aclosing(self._source) as source:
-            async for data in source:
-                if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_parts(send, self._source)

@@ -25,6 +25,7 @@ class Dims:
     tied, mtp    the embedding is the head, too; the model has a multi-token-prediction block
     louder       factor on the usual size of the head
     n_rot        dimensions of a head that turn; 0: all
+    kda          dimensions of a head of Kimi Delta Attention; each `interval`-th block and the last have none
     pattern      of Nemotron, a letter for each block: M Mamba-2, * attention, - feed-forward, E experts
     convolved    blocks whose mixer is a short convolution over `n_conv` rows
     near_dim     of Gemma 4: dimensions of heads in blocks with a window, which have `n_near_kv` key heads; each `interval`-th has none
@@ -78,6 +79,7 @@ class Dims:
     n_conv: int = 0
     n_k_head: int = 0
     n_v_head: int = 0
+    kda: int = 0
     pattern: str = ""
     mamba_heads: int = 0
     mamba_dim: int = 0

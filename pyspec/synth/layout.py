@@ -46,6 +46,7 @@ BY_FIELD = {
     "routed_scale": "expert_weights_scale",
     "latent": "moe_latent_size",
     "state": "ssm.state_size",
+    "kda": "kda.head_dim",
 }
 """Keys that a field other than 0 gives as it is."""
 
@@ -59,9 +60,9 @@ KINDS = {
     "choice": ("d2t",),
     "divisors": ("rope_freqs.weight",),
     "norm": ("*norm*.weight", "*_scale.weight", "*.scale", "ssm_d"),
-    "gate": ("ssm_alpha.*", "ssm_beta.*", "ssm_ba.*", "indexer.proj.*", "attn_[kv]_b.*", "ffn_latent_*", "*_conv_proj.*"),
+    "gate": ("ssm_alpha.*", "ssm_beta.*", "ssm_ba.*", "ssm_[fg]_[ab].*", "indexer.proj.*", "attn_[kv]_b.*", "ffn_latent_*", "*_conv_proj.*"),
     "router": ("ffn_gate_inp*.weight", "exp_probs_b.bias", "*_ape.weight", "*hc_*_fn.*", "*hc_*_base.*", "output_hc_*", "attn_sinks.*", "conf_proj.*"),
-    "conv": ("ssm_conv1d.*", "shortconv.conv.*", "*_conv_base"),
+    "conv": ("ssm_conv1d*", "shortconv.conv.*", "*_conv_base"),
     "decay": ("ssm_a",),
     "step": ("ssm_dt.bias",),
     "bias": ("*.bias",),
@@ -158,6 +159,11 @@ def _keys(dims: Dims, n_block: int) -> dict[str, Any]:
     if d.rank:
         own |= {"attention.key_length": d.rank + d.n_rot, "attention.value_length": d.rank}
         own |= {"attention.key_length_mla": d.head_dim, "attention.head_count_kv": 1}
+    if d.kda:
+        own["ssm.conv_kernel"] = d.n_conv
+        own["attention.head_count_kv"] = [
+            int((i + 1) % d.interval == 0 or i + 1 == d.n_layer) for i in blocks
+        ]
     if d.near_dim:
         near = [(i + 1) % d.interval != 0 for i in blocks]
         own["attention.head_count_kv"] = [d.n_near_kv if x else d.n_head_kv for x in near]
@@ -295,7 +301,7 @@ def _spec(dims: Dims, name: str, shape: tuple[int, ...]) -> Spec:
         kind, gain = "bias", 5.0
     if dims.arch.startswith("nemotron") and kind == "matrix" and "_exps" in part:
         gain = 1.0
-    if dims.arch in ("gemma3", "gemma4") and part in (
+    if dims.arch in ("gemma2", "gemma3", "gemma4") and part in (
         "post_attention_norm.weight",
         "post_ffw_norm.weight",
     ):

@@ -28,12 +28,12 @@ from contextlib import suppress
 from typing import Any
 
 from pyspec.text.abilities import HEAD, Abilities, Chat
-from pyspec.text.markup.gemma4 import OPEN
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 LISTENERS = ("user", "tool")
 SAME_TURN = f"\ue000aB{secrets.token_hex(8)}T\ue001"  # no text of a client can contain it
-_TURN_END = re.compile(f"{SAME_TURN}(?:(?!{re.escape(OPEN)}).)*(?={re.escape(OPEN)})", re.DOTALL)
+GEMMA4_CALL = "<|tool_call>"  # the mark that begins a call, in the templates that `in_one_turn` is for
+_TURN_END = re.compile(f"{SAME_TURN}.*?(?={re.escape(GEMMA4_CALL)})", re.DOTALL)
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 

@@ -19,7 +19,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import SandboxedEnvironment, modifies_known_mutable
 
-from pyspec.text.bounded import serve
+from pyspec.text.sandbox_process import serve
 
 MEMORY_BYTES = 512 << 20  # of address space, including the interpreter
 OUTPUT_CHARS = 4 << 20

@@ -1,7 +1,7 @@
-"""The parent's side of a sandbox: a child process that handles untrusted templates and grammars, and answers each line with a line.
+"""Both sides of a sandbox: a child process that handles untrusted templates or grammars, and answers each line of JSON with a line.
 
-The child starts with the first question, again after it was killed, and again in a forked process, because the old child belongs to
-the parent.
+The child has limits of memory and time. It starts with the first question, again after it was killed, and again in a forked process,
+because the old child belongs to the parent.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 START_S = 20.0
 SHARE = 0.8  # of its time limit: a process that used less CPU time was not too slow, but waiting
 ANSWER_BYTES = 52 << 20  # JSON writes a character in up to 12 bytes
 WRITE_BYTES = 1 << 16
+OWN_CLOCK_S = 30  # SIGALRM then ends the child, if the parent is gone and can not kill it
 STALLED = "stalled"  # key in a failed answer that may not be the question's fault
 
 
@@ -163,3 +165,25 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             with contextlib.suppress(OSError):
                 pipe.close()
     process.wait()
+
+
+def serve(answers: Callable[[Iterator[str]], Iterator[dict[str, str]]], memory_bytes: int) -> None:
+    """Answer until the parent is gone. answers: yields one for each line; memory_bytes: of address space, the interpreter included."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    except (ImportError, ValueError, OSError):
+        pass  # this system has no such limit; the clock still applies
+    sys.stdout.write("{}\n")  # started: the parent's shorter clock runs from here on
+    sys.stdout.flush()
+    for answer in answers(_watched(iter(sys.stdin.readline, ""))):
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _watched(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        signal.alarm(OWN_CLOCK_S)
+        yield line
+        signal.alarm(0)

@@ -231,6 +231,7 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
             spec = RopeKvSpec(
                 CPU, n_q, n_kv, dim, n_rot, neox, gated=i % 2 == 0, has_norm=i != 3, eps=1e-6
             )
+            spec = replace(spec, norm_behind=i in (1, 3))
             yield f"rope_kv {n_q} {n_kv} {dim} {n_rot} {neox}", partial(checks, rope_kv, spec)
     mixed = RopeKvSpec(
         CPU,

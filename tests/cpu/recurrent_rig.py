@@ -47,8 +47,8 @@ SOURCES = (
 Launch = Callable[..., Tensor]
 
 
-def gdn_shape(n_k: int, n_v: int, dim: int, taps: int) -> GdnShape:
-    return GdnShape(n_k, n_v, dim, taps, (2 * n_k + n_v) * dim)
+def gdn_shape(n_k: int, n_v: int, dim: int, taps: int, **more: Any) -> GdnShape:
+    return GdnShape(n_k, n_v, dim, taps, (2 * n_k + n_v) * dim, **more)
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Rig:
         if self.name == "short_conv":
             w = torch.randn(s.n_channel, s.n_conv, generator=fixed)
             return torch.randn(n, 3 * s.n_channel + 5, generator=gen)[:, 5:], w
-        n_gate = 2 * s.n_v_head if self.name == "gdn" else s.n_head
-        wide = torch.randn(n, 3 + s.n_channel + n_gate, generator=gen)
+        of_row = [s.n_v_head * s.n_decay, s.n_v_head] if self.name == "gdn" else [s.n_head]
+        wide = torch.randn(n, 3 + s.n_channel + sum(of_row), generator=gen)
         m, gates = wide[:, 3 : 3 + s.n_channel], wide[:, 3 + s.n_channel :]
         if self.name == "mamba2":
             return m, gates, mamba2_ref.make_params(s, fixed, CPU)
-        a, dt_bias = -torch.rand(s.n_v_head, generator=fixed), torch.randn(s.n_v_head, generator=fixed)
+        a, dt_bias = -torch.rand(s.n_v_head, generator=fixed), torch.randn(of_row[0], generator=fixed)
         conv_w = torch.randn(s.n_channel, s.n_conv, generator=fixed)
-        return m, *gates.split(s.n_v_head, 1), a, dt_bias, conv_w
+        return m, *gates.split(of_row, 1), a, dt_bias, conv_w
 
     def part(self, whole: tuple[Any, ...], at: int, n: int) -> tuple[Any, ...]:
         """The same arguments of n rows from `at` on."""
@@ -108,6 +108,9 @@ SHAPES = {
     "gdn-least": Rig("gdn", gdn_shape(1, 1, 8, 2)),
     "gdn-usual": Rig("gdn", gdn_shape(2, 4, 128, 4)),
     "gdn-parts": Rig("gdn", gdn_shape(1, 2, 104, 4)),
+    "gdn-by-key": Rig("gdn", gdn_shape(3, 3, 24, 4, by_key=True, floor=-5.0)),
+    "gdn-by-key-least": Rig("gdn", gdn_shape(1, 2, 8, 2, by_key=True)),
+    "gdn-by-key-usual": Rig("gdn", gdn_shape(2, 2, 128, 4, by_key=True)),
     "mamba2-odd": Rig("mamba2", Mamba2Shape(6, 40, 3, 24, 3)),
     "mamba2-least": Rig("mamba2", Mamba2Shape(1, 8, 1, 8, 2)),
     "short_conv-odd": Rig("short_conv", ShortConvShape(264, 3)),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from forced import preloads
 from hostile import ATTEND, CPU, Rig, attends, cpu_of, has_own_bits, rigs, sees_no_later_nan, small_rigs
 
@@ -18,6 +19,7 @@ from pyspec.cuda.ops.attend.cases import Case, make, spec_of
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.linear.cpu import gates
+from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 
@@ -106,6 +108,15 @@ def test_other_builds_match_too(way: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("forced.py")), way, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.4, 7.0, 16.0])
+def test_gates_are_cut_behind_silu_below_zero(limit: float) -> None:
+    both = 9 * torch.randn(5, 90, generator=torch.Generator().manual_seed(4))
+    gate, up = both.chunk(2, 1)
+    want = F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    assert torch.allclose(gates(both, None, gelu=False, limit=-limit), want, atol=1e-6, rtol=2e-6)
+    assert torch.allclose(activate(gate, up, -limit), want, atol=1e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("gelu", [False, True])

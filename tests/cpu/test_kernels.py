@@ -7,6 +7,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,6 +255,8 @@ def test_operations_between_kernels_are_torchs(n: int) -> None:
         lambda: tensors.next_positions(rows),
         lambda: tensors.query_factors(far, 0.1, 16),
         lambda: tensors.times_rows(heads, factors),
+        *(partial(tensors.gate_times, y, x, act) for act in tensors.GATE_ACTS),
+        *(partial(tensors.gate_times, y[:, 4:7], x, act) for act in tensors.GATE_ACTS),
     ):
         want = call()
         assert torch.allclose(Recorded(call, TapeMemory()).replay(), want, atol=2e-6, rtol=2e-6)

@@ -543,7 +543,7 @@ def test_drafts_that_are_cut_and_windows_that_change_leave_the_text_as_it_is(np_
     texts = demo_prompts()[:6]
     r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, np=np_, ctx=512)
     rng, controller = random.Random(0), r.loop.controller
-    r.loop.speculator.decay.window = lambda slot, n_past: rng.choice((0, 0, 16, 3))  # type: ignore[method-assign]
+    r.loop.speculator.window = lambda slot: rng.choice((0, 0, 16, 3))  # type: ignore[method-assign]
     lengths, cut = [], controller.cut
     controller.cut = lambda chosen, sure: lengths.append((chosen, found := cut(chosen, sure))) or found  # type: ignore[method-assign, func-returns-value]
     heard = [(r.submit(prompt, 48), text) for prompt, text in texts]
@@ -571,8 +571,8 @@ def test_a_cut_draft_counts_with_the_time_of_the_whole_one() -> None:
 def test_behind_its_trained_length_a_drafter_sees_half_of_it_and_slots_show_why() -> None:
     prompt, text = max(demo_prompts(), key=lambda pair: len(pair[1]))
     r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, ctx=512)
-    assert r.loop.speculator.decay.n_trained == 2048
-    r.loop.speculator.decay.n_trained = len(prompt) + 8
+    assert r.loop.speculator.n_trained == 2048
+    r.loop.speculator.n_trained = len(prompt) + 8
     heard = r.submit(prompt, len(text))
     seen = []
     while not heard.over:

@@ -23,7 +23,7 @@ from pyspec.draft.chain import Chain
 from pyspec.draft.eagle3 import EagleBlock, read_eagle
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
-from pyspec.engine.policy.reading import REST_AFTER
+from pyspec.engine.policy.rests import REST_AFTER
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models.target import Out

@@ -62,9 +62,9 @@ def controller() -> Controller:
     c = Controller(1, N_SUFFIX, n_own=N_OWN, block=BlockLength(N_OWN + 1))
     for rows in range(1, N_SUFFIX + 2):
         for _ in range(5):
-            c.verify_ms.add(rows, PLAIN_MS + ROW_MS * (rows - 1))
+            c.costs.verify.add(rows, PLAIN_MS + ROW_MS * (rows - 1))
     for _ in range(5):
-        c.draft_ms.add(N_OWN + 1, BLOCK_MS)
+        c.costs.draft.add(N_OWN + 1, BLOCK_MS)
     return c
 
 
@@ -119,7 +119,7 @@ def edits() -> list[tuple[str, str]]:
     """Files of this program, and the same with a name changed, a part left out, or lines between."""
     files = [
         source(f"pyspec/{name}.py")
-        for name in ("engine/policy/timer", "draft/blocks", "constrain/phrases", "slots/drafts")
+        for name in ("engine/policy/costs", "draft/blocks", "constrain/phrases", "slots/drafts")
     ]
     renamed = [
         (f, f.replace("samples", "timings").replace("Estimate", "Ratio").replace("n_slot", "slots"))

@@ -23,13 +23,10 @@ from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.policy import prompt_throttle
-from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.lanes import FAILED, NO_DRAFTER, NO_OFFER
-from pyspec.engine.policy.prompt_pace import PAUSE_MS, PaceTargets, PromptPace
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy import pace
+from pyspec.engine.policy.controller import FAILED, NO_DRAFTER, NO_OFFER, Controller
+from pyspec.engine.policy.costs import Costs, Timer, bucket
+from pyspec.engine.policy.pace import PAUSE_MS, PaceTargets, PromptPace, PromptThrottle
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams
 from pyspec.sample.sampler import SlotSampler
@@ -146,11 +143,11 @@ class Play:
         )  # fmt: skip
         self.table = SlotTable(n_slot, 64 * n_slot, 32)
         self.drafter = Erratic(rng, self.plan, on_host) if n_own else None
-        costs, graphs = ForwardCosts(), rng.random() < 0.5
-        timer = Timer((lambda n: bucket_of(n, 256) or bucket(n)) if graphs else bucket)
+        graphs = rng.random() < 0.5
+        costs = Costs(Timer((lambda n: bucket_of(n, 256) or bucket(n)) if graphs else bucket))
         self.controller = Controller(
             n_slot, max(n_own, n_suffix), n_own=n_own, chained=chained, block=block,
-            fixed=rng.random() < 0.1, verify_ms=timer, forward_costs=costs,
+            fixed=rng.random() < 0.1, costs=costs,
         )  # fmt: skip
         worker = SimpleNamespace(
             device=torch.device("cpu"), plan=self.plan, table=self.table, drafter=self.drafter
@@ -190,7 +187,7 @@ class Play:
             Grammar(rng) if rng.random() < self.held else None, rng.choice([GREEDY, SAMPLED]), self.now,
         )  # fmt: skip
         grammar = rng.choice(["", "a", "b"]) if job.constraint is not None else ""
-        self.speculator.begin(slot, None, grammar=grammar, n_prompt=n_prompt, may_draft=n_max != 0)
+        self.speculator.begin(slot, None, grammar=grammar, may_draft=n_max != 0)
 
     def end(self, job: Request) -> None:
         self.speculator.end(job.slot)
@@ -255,9 +252,7 @@ class Play:
         pause = 10_000.0 if rng.random() < (0.03 if prompts else 0.003) else 0.0
         self.now += 1e-3 * (ms + draft_ms + pause)
         self.throttle.landed(self.now, [*decoding, *prompts])  # type: ignore[list-item]
-        usual = max(
-            PAUSE_MS, prompt_throttle.PAUSE * (10.0 + self.row_ms * (3 * CHUNK + 16 * len(self.jobs)))
-        )
+        usual = max(PAUSE_MS, pace.PAUSE * (10.0 + self.row_ms * (3 * CHUNK + 16 * len(self.jobs))))
         assert self.throttle.owed <= usual * len(decoding) or not decoding, (
             "a prompt waits for a pause of the machine"
         )
@@ -284,7 +279,7 @@ class Play:
 @pytest.mark.parametrize("seed", [*range(12), *(slow(seed) for seed in range(12, 300))])
 def test_random_requests_never_break_a_decision(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mute, unread, sampled, under grammars, long, joined, ended, cut and lost requests; drafters of all kinds; pauses of ten seconds."""
-    monkeypatch.setattr(prompt_throttle, "LONG", LONG)
+    monkeypatch.setattr(pace, "LONG", LONG)
     play = Play(seed)
     for _ in range(1200):
         play.round()
@@ -335,7 +330,7 @@ def test_a_long_prompt_does_not_wait_for_a_pause_of_the_machine(at: int) -> None
 
 
 DECISIONS = """controller.choose controller.begin controller.record controller.timed controller.timed_beside controller.drafts_of
-speculator.decay.begin throttle.awake throttle.landed pace.rows pace.landed pace.committed
+throttle.awake throttle.landed pace.rows pace.landed pace.committed
 pace.pause_ms turns.awake speculator._find_offers speculator._set_windows speculator.most speculator._requests speculator._cut"""
 
 

@@ -17,9 +17,8 @@ from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.suffix_source import SuffixSource
-from pyspec.engine.policy.account import LIMIT, SHARE
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.host_drafts import RESTS, HostDrafts
+from pyspec.engine.policy.rests import LIMIT, RESTS, SHARE, HostDrafts
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts
@@ -210,7 +209,7 @@ def test_fixed_lengths_and_rounds_without_times_are_never_refused() -> None:
     host.took(1e6, 3)
     assert host.is_awake, "nothing is known of rounds"
     for _ in range(2):
-        c.verify_ms.add(3, 10.0)
+        c.costs.verify.add(3, 10.0)
     host.took(30.0, 3)
     assert not host.is_awake and host.is_resting
     c.fixed = True

@@ -36,7 +36,7 @@ def taught(**key: object) -> LearnedDrafting:
 
 
 def state(c: Controller) -> list[Any]:
-    return [c.texts.known(), c.verify_ms.known(), c.draft_ms.known()]
+    return [c.texts.known(), c.costs.verify.known(), c.costs.draft.known()]
 
 
 def test_a_start_goes_on_from_the_one_before() -> None:
@@ -45,7 +45,7 @@ def test_a_start_goes_on_from_the_one_before() -> None:
     c = Controller(4, 3, chained=True)
     bare = c.texts.survive([0])[0, 0]
     LearnedDrafting(c, {"of": "this"}).recall()
-    assert c.verify_ms(12) == 14.0 and c.verify_ms(4) == 10.0 and c.draft_ms(4) == 1.5
+    assert c.costs.verify(12) == 14.0 and c.costs.verify(4) == 10.0 and c.costs.draft(4) == 1.5
     known = first.controller.texts.free.common @ first.controller.texts.free.survive[:, 1]
     assert known < c.texts.survive([0])[0, 0] < 0.8 * bare, "it counts beside the first assumptions"
     other = Controller(4, 3, chained=True)
@@ -120,7 +120,7 @@ def test_a_damaged_file_is_not_read_and_the_next_takes_its_place(content: bytes)
     LearnedDrafting(Controller(4, 3, chained=True), {}).recall()
     kept.keep()
     LearnedDrafting(c := Controller(4, 3, chained=True), {}).recall()
-    assert c.verify_ms(12) == 14.0
+    assert c.costs.verify(12) == 14.0
 
 
 def test_the_folder_is_bounded_and_need_not_be_writable(

@@ -58,7 +58,7 @@ def test_a_cpu_times_its_rounds_as_they_serve(monkeypatch: pytest.MonkeyPatch) -
     tried: list[object] = []
     monkeypatch.setattr(loading, "warm_up", lambda *args: tried.append(args))
     made = rig(DEMO, spec_type="mtp", np=3, warm_up=True)
-    timer = made.loop.controller.verify_ms
+    timer = made.loop.controller.costs.verify
     assert not tried and not timer.samples
     made.generate([1, 2, 3], 9)
     assert timer.samples

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import Heard, Rig, fake_rig
 
-from pyspec.engine.policy import prompt_throttle
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
+from pyspec.engine.policy import pace
+from pyspec.engine.policy.pace import PromptThrottle
 
 PLAIN_MS, ROW_MS = 10.0, 0.066  # of a round, and of each row of a prompt in it
 LONG, FREE, UB = 1024, 256, 128
@@ -16,7 +16,7 @@ LONG, FREE, UB = 1024, 256, 128
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_throttle, "LONG", LONG)
+    monkeypatch.setattr(pace, "LONG", LONG)
 
 
 class Machine:

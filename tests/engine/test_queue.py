@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyspec.engine.loop.round import share_rows
-from pyspec.engine.policy.evict import evict_for
-from pyspec.engine.policy.left_texts import LeftTexts
+from pyspec.engine.policy.evict import LeftTexts, evict_for
 from pyspec.engine.policy.queue import (
     CUT_GAP,
     CUT_MIN,

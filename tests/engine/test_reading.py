@@ -10,11 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from pyspec.engine.loop.read_slots import ReadSlots
-from pyspec.engine.policy import reading
-from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.lanes import MUTE, UNREAD
-from pyspec.engine.policy.reading import DraftReading
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy import rests
+from pyspec.engine.policy.controller import MUTE, UNREAD, Controller
+from pyspec.engine.policy.costs import Costs, Timer, bucket
+from pyspec.engine.policy.rests import DraftReading
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.table import Slot, SlotTable
 
@@ -42,7 +41,7 @@ class Served:
     def __init__(self, n_slot: int, chance: float, answer: int = 192) -> None:
         self.rng, self.chance, self.answer = random.Random(5), chance, answer
         self.timer = Timer(lambda n_row: bucket_of(n_row, 256) or bucket(n_row))
-        self.controller = Controller(n_slot, N_DRAFT, chained=True, verify_ms=self.timer)
+        self.controller = Controller(n_slot, N_DRAFT, chained=True, costs=Costs(self.timer))
         self.table, self.drafter = SlotTable(n_slot, 40 * n_slot, 32), Joins()
         self.read = ReadSlots(SimpleNamespace(table=self.table, drafter=self.drafter), self.controller)  # type: ignore[arg-type]
         self.n_request, self.left = 0, [0] * n_slot
@@ -103,7 +102,7 @@ class Served:
 
 def test_it_rests_after_many_choices_and_wakes_after_a_few_that_pay() -> None:
     r = DraftReading()
-    for _ in range(reading.REST_AFTER - 1):
+    for _ in range(rests.REST_AFTER - 1):
         r.count(pays=False)
     assert not r.rests and r.wants(0, 0)
     r.count(pays=False)
@@ -118,7 +117,7 @@ def test_it_rests_after_many_choices_and_wakes_after_a_few_that_pay() -> None:
 @pytest.mark.parametrize(("n_busy", "n_read"), [(7, 8), (8, 4), (36, 5), (63, 8), (99, 13)])
 def test_it_reads_up_to_eight_requests_and_of_more_a_few(n_busy: int, n_read: int) -> None:
     r = DraftReading()
-    r.n_idle = reading.REST_AFTER
+    r.n_idle = rests.REST_AFTER
     assert r.wants(n_read - 1, n_busy) and r.wants(n_read, n_busy) == (n_busy < 8)
 
 
@@ -169,8 +168,8 @@ def test_where_drafts_pay_nothing_changes(
 ) -> None:
     """The same drafts, round for round, as of an engine that reads all requests."""
     picked = []
-    for rest_after in (0, reading.REST_AFTER):
-        monkeypatch.setattr(reading, "REST_AFTER", rest_after)
+    for rest_after in (0, rests.REST_AFTER):
+        monkeypatch.setattr(rests, "REST_AFTER", rest_after)
         s = Served(n_slot, chance)
         for _ in range(700):
             s.round()

@@ -187,10 +187,10 @@ def timed(n_own: int, row_ms: float) -> Controller:
     c = Controller(2, 12, n_own=n_own)
     for rows in range(1, 30):
         for _ in range(5):
-            c.verify_ms.add(rows, 10 + row_ms * (rows - 1))
+            c.costs.verify.add(rows, 10 + row_ms * (rows - 1))
     for live in (1, 2):
         for _ in range(5):
-            c.draft_ms.add(live, 1.0)
+            c.costs.draft.add(live, 1.0)
     return c
 
 
@@ -220,7 +220,7 @@ def test_declined_offers_let_rounds_run_ahead() -> None:
     made.loop.controller.fixed = False
     for rows in range(1, 40):
         for _ in range(3):
-            made.loop.controller.verify_ms.add(rows, 10.0 * rows)
+            made.loop.controller.costs.verify.add(rows, 10.0 * rows)
     heard = [made.submit(prompt(i, 9), 150) for i in range(2)]
     made.run()
     for h in heard:

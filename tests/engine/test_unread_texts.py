@@ -14,8 +14,8 @@ from engine_rig import FIXTURES, Rig, every_rig, plain_rig
 from known_texts import N_TEXT, known_texts
 
 from pyspec.draft.chain import Chain
-from pyspec.engine.policy.lanes import MUTE, UNREAD
-from pyspec.engine.policy.reading import DraftReading
+from pyspec.engine.policy.controller import MUTE, UNREAD
+from pyspec.engine.policy.rests import DraftReading
 from pyspec.slots.drafts import DraftRequest
 from pyspec.slots.table import Slot
 

@@ -124,6 +124,8 @@ def attend() -> Iterator[Callable[[], object]]:
         attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True)
     )
     for kv in NUMBERS:
+        yield lambda kv=kv: _attend(attend_cases.Case(16, 8, 256, kv, [(300, 4)], 64, cap=50.0))
+    for kv in NUMBERS:
         for n_head, width in ((128, 1), (16, 17), (5, 2)):
             latent = attend_cases.Case(n_head, 1, 576, kv, [(300, width)], 64, n_value=512)
             yield lambda case=latent: _attend(case)
@@ -186,6 +188,9 @@ def rope_kv() -> Iterator[Callable[[], object]]:
         replace(gemma4, n_kv=0),
         RopeKvSpec(CPU, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
         RopeKvSpec(CPU, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
+        RopeKvSpec(
+            CPU, 6, 2, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-5, norm_behind=True
+        ),
         RopeKvSpec(CPU, 0, 8, 96, 96, neox=False, gated=False, has_norm=True, eps=1e-5),
     ):
         for kv in [*map(KvFormat.both, NUMBERS), KvFormat.named("f16", "q8_0")]:

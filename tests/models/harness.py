@@ -57,6 +57,17 @@ ADDED = [
     "exaone4",
     "exaone4-32b",
     "exaone-moe",
+    "muse-glimmer",
+    "k2-horizon",
+    "laguna",
+    "step35",
+    "falcon-h1",
+    "cohere2",
+    "hunyuan-dense",
+    "hunyuan-moe",
+    "gemma2",
+    "kimi-linear",
+    "bailingmoe3",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

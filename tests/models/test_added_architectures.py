@@ -38,6 +38,8 @@ CAPTURED = {  # no windows, no experts, no recurrences
         "phi3",
         "olmo2",
         "exaone4",
+        "k2-horizon",
+        "hunyuan-dense",
     ),
 }
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it
@@ -58,6 +60,12 @@ def spec_of(path: Path) -> ModelSpec:
     with open_gguf(path) as file:
         config = read_config(file)
     return config
+
+
+def attentions(path: Path) -> list[Attention]:
+    parts = [block.parts[0].spec for block in spec_of(path).blocks]
+    assert all(isinstance(part, Attention) for part in parts)
+    return parts  # type: ignore[return-value]
 
 
 def fed(path: Path, tokens: list[int], chunk: int, *, keep: bool = True) -> torch.Tensor:
@@ -205,13 +213,23 @@ def test_contexts_far_beyond_the_window(chunk: int) -> None:
     assert (fed(GEMMA, tokens, chunk) - gemma3_logits(GEMMA, tokens)).abs().max() < ATOL
 
 
-def test_blocks_have_windows_and_ropes_by_the_pattern(tmp_path: Path) -> None:
-    def attention(path: Path) -> list[Attention]:
-        parts = [block.parts[0].spec for block in spec_of(path).blocks]
-        assert all(isinstance(part, Attention) for part in parts)
-        return parts  # type: ignore[return-value]
+def test_caps_and_windows_of_gemma2_are_llama_cpps_where_keys_are_absent(tmp_path: Path) -> None:
+    path, keys = FIXTURES / "gemma2.gguf", {"gemma2.attention.sliding_window": None}
+    assert [(x.window, x.cap) for x in attentions(path)] == [(8, 50.0), (0, 50.0)] * 2
+    assert spec_of(path).final_cap == 30.0
+    other = rewrite(path, tmp_path / "m.gguf", change=keys | {"gemma2.attn_logit_softcapping": 7.0})
+    assert [(x.window, x.cap) for x in attentions(other)] == [(4096, 7.0), (0, 7.0)] * 2
 
-    found = attention(GEMMA)
+
+def test_alpha_stretches_the_rope_of_hunyuan(tmp_path: Path) -> None:
+    path = FIXTURES / "hunyuan-dense.gguf"
+    stretched = rewrite(path, tmp_path / "m.gguf", change={"hunyuan-dense.rope.scaling.alpha": 8.0})
+    ropes = [{part.rope for part in attentions(p)} for p in (path, stretched)]
+    assert ropes[1] == {replace(rope, base=rope.base * 8 ** (16 / 14)) for rope in ropes[0]}
+
+
+def test_blocks_have_windows_and_ropes_by_the_pattern(tmp_path: Path) -> None:
+    found = attentions(GEMMA)
     assert [a.window for a in found] == [8, 8, 8, 8, 8, 0, 8]
     assert {(a.window, a.rope.base, a.rope.scaling.factor) for a in found} == {
         (8, 1e4, 1.0),
@@ -221,10 +239,10 @@ def test_blocks_have_windows_and_ropes_by_the_pattern(tmp_path: Path) -> None:
         "gemma3.attention.sliding_window_pattern": 2,
         "gemma3.rope.freq_base_swa": 5e5,
     }
-    found = attention(rewrite(GEMMA, tmp_path / "a.gguf", change=keys))
+    found = attentions(rewrite(GEMMA, tmp_path / "a.gguf", change=keys))
     assert [a.window for a in found] == [8, 0, 8, 0, 8, 0, 8] and found[0].rope.base == 5e5
     keys = {"gemma3.attention.sliding_window_pattern": [True, False] * 3 + [False]}
-    assert [a.window for a in attention(rewrite(GEMMA, tmp_path / "b.gguf", change=keys))] == [
+    assert [a.window for a in attentions(rewrite(GEMMA, tmp_path / "b.gguf", change=keys))] == [
         8,
         0,
         8,
@@ -233,7 +251,9 @@ def test_blocks_have_windows_and_ropes_by_the_pattern(tmp_path: Path) -> None:
         0,
         0,
     ]
-    found = attention(rewrite(GEMMA, tmp_path / "c.gguf", change={"gemma3.attention.sliding_window": 0}))
+    found = attentions(
+        rewrite(GEMMA, tmp_path / "c.gguf", change={"gemma3.attention.sliding_window": 0})
+    )
     assert len(set(found)) == 1 and found[0].rope.base == 1e6, "without windows there is one rope"
 
 
@@ -243,11 +263,15 @@ def test_a_final_soft_cap_bends_the_logits(tmp_path: Path) -> None:
     assert (fed(path, tokens, 40) - 3 * (want / 3).tanh()).abs().max() < ATOL
 
 
-def test_the_largest_size_scales_scores_by_its_width(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "n_block", "width"), [("gemma2", 46, 32 / 4), ("gemma3", 62, 32 / 3)])
+def test_the_largest_size_scales_scores_by_its_width(
+    arch: str, n_block: int, width: float, tmp_path: Path
+) -> None:
     """By the number of blocks alone: of this file's keys the others stay."""
-    one = spec_of(GEMMA)
-    other = spec_of(rewrite(GEMMA, tmp_path / "m.gguf", change={"gemma3.block_count": 62}))
-    assert one.attention[0].scale is None and other.attention[0].scale == (32 / 3) ** -0.5
+    path = FIXTURES / f"{arch}.gguf"
+    one = spec_of(path)
+    other = spec_of(rewrite(path, tmp_path / "m.gguf", change={f"{arch}.block_count": n_block}))
+    assert one.attention[0].scale is None and other.attention[0].scale == width**-0.5
     assert replace(other.attention[0], scale=None) == one.attention[0]
 
 

@@ -151,9 +151,11 @@ HEADS = RopeKvSpec(torch.device("cpu"), 4, 2, 48, 32, neox=True, gated=False, ha
         replace(HEADS, keys_are_values=True, has_norm=False),
         replace(HEADS, n_q=0, norms_v=True, keys_are_values=True),
         replace(HEADS, n_kv=0),
+        replace(HEADS, norm_behind=True),
+        replace(HEADS, norm_behind=True, has_norm=False, neox=False),
     ],
 )
-def test_values_that_are_normed_or_are_keys_and_queries_alone(spec: RopeKvSpec) -> None:
+def test_values_normed_or_shared_queries_alone_and_late_norms(spec: RopeKvSpec) -> None:
     assert rope_kv.chosen(spec).name in ("cpu", "torch")
     if rope_kv_cpu.limits(spec) is None:
         assert check(rope_kv_cpu.bind(spec), rope_kv_ref.bind(spec), spec) is None

@@ -52,6 +52,17 @@ DIVIDED = {  # a file and its numbers of ranks
     "olmo2": 2,
     "exaone4": 2,
     "exaone-moe": 2,
+    "muse-glimmer": 2,
+    "k2-horizon": 2,
+    "laguna": 2,
+    "step35": 2,
+    "falcon-h1": 2,
+    "cohere2": 2,
+    "hunyuan-dense": 2,
+    "hunyuan-moe": 2,
+    "gemma2": 2,
+    "kimi-linear": 3,
+    "bailingmoe3": 3,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

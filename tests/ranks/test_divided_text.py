@@ -142,7 +142,7 @@ def test_a_window_is_the_same_on_all_ranks(kind: str, monkeypatch: pytest.Monkey
 
     def drafts(window: int) -> list[list[int]]:
         with ranked(kind, 2, np=2, padded=True) as r:
-            r.loop.speculator.decay.window = lambda slot, n: window  # type: ignore[method-assign]
+            r.loop.speculator.window = lambda slot: window  # type: ignore[method-assign]
             return found.of(r)[1]
 
     all_seen, last = drafts(0), drafts(3)

@@ -11,7 +11,7 @@ from server_client import App
 from server_fakes import FakeEngine, Script
 from server_live import Live
 
-from pyspec.errors import NotSupported, RequestError
+from pyspec.errors import NotSupported
 from pyspec.server.api.anthropic import to_chat
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
@@ -124,16 +124,6 @@ def test_a_failing_round_ends_a_stream_with_anthropics_error(
         client.messages.stream(model="x", max_tokens=50, messages=HELLO) as stream,
     ):
         list(stream.text_stream)
-
-
-def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    sampling = {"top_k": 7, "temperature": 0.5, "top_p": 0.25, "seed": 3}
-    client.messages.create(
-        model="x", max_tokens=5, messages=HELLO, metadata={"user_id": "u"}, extra_body=sampling
-    )
-    request = engine.seen[-1]
-    assert (request.params.top_k, request.params.temperature, request.params.top_p) == (7, 0.5, 0.25)
-    assert (request.max_tokens, request.params.seed) == (5, 3)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
@@ -286,55 +276,6 @@ def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
         output_config={"effort": "low"}, output_format={"type": "json_schema", "schema": schema}
     )
     assert asked["response_format"]["json_schema"]["schema"] == schema and "output_format" not in asked
-
-
-@pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        ({"messages": "hi"}, RequestError, "messages"),
-        ({"messages": [{"role": "user"}]}, RequestError, "messages.0.content"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, RequestError, "messages.0.role"),
-        (
-            {"messages": [{"role": "user", "content": [{"text": "x"}]}]},
-            RequestError,
-            "messages.0.content.0.type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            RequestError,
-            "messages.0.content.0.text",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            NotSupported,
-            "image input is out of scope",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
-            NotSupported,
-            "'document'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            RequestError,
-            "tool_use_id",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            RequestError,
-            "content.0",
-        ),
-        ({"tool_choice": {"type": "tool"}}, RequestError, "tool_choice.name"),
-        ({"tool_choice": "auto"}, RequestError, "tool_choice"),
-        ({"max_tokens": -3}, RequestError, "max_tokens"),
-        ({"system": [{"type": "image"}]}, NotSupported, "system.0"),
-        ({"system": ["text"]}, RequestError, "system"),
-        ({"container": "x"}, NotSupported, "container"),
-    ],
-)
-def test_a_refusal_names_the_field(fields: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        chat(**fields)
 
 
 # -- blocks with text, and an overflow -------------------------------------------------------------------------------

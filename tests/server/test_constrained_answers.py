@@ -58,67 +58,6 @@ def test_every_field_reaches_the_engine(
     assert grammar is not None and grammar.kind == "compiled"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"response_format": {"type": "text"}},
-        {
-            "response_format": None,
-            "json_schema": None,
-            "grammar": "",
-            "guided_choice": [],
-            "guided_regex": "",
-        },
-        {"structured_outputs": {"json": None, "regex": None}},
-    ],
-)
-def test_what_asks_for_nothing_constrains_nothing(
-    post: Callable[..., httpx.Response], engine: FakeEngine, body: dict[str, Any]
-) -> None:
-    assert post("/v1/chat/completions", CHAT | body).status_code == 200
-    assert engine.seen[-1].grammar is None
-
-
-@pytest.mark.sampled(most=7)
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"grammar": 'root ::= "a"', "json_schema": {}}, "json_schema is given, too"),
-        (
-            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
-            "response_format is given, too",
-        ),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "is given, too"),
-        ({"response_format": {"type": "yaml"}}, "response_format.type: 'yaml'"),
-        ({"response_format": {}}, "response_format.type"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": "x"}},
-            "response_format.json_schema",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}}},
-            "wombat",
-        ),
-        ({"response_format": "json"}, "response_format"),
-        ({"json_schema": {"not": {}}}, "json_schema: "),
-        ({"json_schema": [1]}, "json_schema"),
-        ({"grammar": "root ="}, "grammar: "),
-        ({"grammar": 3}, "grammar"),
-        ({"guided_regex": "("}, "guided_regex: "),
-        ({"guided_choice": [""]}, "guided_choice: "),
-        ({"guided_choice": "yes"}, "guided_choice"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
-    ],
-)
-def test_what_can_not_be_kept_is_refused_by_the_name_of_its_field(
-    post: Callable[..., httpx.Response], engine: FakeEngine, body: dict[str, Any], said: str
-) -> None:
-    answer = post("/v1/chat/completions", CHAT | body)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
-    assert not engine.seen
-
-
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Engine]:
     with Engine.load(

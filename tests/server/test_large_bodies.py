@@ -16,7 +16,7 @@ from server_client import App
 from server_fakes import FakeEngine
 
 from pyspec.errors import RequestError
-from pyspec.server.api import anthropic, responses, resumed, schema
+from pyspec.server.api import anthropic, generate, responses, schema
 from pyspec.server.app import create_app
 from pyspec.server.http import body
 from pyspec.server.http.body import parse_object
@@ -43,7 +43,7 @@ GRAMMARS = [
 
 
 def models() -> Iterator[type[schema.Body]]:
-    for module in (schema, anthropic, responses, resumed):
+    for module in (schema, anthropic, responses, generate):
         for each in vars(module).values():
             if isinstance(each, type) and issubclass(each, schema.Body):
                 yield each

@@ -15,7 +15,6 @@ from server_fakes import ByteTokenizer
 
 from pyspec.errors import SlotError
 from pyspec.request import Delta, Done, Finish, Request, Started, Timings
-from pyspec.server.api.answers import Choice
 from pyspec.server.api.anthropic_answer import MessagesAnswer, call_input
 from pyspec.server.api.parted import PartedAnswer
 from pyspec.server.api.prepared import Kind, PreparedBody
@@ -40,22 +39,31 @@ def an_ask(kind: Kind) -> PreparedBody:
     )  # fmt: skip
 
 
-def seen(finish: Finish = "eos", text: str = TEXT) -> Choice:
-    """A choice that has ended."""
-    choice = Choice()
-    choice.apply(Started("1", 0, 30, 10), keep=True)
-    choice.apply(Delta("1", (7,), text), keep=True)
-    choice.apply(Done("1", finish, 30, 9, Timings(cache_n=10)), keep=True)
-    return choice
+BEGIN = Started("1", 0, 30, 10)
 
 
-def events(answer: PartedAnswer, pieces: Sequence[str], choice: Choice) -> Iterator[dict[str, Any]]:
+def end(finish: Finish = "eos") -> Done:
+    return Done("1", finish, 30, 9, Timings(cache_n=10))
+
+
+def answer_of(kind: Kind) -> PartedAnswer:
+    made = MessagesAnswer if kind == "messages" else ResponsesAnswer
+    return made(an_ask(kind), "m", ByteTokenizer())
+
+
+def whole_of(kind: Kind, text: str = TEXT, finish: Finish = "eos") -> dict[str, Any]:
+    """The complete answer of this text."""
+    answer = answer_of(kind)
+    for event in (BEGIN, Delta("1", (7,), text), end(finish)):
+        answer.choices[0].apply(event, keep=True)
+    return answer.complete()
+
+
+def events(kind: Kind, pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The events of a stream for a text in pieces."""
-    raw = [
-        answer.opening(0, choice),
-        *(answer.delta(0, choice, Delta("1", (), piece)) for piece in pieces),
-    ]
-    for block in b"".join([*raw, answer.finish(0, choice)]).decode().strip().split("\n\n"):
+    told = [BEGIN, *(Delta("1", (), piece) for piece in pieces), end()]
+    raw = answer_of(kind).encode((0, event) for event in told)
+    for block in raw.decode().strip().split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
@@ -89,7 +97,7 @@ CONTENT = [
 
 
 def test_a_whole_message_is_its_blocks() -> None:
-    whole = MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()).complete([seen()])
+    whole = whole_of("messages")
     message = anthropic.types.Message.model_validate(whole)
     assert (
         nameless(whole["content"]) == CONTENT
@@ -103,7 +111,7 @@ def test_a_message_has_the_same_blocks_wherever_its_text_is_cut() -> None:
     for pieces in cuts(TEXT):
         snapshot, buffers = None, {}
         indices: list[int] = []
-        for event in events(MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()), pieces, seen()):
+        for event in events("messages", pieces):
             snapshot = accumulate_event(
                 event=MESSAGE_EVENT.validate_python(event), current_snapshot=snapshot, json_bufs=buffers
             )
@@ -117,9 +125,7 @@ def test_a_message_has_the_same_blocks_wherever_its_text_is_cut() -> None:
 
 
 def test_a_call_that_the_limit_cut_is_no_tool_use() -> None:
-    whole = MessagesAnswer(an_ask("messages"), "m", ByteTokenizer()).complete(
-        [seen("length", TEXT[: TEXT.index("ü.py")])]
-    )
+    whole = whole_of("messages", TEXT[: TEXT.index("ü.py")], "length")
     assert whole["stop_reason"] == "max_tokens" and whole["content"][-1]["input"] == {}
 
 
@@ -152,7 +158,7 @@ OUTPUT = [
 
 
 def test_a_whole_response_is_its_items() -> None:
-    whole = ResponsesAnswer(an_ask("responses"), "m", ByteTokenizer()).complete([seen()])
+    whole = whole_of("responses")
     response = openai.types.responses.Response.model_validate(whole)
     assert nameless(whole["output"]) == OUTPUT and response.output_text == "I look."
     assert response.usage is not None and response.usage.output_tokens_details.reasoning_tokens > 0
@@ -163,8 +169,7 @@ def test_a_response_has_the_same_items_wherever_its_text_is_cut() -> None:
         items: dict[str, Any] = {}
         text: dict[str, str] = {}
         last: dict[str, Any] = {}
-        answer = ResponsesAnswer(an_ask("responses"), "m", ByteTokenizer())
-        for n, event in enumerate(events(answer, pieces, seen())):
+        for n, event in enumerate(events("responses", pieces)):
             RESPONSE_EVENT.validate_python(event)
             assert event["sequence_number"] == n
             kind, last = event["type"].removeprefix("response."), event
@@ -185,8 +190,8 @@ def test_a_response_has_the_same_items_wherever_its_text_is_cut() -> None:
 
 
 def test_a_failed_response_keeps_what_came_before() -> None:
-    answer = ResponsesAnswer(an_ask("responses"), "m", ByteTokenizer())
-    answer.delta(0, Choice(), Delta("1", (), "<think>Hm.</think>Half"))
+    answer = answer_of("responses")
+    answer.delta(0, Delta("1", (), "<think>Hm.</think>Half"))
     event = json.loads(answer.error(SlotError("round failed")).decode().split("data: ")[1])
     RESPONSE_EVENT.validate_python(event)
     reasoning, message = event["response"]["output"]

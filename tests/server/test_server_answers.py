@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,33 +62,6 @@ def test_without_drafting_no_draft_figures_are_given(app: App, engine: FakeEngin
         value["timings"]["draft_n"] == value["timings"]["draft_n_accepted"] == 0
         and "metrics" not in value
     )
-
-
-@pytest.mark.parametrize(
-    ("body", "n_draft_max"),
-    [
-        ({}, None),
-        ({"speculative": True}, None),
-        ({"speculative": {"n_max": 4}}, 4),
-        ({"speculative": {"type": "none"}}, 0),
-        ({"speculative.n_max": 2}, 2),
-        ({"speculative.n_max": -1}, None),
-        ({"speculative": {"n_max": -1}}, None),
-        ({"speculative.type": "draft-ngram", "speculative.n_max": 0}, 0),
-        ({"speculative.type": "ngram-simple", "speculative.n_max": 3}, 3),
-    ],
-)
-def test_a_request_can_set_its_draft_length(
-    app: App, engine: FakeEngine, body: dict[str, Any], n_draft_max: int | None
-) -> None:
-    assert app.post("/completion", {"prompt": "x"} | body).status_code == 200
-    assert engine.seen[0].n_draft_max == n_draft_max
-
-
-@pytest.mark.parametrize("kind", ["ngram-simple,suffix", "suffix", "ngram", "auto,suffix"])
-def test_a_request_can_name_any_of_the_drafters(app: App, engine: FakeEngine, kind: str) -> None:
-    engine.info = replace(engine.info, has_suffixes=True)
-    assert app.post("/completion", {"prompt": "x", "speculative.type": kind}).status_code == 200
 
 
 def test_a_chat_stream_is_role_then_text_then_usage_then_done(app: App, engine: FakeEngine) -> None:
@@ -209,74 +181,6 @@ def test_streamed_choices_are_told_apart_by_index(app: App) -> None:
         choice = event["choices"][0]
         texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
     assert texts == dict.fromkeys(range(4), "Hello, world")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [
-        ("ab", [(BOS, 97, 98)]),
-        ([97, 98], [(97, 98)]),
-        ([97, "b", 99], [(97, 98, 99)]),
-        (["a", 98], [(BOS, 97, 98)]),
-        (["a", "b"], [(BOS, 97), (BOS, 98)]),
-        ([[97], "b", ["a", 98]], [(97,), (BOS, 98), (BOS, 97, 98)]),
-        ({"prompt_string": "a"}, [(BOS, 97)]),
-    ],
-)
-def test_prompts_come_as_text_ids_and_mixtures(
-    app: App, engine: FakeEngine, prompt: Any, prompts: list[tuple[int, ...]]
-) -> None:
-    value = app.post("/completion", {"prompt": prompt, "n_predict": 1}).json()
-    assert [request.prompt for request in engine.seen] == prompts
-    assert isinstance(value, list) == (len(prompts) > 1)
-
-
-@pytest.mark.parametrize(
-    ("bias", "pairs"),
-    [
-        ({"97": 2, "b": -1.5}, ((97, 2.0), (98, -1.5))),
-        ([[97, 2], ["bb", 1], [99, False]], ((97, 2.0), (98, 2.0), (99, float("-inf")))),
-        ([], ()),
-    ],
-)
-def test_logit_bias_comes_in_every_form(app: App, engine: FakeEngine, bias: Any, pairs: Any) -> None:
-    assert app.post("/completion", {"prompt": "x", "logit_bias": bias}).status_code == 200
-    assert engine.seen[0].params.logit_bias == pairs
-
-
-def test_token_limits_go_by_three_names(app: App, engine: FakeEngine) -> None:
-    for name in ("max_tokens", "max_completion_tokens", "n_predict"):
-        assert (
-            app.post("/v1/chat/completions", CHAT | {name: 5}).json()["usage"]["completion_tokens"] == 5
-        )
-    assert app.post("/completion", {"prompt": "x", "n_predict": -1}).json()["tokens_predicted"] == 12
-
-
-def test_samplers_left_out_are_switched_off(app: App, engine: FakeEngine) -> None:
-    app.post(
-        "/completion", {"prompt": "x", "samplers": ["top_k", "temperature"], "top_p": 0.5, "top_k": -1}
-    )
-    params = engine.seen[0].params
-    assert (params.top_k, params.top_p, params.min_p, params.temperature) == (0, 1.0, 0.0, 0.8)
-
-
-def test_request_fields_reach_the_engine(app: App, engine: FakeEngine) -> None:
-    body = {
-        "prompt": "x",
-        "ignore_eos": True,
-        "n_predict": 20,
-        "cache_prompt": False,
-        "id_slot": 2,
-        "t_max_predict_ms": 50,
-        "dry_multiplier": 1,
-        "dry_sequence_breakers": ["\n"],
-        "temperature": 0,
-    }
-    assert app.post("/completion", body).json()["tokens_predicted"] == 20
-    request = engine.seen[0]
-    assert request.params.ignore_eos and not request.cache_prompt and request.slot == 2
-    assert request.max_predict_ms == 50.0 and request.params.greedy
-    assert request.params.dry_sequence_breakers == ("\n",) and request.params.dry_multiplier == 1.0
 
 
 def test_a_failing_round_is_a_server_error(app: App, engine: FakeEngine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from server_client import App
 from server_fakes import BOS, FakeEngine
 
@@ -107,34 +106,3 @@ def test_best_of_shows_the_likeliest_and_counts_all(app: App, engine: FakeEngine
     assert native["generation_settings"]["seed"] == 7 and "completion_probabilities" not in native
     chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "best_of": 2}
     assert len(app.post("/v1/chat/completions", chat).json()["choices"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        ("/v1/completions", {"best_of": 2, "n": 3}, "best_of: 2 answers are fewer"),
-        ("/v1/completions", {"best_of": 2, "stream": True}, "best_of: the best answer is known only"),
-        ("/v1/completions", {"best_of": 9}, "best_of: 9 choices, but there are 4 slots"),
-        (
-            "/v1/completions",
-            {"best_of": 2, "post_sampling_probs": True},
-            "leave post_sampling_probs out",
-        ),
-        ("/v1/completions", {"prompt_logprobs": 51}, "prompt_logprobs: 51 alternatives"),
-        ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs: "),
-        ("/v1/completions", {"prompt_logprobs": 1, "stream": True}, "without stream"),
-        ("/v1/completions", {"echo": True, "logprobs": 1, "stream": True}, "without stream"),
-        (
-            "/completion",
-            {"echo": True},
-            "echo is not supported here: only /v1/completions answer with it",
-        ),
-        ("/completion", {"prompt_logprobs": 2}, "prompt_logprobs is not supported here"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(
-    app: App, engine: FakeEngine, path: str, body: dict[str, Any], says: str
-) -> None:
-    answer = app.post(path, {"prompt": "x"} | body)
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
-    assert not engine.seen

@@ -89,7 +89,9 @@ def check(name: str, text: str, calls: list[Call], content: str = "") -> None:
         assert read(markup, text, size) == (calls, content), (size, text)
 
 
-def tags(word: str, key: str, prefix: str = "", open_: str = "", close: str = "") -> Forms:
+def tags(
+    word: str, key: str, prefix: str = "", open_: str = "", close: str = "", line: str = ""
+) -> Forms:
     """Of a dialect with tags: the exact ones are <word=name> or <word name="name">."""
     begin, end = f"<{prefix}", f"</{prefix}"
     heads = [f'{begin}{word} name="NAME">', f"{begin}{word}=NAME>"]
@@ -102,7 +104,6 @@ def tags(word: str, key: str, prefix: str = "", open_: str = "", close: str = ""
         ]
         for each in (word, key)
     ]  # fmt: skip
-    line = "\n" if word == "function" else ""
     return {
         "open": (open_, f"{open_}\n{open_}", ""),
         "head": (*own[0], *loose[0]),
@@ -118,7 +119,8 @@ def tags(word: str, key: str, prefix: str = "", open_: str = "", close: str = ""
 
 
 FORMS: dict[str, Forms] = {
-    "qwen3_coder": tags("function", "parameter", "", "<tool_call>", "</tool_call>"),
+    "qwen3_coder": tags("function", "parameter", "", "<tool_call>", "</tool_call>", "\n"),
+    "seed_oss": tags("function", "parameter", "", "<seed:tool_call>", "</seed:tool_call>"),
     "minimax_m2": tags("invoke", "parameter", "", "<minimax:tool_call>", "</minimax:tool_call>"),
     "deepseek_v32": tags("invoke", "parameter", "｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
     "glm45": {
@@ -211,7 +213,7 @@ OBJECTS = {
     "granite": ("<|tool_call|>", "<|/tool_call|>"),
     "mistral": ("[TOOL_CALLS]", ""),
 }
-BARE = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "gemma4", "lfm2")
+BARE = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v32", "gemma4", "lfm2")
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -290,19 +292,10 @@ def test_gemma4_with_other_openers_brackets_and_quotes() -> None:
     rng = random.Random(56)
     for _ in range(400):
         call = some_call(rng, (*PLAIN, "Fine words, they: {said}", "x = (1, 2), y: [3]"))
-        opener = rng.choice(
-            (
-                "call:",
-                ":",
-                "call ",
-                "call: ",
-                "",
-                "call:google:mcp:",
-                "call:default_api.",
-                "google:",
-                "call:a/b/",
-            )
-        )
+        openers = (
+            "call:", ":", "call ", "call: ", "", "call:google:mcp:", "call:default_api.", "google:", "call:a/b/",
+        )  # fmt: skip
+        opener = rng.choice(openers)
         begin, between, end = rng.choice(
             ("{:}", "{=}", "(=)", "(:)", ("{", " : ", " }"), ("(", "= ", ")"))
         )
@@ -348,30 +341,14 @@ def test_named_calls_without_marks_and_under_other_names(name: str, marks: tuple
         calls = [some_call(rng), some_call(rng)]
         texts = []
         for i, (tool, values) in enumerate(calls):
-            head = tool
-            if name == "kimi_k2":
-                head = rng.choice(
-                    (
-                        f"functions.{tool}:{i}",
-                        f"functions_{tool}_{i}",
-                        f"functions:{tool}:{i}",
-                        tool,
-                        f"{tool}:{i}",
-                        f"functions.{tool}",
-                        f" functions.{tool}:{i} ",
-                    )
-                )
+            heads = (
+                f"functions.{tool}:{i}", f"functions_{tool}_{i}", f"functions:{tool}:{i}", tool, f"{tool}:{i}",
+                f"functions.{tool}", f" functions.{tool}:{i} ",
+            )  # fmt: skip
+            head = rng.choice(heads) if name == "kimi_k2" else tool
             body = json.dumps(values, ensure_ascii=False)
-            body = rng.choice(
-                (
-                    body,
-                    body,
-                    json.dumps(body, ensure_ascii=False),
-                    f"```json\n{body}\n```",
-                    f"\n{body}\n",
-                    body + "}",
-                )
-            )
+            text = json.dumps(body, ensure_ascii=False)
+            body = rng.choice((body, body, text, f"```json\n{body}\n```", f"\n{body}\n", body + "}"))
             texts.append(
                 begin
                 + head
@@ -394,13 +371,8 @@ def test_the_ids_of_kimi_are_kept_and_those_of_odd_form_become_its_own() -> None
     text = open_ + "".join(f"{begin}{head}{sep}{{}}{end}" for head in heads) + close
     parser = markup.parser()
     ids = [part.id for part in [*parser.push(text), *parser.finish()] if isinstance(part, CallBegin)]
-    assert ids == [
-        "functions.look:3",
-        "functions.now:4",
-        "functions.look:2",
-        "functions.look:4",
-        "functions.nobody:9",
-    ]
+    numbered = ("look:3", "now:4", "look:2", "look:4", "nobody:9")
+    assert ids == [f"functions.{each}" for each in numbered]
 
 
 @pytest.mark.parametrize("values", [{"place": "Bern"}, {"place": "Bern", "days": 3}, {}])
@@ -442,20 +414,27 @@ def written(name: str, call: Call) -> str:
     }[name]  # fmt: skip
 
 
-SPOKEN = sorted(
-    {
-        *FORMS,
-        *OBJECTS,
-        "gemma4",
-        "lfm2",
-        "kimi_k2",
-        "deepseek_v3",
-        "mistral_args",
-        "functionary_v31",
-        "firefunction_v2",
-        "llama3_json",
-    }
-)
+LOST = {
+    "deepseek_v3": {DEEPSEEK[1], DEEPSEEK[2]},
+    "deepseek_v32": set(),
+    "firefunction_v2": {"functools["},
+    "functionary_v31": set(),
+    "gemma4": {"<|tool_call>"},
+    "glm45": {"<tool_call>"},
+    "granite": {"<|tool_call|>"},
+    "hermes": {"<tool_call>"},
+    "kimi_k2": {KIMI[1], KIMI[2]},
+    "lfm2": {"<|tool_call_start|>"},
+    "llama3_json": {"<|python_tag|>"},
+    "minimax_m2": set(),
+    "mistral": {"[TOOL_CALLS]"},
+    "mistral_args": {"[TOOL_CALLS]", "[ARGS]"},
+    "nemotron_v2": {"<TOOLCALL>"},
+    "qwen3_coder": set(),
+    "seed_oss": set(),
+}
+"""Marks without which, or without whose last sign, a text is no call: docs/agents.md says so."""
+SPOKEN = sorted(LOST)
 QUOTED: tuple[str, ...] = (
     "Write `CALL` then.", "Like this:\n\n```xml\nCALL\n```\n\nThat is all.", "So: ```\nCALL\n```", "~~~\nCALL\n~~~\nis it.", "````md\n```\nCALL\n```\nCALL\n````",
     'He said "CALL" once.', "It is 'CALL', or (\"CALL\").", "“CALL” and „CALL“ and «CALL».", "> CALL\n\nwas cited.", "- `CALL`\n- ``CALL``\n", "1. Put `so: CALL` there.",
@@ -523,7 +502,7 @@ def test_an_argument_that_is_nullable_in_openapis_words_may_be_null() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["gap", "name", "word", "tail", "attributes", "sign", "number", "ahead", "over"]
+    "word", ["gap", "name", "word", "tail", "attributes", "inside", "sign", "number", "ahead", "over"]
 )
 @pytest.mark.parametrize("name", FORMS)
 def test_a_tool_and_an_argument_may_have_any_word_as_a_name(name: str, word: str) -> None:
@@ -589,25 +568,6 @@ def test_calls_of_offered_tools_in_other_forms(name: str, text: str, calls: list
 
 
 MARK = re.compile(r"<[^<>]*>|\[TOOL_CALLS\]|\[ARGS\]|functools\[")
-LOST = {
-    "deepseek_v3": {DEEPSEEK[1], DEEPSEEK[2]},
-    "deepseek_v32": set(),
-    "firefunction_v2": {"functools["},
-    "functionary_v31": set(),
-    "gemma4": {"<|tool_call>"},
-    "glm45": {"<tool_call>"},
-    "granite": {"<|tool_call|>"},
-    "hermes": {"<tool_call>"},
-    "kimi_k2": {KIMI[1], KIMI[2]},
-    "lfm2": {"<|tool_call_start|>"},
-    "llama3_json": {"<|python_tag|>"},
-    "minimax_m2": set(),
-    "mistral": {"[TOOL_CALLS]"},
-    "mistral_args": {"[TOOL_CALLS]", "[ARGS]"},
-    "nemotron_v2": {"<TOOLCALL>"},
-    "qwen3_coder": set(),
-}
-"""Marks without which, or without whose last sign, a text is no call: docs/agents.md says so."""
 
 
 @pytest.mark.parametrize("name", SPOKEN)
@@ -633,13 +593,10 @@ def test_a_fence_ends_as_in_markdown(name: str) -> None:
     for text in ("```\nfoo ``` bar\nCALL\n```", "```md\n```py\nCALL\n```", "> ```\n> x\n> ```\n`CALL`"):
         text = text.replace("CALL", own)
         check(name, text, [], text)
-    for before in (
-        "Use ``` as a mark.",
-        "a ~~ b ~~~ c",
-        "Use ~~~ as one.",
-        "```x``` so",
-        "> ```\n> x\n\nWell.",
-    ):
+    befores = (
+        "Use ``` as a mark.", "a ~~ b ~~~ c", "Use ~~~ as one.", "```x``` so", "> ```\n> x\n\nWell.",
+    )  # fmt: skip
+    for before in befores:
         check(name, f"{before}\n{own}", [call], before)
 
 

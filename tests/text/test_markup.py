@@ -14,7 +14,14 @@ from pyspec.text.markup import dialect as dialects
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.harmony import HARMONY
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pyspec.text.markup.reasoning import GEMMA4_THINK, GRANITE_THINK, MISTRAL_THINK, THINK
+from pyspec.text.markup.reasoning import (
+    GEMMA4_THINK,
+    GRANITE_THINK,
+    MISTRAL_THINK,
+    SEED_THINK,
+    THINK,
+    ThinkMarks,
+)
 
 TOOLS = {
     "weather": {
@@ -116,6 +123,22 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         AnswerMarkup(None, GRANITE_THINK),
         "<think>a</think><response>x </res",
         [Reasoning("a"), Content("x </res")],
+    ),
+    "seed, reasoning and two calls": (
+        AnswerMarkup(dialects.dialect("seed_oss"), SEED_THINK, tools=TOOLS),
+        "<seed:think>Hm.</seed:think>\nSo.\n\n<seed:tool_call>\n<function=weather>\n<parameter=city>New\nYork</parameter>\n<parameter=days>3</parameter>\n"
+        "<parameter=exact>True</parameter>\n</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=write>\n</function>\n</seed:tool_call>",
+        [
+            Reasoning("Hm."),
+            Content("So."),
+            *call(0, "weather", {"city": "New\nYork", "days": 3, "exact": True}),
+            *call(1, "write", "{}"),
+        ],
+    ),
+    "ernie, an answer between marks and a call": (
+        AnswerMarkup(dialects.dialect("hermes"), GRANITE_THINK, is_open=True, tools=TOOLS),
+        'Hm.\n</think>\n\n<response>\nSo.\n</response>\n\n\n<tool_call>\n{"name": "write", "arguments": {"text": "a"}}\n</tool_call>\n',
+        [Reasoning("Hm."), Content("So."), *call(0, "write", {"text": "a"})],
     ),
     "mistral, reasoning": (
         AnswerMarkup(dialects.dialect("mistral_args"), MISTRAL_THINK, tools=TOOLS),
@@ -781,10 +804,33 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments }}", "mistral_args"),
         ("<|start_header_id|> <function={{ name }}>{{ arguments }}</function>", "functionary_v31"),
         ("<|start|>assistant<|channel|>analysis<|message|>{{ m }}<|end|> <|call|>", "harmony"),
-        ("<seed:tool_call><function=f><parameter=a></function>", None),
+        ("<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call> <seed:think>", "seed_oss"),
+        ("<own:tool_call><function=f><parameter=a></function>", None),
+        ('<|start_of_role|>system <tools></tools> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
+        ('<role>SYSTEM</role> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
+        ('[|assistant|]<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "hermes"),
+        ('<global_setting> <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call> <response>', "hermes"),
         ('<|start_header_id|> functools[{"name": ...}] "parameters"', "firefunction_v2"),
     ],
 )  # fmt: skip
 def test_a_template_tells_its_dialect(template: str, name: str | None) -> None:
     found = dialects.recognised(template)
     assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("template", "marks"),
+    [
+        ("<think> </think>", THINK),
+        ("<think> <response>", None),
+        ("]~b]ai <think> </think> <response>", THINK),
+        ("<|start_of_role|> <think> </think> <response>", GRANITE_THINK),
+        ("<global_setting>think_mode=True <response> <|im_start|>assistant <think>", GRANITE_THINK),
+        ("<seed:think> </seed:think>", SEED_THINK),
+        ("[THINK] [/THINK] <think> </think>", MISTRAL_THINK),
+        ("<|turn>model <|channel>thought <channel|>", GEMMA4_THINK),
+        ("<|start|> <|channel|> <|message|>", HARMONY),
+    ],
+)
+def test_a_template_tells_its_marks_of_reasoning(template: str, marks: ThinkMarks | None) -> None:
+    assert dialects.think_marks(template) is marks

@@ -27,7 +27,7 @@ struct Args {
   const float *sinks;
   float *out;
   int64_t n_row, n_seq, n_col, page_size, n_page, n_head, n_kv, dim, window, k_kind, v_kind, n_out;  // n_out: dims of a sum that are written
-  double scale;
+  double scale, cap;  // cap: as in the reference
 };
 
 struct Range {
@@ -156,14 +156,15 @@ void score_all(const Pass &p, const Range *ranges, const Scratch &s, const T *co
   }
 }
 
-// Scores of one query to weights, in place, for keys first..last-1 of the segment.
-void soften(float *scores, int64_t first, int64_t last, float &most, float &total) {
+// Scores of one query to weights, in place, for keys first..last-1 of the segment. cap: 0 for none.
+void soften(float *scores, int64_t first, int64_t last, float cap, float &most, float &total) {
   const int64_t begin = first / 8 * 8;
   const i8 lane = {0, 1, 2, 3, 4, 5, 6, 7};
   f8 high = all(NONE), s = {};
   for (int64_t j = begin; j < last; j += 8) {
     const i8 at = lane + int32_t(j);
-    const f8 x = (at >= int32_t(first)) & (at < int32_t(last)) ? load(scores + j) : all(NONE);
+    const f8 score = cap > 0.0f ? capped(load(scores + j), cap) : load(scores + j);
+    const f8 x = (at >= int32_t(first)) & (at < int32_t(last)) ? score : all(NONE);
     store(scores + j, x);
     high = max(high, x);
   }
@@ -235,7 +236,7 @@ void run_segment_of(const Pass &p, int64_t segment, Scratch &s, Sums to) {
   for (int64_t i = 0; i < p.n_query(); i++) {
     const Range r = ranges[i / p.n_head];
     to.most[i] = NONE, to.sum[i] = 0.0f;
-    if (!empty(r)) soften(s.scores + i * SEGMENT, r.lo - begin, r.hi - begin, to.most[i], to.sum[i]);
+    if (!empty(r)) soften(s.scores + i * SEGMENT, r.lo - begin, r.hi - begin, float(a.cap), to.most[i], to.sum[i]);
   }
   for (int64_t i = 0; i < p.n_query() * width; i++) to.acc[i] = 0.0f;
   for (int64_t key = from; key < any.hi; key += STEP) {

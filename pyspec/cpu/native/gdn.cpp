@@ -4,6 +4,8 @@
 //           end in one run of memory.
 // advance   PART rows of the state of a value head: S <- e S + d k^T, d = b (v - e S k). They lie in L1 while all tokens run.
 //
+// With a decay for each dimension of keys (BY_KEY) e scales columns: S is multiplied with e k and e q, which a part makes itself.
+//
 // Both products of the state with a token's key and query are summed while the token before it is added, so each token reads and writes
 // the state once: o = e (S q) + d (k q), with the S before the token. Tokens always come one by one, in one order of sums: no bit depends
 // on the cut of a text into forwards, verifies and folds, and none on neighbours.
@@ -20,21 +22,24 @@ constexpr int64_t R = 4, PART = 32;  // rows of a step: what 16 registers of eig
 struct Args {
   ConvArgs conv;
   BatchArgs batch;
-  const float *alpha, *beta, *a, *dt_bias;  // [row, ...], [value head]
+  const float *alpha, *beta, *a, *dt_bias;  // [row, ...], [value head]; alpha and dt_bias [.., value head, dim] where by_key
   int64_t alpha_stride, beta_stride;
   float *state, *k, *v, *g, *b;  // of all slots
   float *out;                    // [row, value head, dim]
   int64_t n_key, n_value, dim, grouped;  // grouped: value heads of a key head stand side by side
-  double eps;
+  int64_t by_key;
+  double floor, eps;
+  int64_t n_decay() const { return by_key ? dim : 1; }
 };
 
-// Tokens of a piece: q k [key head, token, dim], v [value head, token, dim]; e b [value head, token]; kq [key head, token].
+// Tokens of a piece: q k [key head, token, dim], v [value head, token, dim]; e [value head, token, decays of a head]; b [value head, token];
+// kq [key head, token].
 struct Tokens {
   float *q, *k, *v, *e, *b, *kq;
   Tokens(const Args &p, int64_t n) {
     const int64_t kd = p.n_key * n * p.dim, vd = p.n_value * n * p.dim, nv = p.n_value * n;
-    q = scratch(2 * kd + vd + 2 * nv + p.n_key * n);
-    k = q + kd, v = k + kd, e = v + vd, b = e + nv, kq = b + nv;
+    q = scratch(2 * kd + vd + nv * p.n_decay() + nv + p.n_key * n);
+    k = q + kd, v = k + kd, e = v + vd, b = e + nv * p.n_decay(), kq = b + nv;
   }
 };
 
@@ -62,19 +67,37 @@ void prepare_key(const Args &p, const Tokens &to, const Seq &q, int64_t n_token,
   join_records(p.k, p.batch.width, p.n_key, q, head, dim, to.k + at * dim);
 }
 
+// Log decays of a head's row.
+void decays(const Args &p, const float *alpha, int64_t head, float *out) {
+  if (!p.by_key) {
+    *out = p.a[head] * softplus(alpha[head] + p.dt_bias[head]);
+    return;
+  }
+  for (int64_t j = 0; j < p.dim; j += 8) {
+    const f8 z = load(alpha + head * p.dim + j) + load(p.dt_bias + head * p.dim + j), a = all(p.a[head]);
+    f8 y;
+    if (p.floor != 0) y = all(float(p.floor)) * sigmoid(a * z);
+    else for (int i = 0; i < 8; i++) y[i] = p.a[head] * softplus(z[i]);
+    store(out + j, y);
+  }
+}
+
 void prepare_value(const Args &p, const Tokens &to, const Seq &q, int64_t n_token, int64_t head) {
-  const int64_t dim = p.dim, at = head * n_token, rows = at + q.at + q.fold, width = p.batch.width;
+  const int64_t dim = p.dim, at = head * n_token, rows = at + q.at + q.fold, width = p.batch.width, n = p.n_decay();
   convolve(p.conv, width, q, (2 * p.n_key + head) * dim, dim, to.v + rows * dim);
   join_records(p.v, width, p.n_value, q, head, dim, to.v + at * dim);
   for (int64_t t = 0; t < q.n; t++) {
     const int64_t row = q.start + q.row + t;
-    to.e[rows + t] = p.a[head] * softplus(p.alpha[row * p.alpha_stride + head] + p.dt_bias[head]);
+    decays(p, p.alpha + row * p.alpha_stride, head, to.e + (rows + t) * n);
     to.b[rows + t] = 1.0f / (1.0f + std::exp(-p.beta[row * p.beta_stride + head]));
   }
-  join_records(p.g, width, p.n_value, q, head, 1, to.e + at);
+  join_records(p.g, width, p.n_value, q, head, n, to.e + at * n);
   join_records(p.b, width, p.n_value, q, head, 1, to.b + at);
-  for (int64_t t = at + q.at; t < rows + q.n; t++) to.e[t] = std::exp(to.e[t]);
+  float *e = to.e + (at + q.at) * n, *const end = to.e + (rows + q.n) * n;
+  for (; p.by_key && e < end; e += 8) store(e, exp(load(e)));
+  for (; e < end; e++) *e = std::exp(*e);
 }
+
 
 // Sums of a part's rows with the next token's key and query, and what the token adds to each row.
 struct Sums {
@@ -136,19 +159,27 @@ void products(const float *rows, int64_t n_row, int64_t dim, const float *k, con
   }
 }
 
+// Decays of columns j to j + 7, of two rows
+template <bool BY_KEY>
+struct Decays {
+  const float *e;
+  __m512 one = _mm512_set1_ps(*e);
+  __m512 operator()(int64_t j) const { return BY_KEY ? twice(e + j) : one; }
+};
+
 // to = e from + d k^T, and its `products` with the next token's key and query.
-template <bool FROM_OWN, bool TO_OWN>
-void add_token(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *k, const float *next_k, const float *next_q, Sums &of) {
-  const __m512 by = _mm512_set1_ps(e);
+template <bool BY_KEY, bool FROM_OWN, bool TO_OWN>
+void add_token(const float *from, float *to, int64_t n_row, int64_t dim, const float *e, const float *k, const float *next_k, const float *next_q, Sums &of) {
+  const Decays<BY_KEY> by{e};
   for (int64_t i = 0; i < n_row; i += 2 * PAIRS) {
     PairSums s;
     __m512 add[PAIRS];
     for (int64_t p = 0; p < PAIRS; p++) add[p] = pair_of(all(of.d[i + 2 * p]), all(of.d[i + 2 * p + 1]));
     for (int64_t j = 0; j < dim; j += 8) {
-      const __m512 kj = twice(k + j), nk = twice(next_k + j), nq = twice(next_q + j);
+      const __m512 kj = twice(k + j), nk = twice(next_k + j), nq = twice(next_q + j), ej = by(j);
       for (int64_t p = 0; p < PAIRS; p++) {
         const int64_t at = (i + 2 * p) * dim;
-        const __m512 x = _mm512_fmadd_ps(add[p], kj, _mm512_mul_ps(by, load_pair<FROM_OWN>(from + at, dim, j)));
+        const __m512 x = _mm512_fmadd_ps(add[p], kj, _mm512_mul_ps(ej, load_pair<FROM_OWN>(from + at, dim, j)));
         store_pair<TO_OWN>(to + at, dim, j, x);
         s.add(p, x, nk, nq);
       }
@@ -157,16 +188,24 @@ void add_token(const float *from, float *to, int64_t n_row, int64_t dim, float e
   }
 }
 
-template <bool FROM_OWN>
-void add_last(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *d, const float *k) {
-  const __m512 by = _mm512_set1_ps(e);
+template <bool BY_KEY, bool FROM_OWN>
+void add_last(const float *from, float *to, int64_t n_row, int64_t dim, const float *e, const float *d, const float *k) {
+  const Decays<BY_KEY> by{e};
   for (int64_t i = 0; i < n_row; i += 2)
     for (int64_t j = 0; j < dim; j += 8) {
-      const __m512 old = _mm512_mul_ps(by, load_pair<FROM_OWN>(from + i * dim, dim, j));
+      const __m512 old = _mm512_mul_ps(by(j), load_pair<FROM_OWN>(from + i * dim, dim, j));
       store_pair<false>(to + i * dim, dim, j, _mm512_fmadd_ps(pair_of(all(d[i]), all(d[i + 1])), twice(k + j), old));
     }
 }
 #else
+// Decays of columns j to j + 7
+template <bool BY_KEY>
+struct Decays {
+  const float *e;
+  f8 one = all(*e);
+  f8 operator()(int64_t j) const { return BY_KEY ? load(e + j) : one; }
+};
+
 // Sums of R rows with a key (lanes 0 to 3) and a query (4 to 7).
 f8 products_of(const float *rows, int64_t dim, const float *k, const float *q) {
   f8 s[2 * R] = {};
@@ -186,17 +225,17 @@ void products(const float *rows, int64_t n_row, int64_t dim, const float *k, con
 }
 
 // to = e from + d k^T, and its `products` with the next token's key and query. Both lie as the state does.
-template <bool FROM_OWN, bool TO_OWN>
-void add_token(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *k, const float *next_k, const float *next_q, Sums &of) {
-  const f8 by = all(e);
+template <bool BY_KEY, bool FROM_OWN, bool TO_OWN>
+void add_token(const float *from, float *to, int64_t n_row, int64_t dim, const float *e, const float *k, const float *next_k, const float *next_q, Sums &of) {
+  const Decays<BY_KEY> by{e};
   for (int64_t i = 0; i < n_row; i += R) {
     f8 s[2 * R] = {};
     const float *d = of.d + i;
     const f8 add[R] = {all(d[0]), all(d[1]), all(d[2]), all(d[3])};
     for (int64_t j = 0; j < dim; j += 8) {
-      const f8 kj = load(k + j), nk = load(next_k + j), nq = load(next_q + j);
+      const f8 kj = load(k + j), nk = load(next_k + j), nq = load(next_q + j), ej = by(j);
       for (int64_t r = 0; r < R; r++) {
-        const f8 x = fma(add[r], kj, by * load(from + (i + r) * dim + j));
+        const f8 x = fma(add[r], kj, ej * load(from + (i + r) * dim + j));
         store(to + (i + r) * dim + j, x);
         s[r] = fma(x, nk, s[r]), s[R + r] = fma(x, nq, s[R + r]);
       }
@@ -205,39 +244,54 @@ void add_token(const float *from, float *to, int64_t n_row, int64_t dim, float e
   }
 }
 
-template <bool FROM_OWN>
-void add_last(const float *from, float *to, int64_t n_row, int64_t dim, float e, const float *d, const float *k) {
+template <bool BY_KEY, bool FROM_OWN>
+void add_last(const float *from, float *to, int64_t n_row, int64_t dim, const float *e, const float *d, const float *k) {
+  const Decays<BY_KEY> by{e};
   for (int64_t r = 0; r < n_row; r++)
-    for (int64_t j = 0; j < dim; j += 8) store(to + r * dim + j, fma(all(d[r]), load(k + j), all(e) * load(from + r * dim + j)));
+    for (int64_t j = 0; j < dim; j += 8) store(to + r * dim + j, fma(all(d[r]), load(k + j), by(j) * load(from + r * dim + j)));
 }
 #endif
 
+// What the state before a token is multiplied with: its key or query times its decays, which is in `room` then. One decay scales sums instead.
+template <bool BY_KEY>
+const float *decayed(const float *x, const float *e, int64_t dim, float *room) {
+  if (!BY_KEY) return x;
+  for (int64_t j = 0; j < dim; j += 8) store(room + j, load(x + j) * load(e + j));
+  return room;
+}
+
+template <bool BY_KEY>
 void advance(const Args &p, const Tokens &of, const Seq &q, int64_t n_token, int64_t head, int64_t first) {
   const int64_t dim = p.dim, n = q.n_token(), n_row = std::min(PART, dim - first);
   const int64_t at = head * n_token + q.at, key = p.grouped ? head / (p.n_value / p.n_key) : head % p.n_key, key_at = key * n_token + q.at;
   const float *k = of.k + key_at * dim, *query = of.q + key_at * dim, *v = of.v + at * dim + first;
-  const float *e = of.e + at, *b = of.b + at, *kq = of.kq + key_at, scale = 1.0f / std::sqrt(float(dim));
+  const int64_t n_decay = BY_KEY ? dim : 1;
+  const float *e = of.e + at * n_decay, *b = of.b + at, *kq = of.kq + key_at, scale = 1.0f / std::sqrt(float(dim));
   float *state = p.state + ((q.slot * p.n_value + head) * dim + first) * dim;
+  float ek[WIDEST], eq[WIDEST];
   alignas(64) float own[PART * WIDEST];  // between tokens, and of rows that are recorded: the stored state stays before them
   const int64_t n_kept = q.keeps() ? n : q.mode == VERIFY ? q.fold : 0;
   Sums s;
   bool is_own = false;
-  products(state, n_row, dim, k, q.fold > 0 ? k : query, s);
-  for (int64_t t = 0; t < n; t++) {
+  products(state, n_row, dim, decayed<BY_KEY>(k, e, dim, ek), decayed<BY_KEY>(q.fold > 0 ? k : query, e, dim, eq), s);
+  for (int64_t t = 0; t < n; t++, e += n_decay) {
     const bool is_row = t >= q.fold, is_last = t + 1 == n;
     const bool is_stored = t + 1 == n_kept;
     float *out = is_row ? p.out + ((q.start + q.row + t - q.fold) * p.n_value + head) * dim + first : nullptr;
     const float *next_k = k + (t + 1) * dim, *next_q = t + 1 < q.fold ? next_k : query + (t + 1) * dim;
+    const float by = BY_KEY ? 1.0f : *e;
     for (int64_t i = 0; i < n_row; i += 8) {
-      const f8 d = all(b[t]) * fma(all(-e[t]), load(s.k + i), load(v + t * dim + i));
+      const f8 d = all(b[t]) * fma(all(-by), load(s.k + i), load(v + t * dim + i));
       store(s.d + i, d);
-      if (is_row) store(out + i, fma(all(e[t]), load(s.q + i), d * all(kq[t])) * all(scale));
+      if (is_row) store(out + i, fma(all(by), load(s.q + i), d * all(kq[t])) * all(scale));
     }
     if (is_last && !is_stored) return;
     const float *from = is_own ? own : state;
-    if (is_last) return (is_own ? add_last<true> : add_last<false>)(from, state, n_row, dim, e[t], s.d, k + t * dim);
-    const auto add = is_own ? is_stored ? add_token<true, false> : add_token<true, true> : is_stored ? add_token<false, false> : add_token<false, true>;
-    add(from, is_stored ? state : own, n_row, dim, e[t], k + t * dim, next_k, next_q, s);
+    if (is_last) return (is_own ? add_last<BY_KEY, true> : add_last<BY_KEY, false>)(from, state, n_row, dim, e, s.d, k + t * dim);
+    next_k = decayed<BY_KEY>(next_k, e + n_decay, dim, ek), next_q = decayed<BY_KEY>(next_q, e + n_decay, dim, eq);
+    const auto add = is_own ? is_stored ? add_token<BY_KEY, true, false> : add_token<BY_KEY, true, true>
+                            : is_stored ? add_token<BY_KEY, false, false> : add_token<BY_KEY, false, true>;
+    add(from, is_stored ? state : own, n_row, dim, e, k + t * dim, next_k, next_q, s);
     is_own = !is_stored;
   }
 }
@@ -257,7 +311,7 @@ extern "C" void pyspec_gdn(const Args *args) {
     });
     const int64_t n_job = p.n_value * n_part;
     each(int64_t(seqs.size()) * n_job, [&](int64_t i) {
-      advance(p, tokens, seqs[i / n_job], n, i % n_job / n_part, i % n_part * PART);
+      (p.by_key ? advance<true> : advance<false>)(p, tokens, seqs[i / n_job], n, i % n_job / n_part, i % n_part * PART);
     });
   }
   if (p.batch.n_row > 0) clear_rest(p.batch, p.out, p.n_value * p.dim);

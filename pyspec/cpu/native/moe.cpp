@@ -33,7 +33,7 @@ struct MoeArgs {
   const float *shared, *of_shared, *residual;  // [row, n_in] or null, its factor [row], [row, n_in] or null
   float *out;                                  // [row, n_in]
   int64_t n_row, n_in, n_ff, n_expert, n_used, shared_stride, residual_stride, act;
-  double limit;  // cuts gates there and ups at plus and minus it; 0: does not
+  double gate_limit, limit;  // cut gates at the first, ups at plus and minus the second; 0: do not
 };
 
 // Pairs first to first + n take this expert.
@@ -115,12 +115,13 @@ f8 gated(f8 g, f8 u, int64_t act) {
 }
 
 // n gates and ups -> inner values in place of the ups; no gates: relu(up)^2
-void activate(const float *gates, float *ups, int64_t n, float limit, int64_t act) {
+void activate(const float *gates, float *ups, int64_t n, const MoeArgs &p) {
   if (gates == nullptr) return relu2(ups, ups, n);
+  const f8 of_gate = all(float(p.gate_limit)), of_up = all(float(p.limit));
   by_eights(n, [&](int64_t i, auto get, auto put) {
     f8 g = get(gates + i), u = get(ups + i);
-    if (limit > 0) g = min(all(limit), g), u = max(all(-limit), min(all(limit), u));  // NaN stays NaN: the second is taken
-    put(ups + i, gated(g, u, act));
+    if (p.limit > 0) g = min(of_gate, g), u = max(-of_up, min(of_up, u));  // NaN stays NaN: the second is taken
+    put(ups + i, gated(g, u, p.act));
   });
 }
 
@@ -144,7 +145,7 @@ void inner_rows(const MoeArgs &p, const Room &room) {
     add_bias(p.up, g.expert, p.n_ff, part, room.inner);
     for (int64_t i = part.first; i < part.first + part.n; i++) {
       const int64_t at = i * p.n_ff + part.first_o;
-      activate(gated ? room.outer + at : nullptr, room.inner + at, part.last_o - part.first_o, float(p.limit), p.act);
+      activate(gated ? room.outer + at : nullptr, room.inner + at, part.last_o - part.first_o, p);
     }
   });
 }

@@ -38,7 +38,7 @@ struct GatesArgs {
   const float *both, *residual;  // [n_row, 2 n]: gates, then ups; residual [n_row, n] or null
   float *out;
   int64_t n_row, n, gelu;
-  double limit;  // cuts gates there and ups at plus and minus it; 0: does not
+  double gate_limit, limit;  // cut gates at the first, ups at plus and minus the second; 0: do not
 };
 
 }  // namespace
@@ -65,10 +65,10 @@ extern "C" void pyspec_gates(const GatesArgs *p) {
     for (int64_t r = a; r < b; r++) {
       const float *gate = p->both + 2 * r * p->n, *up = gate + p->n;
       float *out = p->out + r * p->n;
-      const f8 most = all(float(p->limit));
+      const f8 of_gate = all(float(p->gate_limit)), most = all(float(p->limit));
       by_eights(p->n, [&](int64_t i, auto get, auto put) {
         f8 g = get(gate + i), u = get(up + i);
-        if (p->limit > 0) g = min(most, g), u = max(-most, min(most, u));  // NaN stays NaN: the second is taken
+        if (p->limit > 0) g = min(of_gate, g), u = max(-most, min(most, u));  // NaN stays NaN: the second is taken
         f8 y = (p->gelu ? gelu(g) : silu(g)) * u;
         if (p->residual) y = get(p->residual + r * p->n + i) + y;
         put(out + i, y);

@@ -17,15 +17,17 @@ struct Args {
   float *q;
   char *k, *v;
   uint16_t *k_scale, *v_scale;
-  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turned_k, turned_v, norms_v, keys_are_values;
+  int64_t n_row, stride, n_pool, n_q, n_kv, dim, n_rot, neox, step, k_kind, v_kind, turned_k, turned_v, norms_v, keys_are_values,
+      norm_behind;
   double eps;
 };
 
 void head(const Args &p, int64_t row, const float *x, const float *norm, float *out) {
-  if (norm) rms_norm(x, out, p.dim, norm, float(p.eps));
+  if (norm && !p.norm_behind) rms_norm(x, out, p.dim, norm, float(p.eps));
   else std::memcpy(out, x, size_t(p.dim) * 4);
   const int64_t half = p.n_rot / 2;
   turn(out, p.cos + row * half, p.sin + row * half, half, p.neox);
+  if (p.norm_behind) rms_norm(out, out, p.dim, norm, float(p.eps));
   if (p.turned_k) hadamard(out, p.dim, p.turned_k);
 }
 

@@ -3,6 +3,7 @@
 
 #include "pool.h"
 #include "prep.h"
+#include "recurrent.h"
 
 using namespace pyspec;
 
@@ -42,15 +43,31 @@ struct TimesArgs {
   int64_t n_row, n;
 };
 
-struct GeluArgs {
-  const float *x, *y;
+struct GateArgs {
+  const float *gate, *y;
   float *out;
-  int64_t n_row, n, x_stride, y_stride;
+  int64_t n_row, n, gate_stride, y_stride, per, act;  // per: columns of y for each gate
 };
+
+enum Act { GELU, SILU, SIGMOID, SOFTPLUS, SOFTPLUS2, NONE };  // in the order of tensors.py
 
 inline f8 tanh(f8 x) {
   const f8 e = exp(all(2.0f) * min(max(x, all(-20.0f)), all(20.0f)));
   return (e - all(1.0f)) / (e + all(1.0f));
+}
+
+inline f8 softplus(f8 x, float unit) {  // log(1 + e^(unit x)) / unit
+  f8 y;
+  for (int i = 0; i < 8; i++) y[i] = pyspec::softplus(x[i] * unit) / unit;
+  return y;
+}
+
+inline f8 activated(f8 x, int64_t act) {
+  if (act == NONE) return x;
+  if (act == GELU) return gelu(x);
+  if (act == SILU) return silu(x);
+  if (act == SIGMOID) return sigmoid(x);
+  return softplus(x, act == SOFTPLUS ? 1.0f : 0.69314718f);
 }
 
 }  // namespace
@@ -101,12 +118,21 @@ extern "C" void pyspec_times_rows(const TimesArgs *p) {
   });
 }
 
-extern "C" void pyspec_gelu_times(const GeluArgs *p) {
+extern "C" void pyspec_gate_times(const GateArgs *p) {
   each_range(p->n_row, 1 + 1024 / (p->n + 1), [&](int64_t a, int64_t b) {
     for (int64_t r = a; r < b; r++) {
-      by_eights(p->n, [&](int64_t i, auto get, auto put) {
-        put(p->out + r * p->n + i, gelu(get(p->x + r * p->x_stride + i)) * get(p->y + r * p->y_stride + i));
-      });
+      const float *gate = p->gate + r * p->gate_stride, *y = p->y + r * p->y_stride;
+      float *out = p->out + r * p->n;
+      if (p->per == 1) {
+        by_eights(p->n, [&](int64_t i, auto get, auto put) {
+          put(out + i, activated(get(gate + i), p->act) * get(y + i));
+        });
+        continue;
+      }
+      for (int64_t h = 0; h < p->n / p->per; h++, y += p->per, out += p->per) {
+        const f8 by = activated(all(gate[h]), p->act);
+        by_eights(p->per, [&](int64_t i, auto get, auto put) { put(out + i, get(y + i) * by); });
+      }
     }
   });
 }

@@ -19,7 +19,7 @@ from pyspec.cache import cache_root, write_json
 from pyspec.cuda.machine import machine
 from pyspec.engine.plan.describe import Description
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.timer import Timer
+from pyspec.engine.policy.costs import Timer
 from pyspec.version import __version__
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class LearnedDrafting:
 
     @property
     def _timers(self) -> tuple[Timer, Timer]:
-        return self.controller.verify_ms, self.controller.draft_ms
+        return self.controller.costs.verify, self.controller.costs.draft
 
     def keep(self) -> None:
         """Write what is known now, if there is something new. On the engine's thread."""

@@ -58,9 +58,8 @@ from pyspec.engine.plan.planned_bytes import (
     start_bytes,
 )
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.prompt_pace import PaceTargets, PromptPace
-from pyspec.engine.policy.timer import Timer, bucket
+from pyspec.engine.policy.costs import Costs, Timer, bucket
+from pyspec.engine.policy.pace import PaceTargets, PromptPace
 from pyspec.engine.recommended import recommended
 from pyspec.errors import ConfigError, RankLost
 from pyspec.gguf import GGUFFile
@@ -208,7 +207,7 @@ def build(
                 warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
                 warm_up(loop, d.tokenizer, d.n_overhang, warmed)
             if d.settings.check_tap_shift:
-                round_ms = loop.controller.verify_ms(1)
+                round_ms = loop.controller.costs.verify(1)
                 check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
     if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
         learned.recall()
@@ -266,21 +265,20 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
 def _loop(
     d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
 ) -> Loop:
-    s, costs = d.settings, ForwardCosts()
+    s = d.settings
     make_arena = partial(_arena, target, table, arena_pages(d))
     arena = None if s.plain_loop else make_arena(d.width)
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
+    pads = arena is not None and arena.pads
+    costs = Costs(verify=Timer(lambda n: bucket_of(n, most) or bucket(n)) if pads else Timer())
     controller = Controller(
         *(s.np, d.draft.longest),
         n_own=d.draft.n_draft,
         chained=d.draft.is_chain,
         block=d.draft.block,
         fixed=s.n_draft_fixed,
-        verify_ms=Timer(lambda n: bucket_of(n, most) or bucket(n))
-        if arena is not None and arena.pads
-        else Timer(),
-        forward_costs=costs,
+        costs=costs,
     )
     targets = PaceTargets(s.tpot, s.ttft)
     pace = PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, targets)

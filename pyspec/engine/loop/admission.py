@@ -185,7 +185,6 @@ class Admission:
             draft,
             grammar="" if request.grammar is None else request.grammar.source,
             text=TextToDraft.of(job),
-            n_prompt=job.n_prefill,
             n_unread=hit.n_unread,
             may_draft=request.n_draft_max != 0,
         )

@@ -16,8 +16,7 @@ from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits, Work, alone_of, logits_need, plan_work
-from pyspec.engine.policy.prompt_pace import PromptPace
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
+from pyspec.engine.policy.pace import PromptPace, PromptThrottle
 from pyspec.errors import SlotError
 from pyspec.slots.round import Continuation, plan_round
 
@@ -66,7 +65,7 @@ class BehindPrompt:
         """Another prompt alone, if measured times say so again."""
         controller, now, n_read = self.speculator.controller, self.clock(), pending.work[0].seq.width
         n_verify = len(decoding) + sum(controller.drafts_of(job.slot) for job in decoding)
-        pick = partial(alone_of, reading, self.pace, n_verify, controller.verify_ms, now, n_read)
+        pick = partial(alone_of, reading, self.pace, n_verify, controller.costs.verify, now, n_read)
         alone = self.speculator.decide("the pace of prompts", pick, None)
         if alone is None:
             return None

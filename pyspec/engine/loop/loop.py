@@ -34,8 +34,7 @@ from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.status import metrics_of, slot_rows
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.prompt_pace import PromptPace
-from pyspec.engine.policy.prompt_throttle import PromptThrottle
+from pyspec.engine.policy.pace import PromptPace, PromptThrottle
 from pyspec.engine.policy.queue import Queue
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
@@ -99,7 +98,7 @@ class Loop:
             is_async and worker.arena is not None, most, synth, worker.memory.n_late
         )
         self.throttle = PromptThrottle(prompt_weight, limits.prompts)
-        self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.forward_costs)
+        self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.costs)
         self.turns = Turns(clock)
         self.behind = BehindPrompt(self.committer, self.lookahead, self.pace, self.throttle, clock)
         self.awake: list[Job] = []  # jobs that take part in this round
@@ -211,7 +210,7 @@ class Loop:
         """The prompt that is read by itself, if one is, and most rows of a forward with prompts and decoding slots."""
         decoding = [job for job in self.awake if job.is_decoding]
         n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
-        now, verify_ms = self.clock(), self.controller.verify_ms
+        now, verify_ms = self.clock(), self.controller.costs.verify
         alone = alone_of(self.awake, self.pace, n_verify, verify_ms, now)
         return alone, self.limits.decoding if alone else self.pace.rows(self.awake, now, n_verify)
 
@@ -464,7 +463,7 @@ class Loop:
     def slot_rows(self, n_ctx: int) -> list[SlotInfo]:
         """One row per slot. Safe to call from any thread."""
         jobs = self.jobs | self.admission.restoring_jobs
-        return slot_rows(self.table, jobs, self.speculator.host, self.speculator.decay, n_ctx)
+        return slot_rows(self.table, jobs, self.speculator, n_ctx)
 
     def metrics(self, n_unqueued: int = 0) -> Metrics:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""

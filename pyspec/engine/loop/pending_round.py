@@ -11,7 +11,7 @@ from pyspec.device.worker import Launched, is_device_error
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.prompt_scores import send_scores
 from pyspec.engine.loop.round import Work
-from pyspec.engine.policy.prompt_pace import PromptPace
+from pyspec.engine.policy.pace import PromptPace
 from pyspec.errors import SlotError
 from pyspec.repeats import limited
 from pyspec.sample.choose import Chosen, Span, choose

@@ -1,4 +1,4 @@
-"""Slots whose requests the drafter reads: all, or a few while its drafts do not pay (`engine/policy/reading.py`).
+"""Slots whose requests the drafter reads: all, or a few while its drafts do not pay (`engine/policy/rests.py`).
 
 A request that is not read has no draft state and never drafts, so its text, pages and checkpoints are those of an engine without a drafter. The
 prefix cache marks its pages (`Node.n_unread`): the drafter sees nothing of them in a later request. When drafts pay again, the drafter

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspec.engine.loop.job import Job
-from pyspec.engine.policy.prompt_pace import PromptPace
+from pyspec.engine.policy.pace import PromptPace
 from pyspec.slots.batch import Seq, SeqMode
 from pyspec.slots.drafts import NO_DRAFTS, Drafts
 from pyspec.slots.round import ALL, LogitsNeed

@@ -26,10 +26,8 @@ from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.read_slots import ReadSlots
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import SuffixSource, TextToDraft
-from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.decay import Decay
-from pyspec.engine.policy.host_drafts import HostDrafts
-from pyspec.engine.policy.lanes import FAILED, LOST_TRACK
+from pyspec.engine.policy.controller import FAILED, LOST_TRACK, Controller
+from pyspec.engine.policy.rests import HostDrafts
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw
@@ -70,7 +68,7 @@ class Speculator:
         self.asked: list[
             int
         ] = []  # tokens of this round's drafts, before they were cut; none if they were not
-        self.decay = Decay(len(worker.table.slots), worker.plan.n_trained)
+        self.n_trained = worker.plan.n_trained
         self.offers: dict[int, Offer | SuffixDraft] = {}  # by slot, drafts that need no drafter
         self.refused: dict[
             int, int
@@ -162,7 +160,13 @@ class Speculator:
             for slot in (
                 job.slot for job in jobs if job.slot is not None and self.follows(job.slot.index)
             ):
-                drafter.set_window(slot, self.decay.window(slot.index, slot.n_past))
+                drafter.set_window(slot, self.window(slot))
+
+    def window(self, slot: Slot) -> int:
+        """Last tokens of the slot's text that its drafts see; 0: all. Behind the drafter's trained length (its file's key) half of that, because
+        few distances in its training were longer."""
+        is_behind = self.windowed is not None and 0 < self.n_trained <= slot.n_past
+        return max(1, self.n_trained // 2) if is_behind else 0
 
     def most(self, job: Job, taken: int) -> int:
         """Most tokens that the drafter may draft."""
@@ -394,10 +398,6 @@ class Speculator:
         if n is not None:  # the refused token is wrong, and so is every token behind it
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
-        n_past = self.worker.table.slots[slot].n_past
-        if self.windowed is not None and self.decay.add(slot, n_past, n_draft, n_accepted):
-            log.info("slot %d: %s", slot, self.decay.reason(slot))
-            self.controller.restart(slot)
 
     def _attempt(self, outcome: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         """Call the drafter; None if it fails. A SlotError leaves its state valid; any other exception makes it unknown."""
@@ -467,7 +467,6 @@ class Speculator:
         *,
         grammar: str = "",
         text: TextToDraft | None = None,
-        n_prompt: int = 0,
         n_unread: int = 0,
         may_draft: bool = True,
     ) -> None:
@@ -477,10 +476,7 @@ class Speculator:
         if self.drafter is not None:
             self._or_lose_track(lambda: self.read.begin(slot, saved, n_unread), [slot])
 
-        def begin() -> None:
-            self.decay.begin(slot.index, n_prompt)
-            self.controller.begin(slot.index, grammar, may_draft=may_draft)
-
+        begin = partial(self.controller.begin, slot.index, grammar, may_draft=may_draft)
         self.decide("a request's start", begin, None)
 
     def checkpoint(self, slot: Slot) -> object | None:

@@ -7,23 +7,23 @@ from dataclasses import replace
 
 from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import Job
+from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.policy.decay import Decay
-from pyspec.engine.policy.host_drafts import RESTS, HostDrafts
+from pyspec.engine.policy.rests import RESTS
 from pyspec.request import Metrics, SlotInfo
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.table import Slot, SlotTable
 
 
 def slot_rows(
-    table: SlotTable, jobs: Mapping[int, Job], host: HostDrafts, decay: Decay, n_ctx: int
+    table: SlotTable, jobs: Mapping[int, Job], speculator: Speculator, n_ctx: int
 ) -> list[SlotInfo]:
     """One row per slot. A round may pass while it is read."""
-    return [_slot_row(slot, jobs.get(slot.index), host, decay, n_ctx) for slot in table.slots]
+    return [_slot_row(slot, jobs.get(slot.index), speculator, n_ctx) for slot in table.slots]
 
 
-def _slot_row(slot: Slot, job: Job | None, host: HostDrafts, decay: Decay, n_ctx: int) -> SlotInfo:
-    controller = host.controller
+def _slot_row(slot: Slot, job: Job | None, speculator: Speculator, n_ctx: int) -> SlotInfo:
+    controller, host, window = speculator.controller, speculator.host, speculator.window(slot)
     row = SlotInfo(
         slot=slot.index,
         n_ctx=n_ctx,
@@ -45,8 +45,10 @@ def _slot_row(slot: Slot, job: Job | None, host: HostDrafts, decay: Decay, n_ctx
         n_remain=job.n_left,
         n_draft=lane.n_draft,
         draft_reason=RESTS if host.is_the_reason(slot.index) else lane.reason,
-        draft_window=decay.texts[slot.index].window,
-        draft_window_reason=decay.reason(slot.index),
+        draft_window=window,
+        draft_window_reason=f"drafts see the last {window} tokens, half of the drafter's trained length"
+        if window
+        else "",
         acceptance=lane.acceptance,
         draft_n=sum(job.drafted),
         draft_n_accepted=sum(job.accepted),

@@ -17,29 +17,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyspec.draft.blocks import BlockLength
-from pyspec.engine.policy.acceptance import Acceptance
-from pyspec.engine.policy.account import LIMIT, Account
-from pyspec.engine.policy.certainty import Certainty
-from pyspec.engine.policy.forward_costs import ForwardCosts
-from pyspec.engine.policy.lanes import MUTE, NO_CAP, NO_DRAFTER, NO_OFFER, UNREAD, Lane
-from pyspec.engine.policy.reading import DraftReading
-from pyspec.engine.policy.timer import N_SAMPLE, SLACK, Timer
-from pyspec.engine.policy.ways import NO_WAY, OFFERED, DraftRows, Floats, Way, more_rows
+from pyspec.engine.policy.costs import N_SAMPLE, Costs
+from pyspec.engine.policy.estimate import Acceptance, Certainty, Floats
+from pyspec.engine.policy.rests import LIMIT, Account, DraftReading
 from pyspec.slots.table import Slot
 
-# Sources in brackets: least part of the tokens a millisecond of a recording with other values, by tools/replay.py (docs/log, 2026-11-28)
+# Sources in brackets: least part of the tokens a millisecond of a recording with other values, by tools/replay.py (docs/log, 2026-11-28 and 29)
 DECAY = 0.96  # per round, of the draft counts in /slots
 MARGIN = 1.02  # a draft must promise this factor more than none [1.0: 0.98, 1.05: 0.96]
 ASK_DRAFT = 2  # tokens of a draft that only probes [1 and 4: the same]
 TRY_FIRST, TRY_LAST = (
     6,
     192,
-)  # rounds without drafts until some slots try, doubled each time [first 3: 0.92, 24: 0.95, never: 0.61]
-TRY_FREE = 64  # a shorter wait need not have earned the cost of the try: after a busy start half of the costs are wrong
+)  # rounds without drafts until some slots try, doubled each time [first 3: 0.92, never: 0.99; tests/test_control_noise.py: offers are taken again]
+TRY_FREE = 64  # a shorter wait need not have earned the cost of the try: after a busy start half of the costs are wrong [0: 0.99; the same test: a doubtful draft time]
 TRY_SLOTS = 8  # one in this many slots tries [2 and 64: the same]
 PLAIN_FIRST, PLAIN_LAST = (
     16,
@@ -49,6 +46,78 @@ DOUBT_EVERY = 512  # rounds until times that were not used are in doubt [128 and
 RETHINK = 16  # rounds for which a choice of no drafts stands if only measured times could change it [0: 0.998, and 0.2 ms of the host]
 HORIZON = 3.0  # rounds for which knowing a text counts, as credit of a draft of an unknown text [0: 0.94, 1: 0.96, 10: 0.99]
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
+OFFERED = -1  # in place of a position in a draft
+
+# reasons of a slot without drafts, for `/slots`
+MUTE = "none: drafts are switched off for the request"
+NO_CAP = "none: the request is at its last token, or past the drafter's length"
+NO_OFFER = "none: the last tokens stand nowhere before"
+NO_DRAFTER = "none: no drafter is loaded"
+FAILED = "none: the choice of drafts failed, as the log says"
+LOST_TRACK = "none: the drafter failed at the request, as the log says"
+UNREAD = "none: drafts have not paid for long, so the drafter does not read this request"
+
+
+@dataclass(slots=True)
+class Lane:
+    """One slot's last decision, and the outcome of its drafts."""
+
+    n_draft: int = 0
+    reason: str = "not started"
+    drafted: float = 0.0
+    kept: float = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the recent drafted tokens that were right; 0.0 if none was drafted."""
+        return self.kept / self.drafted if self.drafted else 0.0
+
+
+class DraftRows(NamedTuple):
+    """Candidate rows: slot, position in the draft (OFFERED: needs no drafter), and chance to be right."""
+
+    slot: NDArray[np.int64]
+    place: NDArray[np.int64]
+    gain: Floats
+
+    def up_to(self, depth: int) -> DraftRows:
+        mask = self.place < depth
+        return self if mask.all() else DraftRows(self.slot[mask], self.place[mask], self.gain[mask])
+
+    def best(self, busy: int, verify: Floats, draft: Floats, price: float = 0.0) -> Way:
+        """Take the number of rows with most tokens per millisecond, or with most left once milliseconds are paid at `price` tokens each.
+
+        verify: by extra rows, from one on; draft: by drafting slots, from none on
+        """
+        if not len(self.slot):
+            return NO_WAY
+        tokens = busy + self.gain.cumsum()
+        ms = verify[: len(self.slot)] + draft[(self.place == 0).cumsum()]
+        worth = tokens - price * ms if price else tokens / ms
+        n = int(worth.argmax())
+        return Way(
+            float(worth[n]),
+            float(tokens[n]),
+            float(ms[n]),
+            self.slot[: n + 1],
+        )
+
+
+class Way(NamedTuple):
+    """A candidate choice: expected tokens per millisecond (or those left of a price), tokens, milliseconds, and each row's slot."""
+
+    worth: float
+    tokens: float
+    ms: float
+    slot: NDArray[np.int64]
+
+
+NO_WAY = Way(float("-inf"), 0.0, 0.0, np.zeros(0, np.int64))
+
+
+def more_rows(rows: DraftRows, busy: int) -> range:
+    """Rows of verifies with one to all of the candidates."""
+    return range(busy + 1, busy + 1 + len(rows.slot))
 
 
 @dataclass
@@ -68,10 +137,7 @@ class Controller:
     block: BlockLength | None = None
     fixed: bool = False
     force: tuple[int, int] | None = None  # (slots that draft, tokens each), set by the warm-up
-    verify_ms: Timer = field(default_factory=Timer)
-    forward_costs: ForwardCosts = field(default_factory=ForwardCosts)  # of forwards that read prompts
-    # by drafting slots, a pass if chained; by rows for blocks
-    draft_ms: Timer = field(default_factory=Timer)
+    costs: Costs = field(default_factory=Costs)
 
     def __post_init__(self) -> None:
         self.n_own = self.n_max if self.n_own < 0 else self.n_own
@@ -90,7 +156,7 @@ class Controller:
     def forget_acceptance(self) -> None:
         """Reset all but the measured times. At the end of a warm-up, keep only reliable times."""
         if self.force is not None:
-            self._question()
+            self.costs.end_warm_up()
         # rounds without drafts so far, and rounds until some slots try
         self.silent, self.try_in = 0, TRY_FIRST
         # slots whose try is not judged yet; tries that were right, less those that were not; the next choice tries again, whole
@@ -119,21 +185,11 @@ class Controller:
         for lane in self.lanes:
             lane.reason = reason
 
-    def _question(self) -> None:
-        slack = SLACK * self.verify_ms(1)
-        self.verify_ms.mark_unverified(slack)
-        self.draft_ms.mark_unverified(slack)
-
     def begin(self, slot: int, grammar: str = "", *, may_draft: bool = True) -> None:
         """Start a request. Texts under a grammar have a prior of their own. may_draft: the request does not forbid it"""
         (self.mute.discard if may_draft else self.mute.add)(slot)
         self.texts.begin(slot, self.texts.of_grammar(grammar) if grammar else self.texts.free)
         self.lanes[slot] = Lane()
-        self._plain = None
-
-    def restart(self, slot: int) -> None:
-        """Forget what is believed of a slot's text: its drafts are made in another way from now on."""
-        self.texts.begin(slot, self.texts.texts[slot])
         self._plain = None
 
     def choose(
@@ -148,7 +204,7 @@ class Controller:
                 that use their offer
         beside  rows of prompts in the same forward
         """
-        self.beside = beside if self.forward_costs.is_known else 0
+        self.beside = beside if self.costs.prompts.has_trusted else 0
         n_most = self.n_own if self.force is None else self.n_max
         own_caps = caps = [(slot, min(cap, n_most)) for slot, cap in caps]
         self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
@@ -158,8 +214,7 @@ class Controller:
         # once awake, the drafter leaves only requests unread that forbid drafts
         rests = bool(self.unread) and self.reading.rests
         if self.n_round % DOUBT_EVERY == 0:
-            self.verify_ms.expire()
-            self.draft_ms.expire()
+            self.costs.expire()
         if self.force is not None:
             live, n = self.force
             picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
@@ -175,7 +230,7 @@ class Controller:
                 self.pays = self._would_pay(caps)
             is_due = self.again or (
                 self.silent >= self.try_in
-                and (self.try_in < TRY_FREE or self._may_ask(self.verify_ms(len(caps))))
+                and (self.try_in < TRY_FREE or self._may_ask(self.costs.verify(len(caps))))
             )
             if is_due or (rests and self.reading.is_hopeful):
                 tried = self._tried(own_caps, picked) if self.n_own else self._tried_offer(caps, picked)
@@ -296,8 +351,8 @@ class Controller:
         if not found or self.fixed or self.force is not None:
             return bool(found)
         survive = -np.sort(-np.concatenate(found))
-        ms = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(survive)))
-        plain = busy / self.verify_ms(busy)
+        ms = self.costs.verify.of_all(range(busy + 1, busy + 1 + len(survive)))
+        plain = busy / self.costs.verify(busy)
         return bool(((busy + survive.cumsum()) / ms).max() > MARGIN * plain)
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
@@ -319,13 +374,13 @@ class Controller:
         if self.n_round - at >= RETHINK or abs(busy - of) > of // 8:
             offered, self.offered = self.offered, {}
             rows = self._rows(whole, np.zeros(busy))
-            verify = self.verify_ms.of_all(more_rows(rows, busy))
-            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self.verify_ms(busy)
+            verify = self.costs.verify.of_all(more_rows(rows, busy))
+            pays = self._best_way(rows, busy, verify).worth > MARGIN * busy / self.costs.verify(busy)
             self.offered, self._would = offered, (self.n_round, busy, pays)
         return pays
 
     def _plain_is_stale(self, busy: int) -> bool:
-        if not self.verify_ms.knows(busy):
+        if not self.costs.verify.knows(busy):
             return True
         if self.since_plain < self.plain_in:
             return False
@@ -354,7 +409,7 @@ class Controller:
             tried[i] = min(caps[i][1], most)
             self.offered.pop(caps[i][0], None)
             slots.add(caps[i][0])
-        self.asks.add(self._costs(caps, tried) - before, self.verify_ms(len(caps)))
+        self.asks.add(self._costs(caps, tried) - before, self.costs.verify(len(caps)))
         if able and not again:
             self.try_in = min(2 * self.try_in, TRY_LAST)
             self._tried_slots, self._n_right = slots, 0
@@ -365,20 +420,20 @@ class Controller:
         best = max(range(len(caps)), key=lambda i: sum(self.offered.get(caps[i][0], ())))
         tried, before = picked.copy(), self._costs(caps, picked)
         tried[best] = min(caps[best][1], ASK_DRAFT)
-        self.asks.add(self._costs(caps, tried) - before, self.verify_ms(len(caps)))
+        self.asks.add(self._costs(caps, tried) - before, self.costs.verify(len(caps)))
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
 
     def _costs(self, caps: Sequence[tuple[int, int]], picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
-        verify = self.verify_ms(len(picked) + sum(picked))
+        verify = self.costs.verify(len(picked) + sum(picked))
         asked = [n for (slot, _), n in zip(caps, picked, strict=True) if n and slot not in self.offered]
         return verify + float(self._draft_ms(len(picked), max(asked))[len(asked)] if asked else 0.0)
 
     def _draft_ms(self, busy: int, depth: int) -> Floats:
         """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by drafting slots."""
         sizes = self.block.forward_rows(busy, depth) if self.block else range(1, busy + 1)
-        return np.append(0.0, self.draft_ms.of_all(sizes) * (depth if self.chained else 1))
+        return np.append(0.0, self.costs.draft.of_all(sizes) * (depth if self.chained else 1))
 
     def _depths(self, busy: int) -> Sequence[int]:
         """Depths at which drafting deeper costs more."""
@@ -390,13 +445,13 @@ class Controller:
         """Give rows to slots in the order of their chance to survive, and take the most tokens a millisecond. A round that reads prompts, too,
         is as long as those: there a draft has to be worth its time at the rate of rounds without prompts."""
         busy = len(caps)
-        plain_ms = self.verify_ms(busy)
+        plain_ms = self.costs.verify(busy)
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: no slot may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = self.verify_ms.of_all(more_rows(rows, busy))
-        if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
+        verify = self.costs.verify.of_all(more_rows(rows, busy))
+        if self.costs.verify.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
             # fewer rows never take longer, so this was noise
             plain_ms = min(plain_ms, float(verify.min()))
         price = plain = busy / plain_ms
@@ -427,10 +482,10 @@ class Controller:
     def _forward_ms(self, sizes: range) -> Floats:
         """Milliseconds of forwards with so many rows of decoding slots, beside the prompts of this round."""
         if not self.beside:
-            return self.verify_ms.of_all(sizes)
-        n_row = self.beside + np.arange(sizes.start, sizes.stop)
-        least = np.linspace(self.verify_ms(int(n_row[0])), self.verify_ms(int(n_row[-1])), len(n_row))
-        return np.maximum(least, self.forward_costs.ms(n_row.astype(float)))
+            return self.costs.verify.of_all(sizes)
+        ends = [self.beside + n for n in (sizes.start, sizes.stop - 1)]
+        ms = [max(self.costs.verify(n), self.costs.prompts(n)) for n in ends]
+        return np.linspace(ms[0], ms[1], len(sizes))
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
         """The information in each slot's draft, in tokens; zero if probing has spent its budget. rate: of plain decoding."""
@@ -438,7 +493,7 @@ class Controller:
         if not self.n_own or not self._may_ask(busy / rate):
             return np.zeros(busy)
         each = rate / busy
-        row = each * (self.verify_ms(busy * (1 + self.n_own)) - self.verify_ms(busy)) / self.n_own
+        row = each * (self.costs.verify(busy * (1 + self.n_own)) - self.costs.verify(busy)) / self.n_own
         ends = self._depths(busy)
         draft = each * np.array(
             [self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)]
@@ -500,11 +555,11 @@ class Controller:
     def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """Record the times of a round with decoding slots only."""
         self.ms += verify_ms + draft_ms
-        self.verify_ms.add(rows, verify_ms)
+        self.costs.verify.add(rows, verify_ms)
         if live and self.n_own:
             passes = min(passes, self.n_own)  # a warm-up pads drafts
             size = self.block.forward_rows(live, passes)[-1] if self.block else live
-            self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1))
+            self.costs.draft.add(size, draft_ms / (max(passes, 1) if self.chained else 1))
 
     def timed_beside(self, ms: float) -> None:
         """Record the time of a round that read prompts, too, or recorded its forwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,29 +18,24 @@ GAUGES = {
 
 def metrics_sum(past: Metrics, now: Metrics) -> Metrics:
     """The sum of two engines' counters, with the second one's gauges."""
-    values: dict[str, Any] = {}
-    for f in fields(Metrics):
-        a, b = getattr(past, f.name), getattr(now, f.name)
-        if f.name in GAUGES:
-            values[f.name] = b
-        elif f.name == "n_tokens_max":
-            values[f.name] = max(a, b)
-        elif isinstance(b, tuple):
-            values[f.name] = tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
-        else:
-            values[f.name] = a + b
-    return Metrics(**values)
+    gauges = {name: getattr(now, name) for name in GAUGES}
+    return replace(_sums((past, now), ("n_tokens_max",)), **gauges)
 
 
 def metrics_together(rows: Sequence[Metrics]) -> Metrics:
     """The figures of engines that run beside each other: sums, and the largest age and context."""
+    return _sums(rows, ("seconds_since_step", "n_tokens_max"))
+
+
+def _sums(rows: Sequence[Metrics], largest: Sequence[str]) -> Metrics:
+    """Sums of all figures, by position where they are tuples, but the largest of some."""
     values: dict[str, Any] = {}
-    for f in fields(Metrics):
-        column = [getattr(row, f.name) for row in rows]
-        if f.name in ("seconds_since_step", "n_tokens_max"):
-            values[f.name] = max(column)
+    for name in (f.name for f in fields(Metrics)):
+        column = [getattr(row, name) for row in rows]
+        if name in largest:
+            values[name] = max(column)
         elif isinstance(column[0], tuple):
-            values[f.name] = tuple(sum(counts) for counts in zip_longest(*column, fillvalue=0))
+            values[name] = tuple(sum(counts) for counts in zip_longest(*column, fillvalue=0))
         else:
-            values[f.name] = sum(column)
+            values[name] = sum(column)
     return Metrics(**values)

@@ -36,6 +36,8 @@ from pyspec.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+SERVING = ("ok", "recovering")
+"""States of replicas that get requests: those that are being replaced get some only if all are."""
 
 
 class Replicas:
@@ -123,7 +125,7 @@ class Replicas:
         """
         keys = chain_of(request)
         with self._lock:
-            n = sum(load is not None for load in self._loads())
+            n = sum(load is not None for load in self._loads(*SERVING))
             limit = max(1, n) * self.settings.queue_limit
             waiting = [r for s in self.supervisors for r in s.waiting()]
             waiting.sort(key=lambda r: r.number)
@@ -142,7 +144,7 @@ class Replicas:
             i, slot = divmod(request.slot, self.settings.np)
             return self.supervisors[i].submit(replace(request, slot=slot), sink, keys)
         error = Unavailable("the engine has stopped: none of its replicas runs")
-        for i in self._affinity.order(keys, self._loads()):
+        for i in self._affinity.order(keys, self._loads(*SERVING)):
             try:
                 name = self.supervisors[i].submit(request, sink, keys)
             except Unavailable as e:
@@ -152,14 +154,15 @@ class Replicas:
                 return name
         raise error
 
-    def _loads(self) -> list[int | None]:
-        """Open requests by replica; None for one that gets no request. Those that are being replaced get some only if all are."""
-        states = [s.state() for s in self.supervisors]
-        wanted = "ok" if "ok" in states else "recovering"
-        return [
-            s.n_open if state == wanted else None
-            for s, state in zip(self.supervisors, states, strict=True)
-        ]
+    def _loads(self, *wanted: str, but: int = -1) -> list[int | None]:
+        """Open requests by replica, None for one that gets no request: those in the first of these states that any has get some.
+
+        but  a replica that is left out
+        """
+        states = ["" if i == but else s.state() for i, s in enumerate(self.supervisors)]
+        found = next((state for state in wanted if state in states), None)
+        pairs = zip(self.supervisors, states, strict=True)
+        return [s.n_open if state == found else None for s, state in pairs]
 
     def cancel(self, name: str) -> None:
         """See Engine.cancel."""
@@ -193,14 +196,8 @@ class Replicas:
         n = 0
         for record in records:
             keys = chain_of(record.request)
-            states = [s.state() if j != i else "" for j, s in enumerate(self.supervisors)]
-            wanted = next((state for state in to if state in states), None)
-            loads = [
-                s.n_open if state == wanted else None
-                for s, state in zip(self.supervisors, states, strict=True)
-            ]
-            others = self._affinity.order(keys, loads)
-            if wanted is None or not others:
+            others = self._affinity.order(keys, self._loads(*to, but=i))
+            if not others:
                 break
             if self.supervisors[i].release(record):
                 self.supervisors[others[0]].adopt(record)

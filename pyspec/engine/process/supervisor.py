@@ -28,8 +28,7 @@ from pyspec.engine.messages import (
     unpack,
 )
 from pyspec.engine.policy.affinity import chain_of
-from pyspec.engine.policy.evict import evict_for
-from pyspec.engine.policy.left_texts import LeftTexts
+from pyspec.engine.policy.evict import LeftTexts, evict_for
 from pyspec.engine.process.ahead import COMMAND
 from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
 from pyspec.engine.process.launcher import Launcher

@@ -31,7 +31,7 @@ GLM_FLASH = (
 def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
     n_layer, n_nextn = trunk_layers(file)
-    attention, experts = _attention(file), _experts(file)
+    attention, experts = read_mla(file), _experts(file)
 
     def block(feed: PartSpec) -> BlockSpec:
         return BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed)))
@@ -41,25 +41,27 @@ def read(file: GGUFFile) -> ModelSpec:
     return replace(spec, n_nextn=n_nextn, mtp_block=block(experts))
 
 
-def _attention(file: GGUFFile) -> Mla:
-    h = file.hparams
+def read_mla(file: GGUFFile, *, turns: bool = True) -> Mla:
+    """Latent attention of a file. turns: it has a rope"""
+    h, arch = file.hparams, file.architecture
     if "attention.key_length_mla" not in h:
         raise ModelError(
-            "deepseek2 files without attention.key_length_mla are not supported; convert the model again"
+            f"{arch} files without attention.key_length_mla are not supported; convert the model again"
         )
     if h.number("attention.temperature_scale", 0.0):
-        raise ModelError("deepseek2 files with a temperature of queries are not supported")
+        raise ModelError(f"{arch} files with a temperature of queries are not supported")
     n_rot, key = h.integer("rope.dimension_count"), h.integer("attention.key_length_mla")
     if n_rot % 2 or not n_rot < key:
         raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {key}")
     rope = RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), False, read_scaling(file, is_level=True))
+    has_q_rank = any(name.endswith(".attn_q_a.weight") for name in file.tensors)
     return Mla(
         n_head=h.integer("attention.head_count"),
         n_plain=key - n_rot,
         n_value=h.integer("attention.value_length_mla"),
         rank=h.integer("attention.kv_lora_rank"),
-        q_rank=h.integer("attention.q_lora_rank", 0) if "blk.0.attn_q_a.weight" in file.tensors else 0,
-        rope=rope,
+        q_rank=h.integer("attention.q_lora_rank", 0) if has_q_rank else 0,
+        rope=rope if turns else RopeSpec(n_rot, 1.0, False, divisors="", turns=False),
         plain_scale=key**-0.5,
     )
 

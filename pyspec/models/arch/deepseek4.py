@@ -9,10 +9,10 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Mix, Part
 from pyspec.models.blocks.compressor import CSA, HCA
 from pyspec.models.blocks.sparse_attention import IndexerShape, SparseAttention, TailRope
-from pyspec.models.blocks.stream_experts import StreamExperts, read_limits
+from pyspec.models.blocks.stream_experts import StreamExperts
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape
-from pyspec.models.read import check_rope, trunk_layers, vocab_size
+from pyspec.models.read import check_rope, read_limits, trunk_layers, vocab_size
 from pyspec.models.residual import Residual
 from pyspec.ranges import Whole, quoted
 

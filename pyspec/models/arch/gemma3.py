@@ -5,6 +5,7 @@ GGUF norm weights have the `+1` of the original already.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pyspec.gguf import GGUFFile
@@ -12,43 +13,39 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
-from pyspec.models.read import block_count, read_attention, read_rope, read_windows, vocab_size
+from pyspec.models.part import AttentionShape
+from pyspec.models.read import block_count, read_attention, read_decoder, read_rope, read_windows
 from pyspec.models.rope import NOT_STRETCHED
 
 BLOCKS_27B = 62  # the one size that scales scores by its width over its heads; no key says so
 PATTERN, NEAR_BASE = (
     6,
     10_000.0,
-)  # where a file does not say: each sixth block sees all; base of the rope of windows
+)  # where a file does not say: each sixth block sees all; base of windows' rope
 
 
 def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
-    shape = read_attention(file)
-    n_block = block_count(file)
-    n_embd, n_ff = h.integer("embedding_length"), h.integer("feed_forward_length")
-    if n_block == BLOCKS_27B:
-        shape = replace(shape, scale=(n_embd / shape.n_head) ** -0.5)
+    shape = read_scaled(file, BLOCKS_27B)
     rope = read_rope(file, shape, neox=True)
     near = replace(rope, base=h.number("rope.freq_base_swa", NEAR_BASE), scaling=NOT_STRETCHED)
+    windows = read_windows(file, block_count(file), PATTERN)
+    mixers = [Attention(shape, near if n else rope, n, qk_norm=True) for n in windows]
+    return read_gemma(file, mixers, h.number("final_logit_softcapping", 0.0))
 
-    def block(window: int) -> BlockSpec:
-        attention = Attention(shape, near if window else rope, window, qk_norm=True)
-        return BlockSpec(
-            (
-                Part("attn_norm", attention, post="post_attention_norm"),
-                Part("ffn_norm", Mlp(n_ff, "gelu"), post="post_ffw_norm"),
-            )
-        )
 
-    return ModelSpec(
-        arch=file.architecture,
-        n_vocab=vocab_size(file),
-        n_embd=n_embd,
-        n_ff=n_ff,
-        n_ctx_train=h.integer("context_length"),
-        eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(block(window) for window in read_windows(file, n_block, PATTERN)),
-        embed_factor=n_embd**0.5,
-        final_cap=h.number("final_logit_softcapping", 0.0),
-    )
+def read_scaled(file: GGUFFile, n_block: int) -> AttentionShape:
+    """Heads whose scores are scaled by width over heads in a model of `n_block` blocks."""
+    shape = read_attention(file)
+    if block_count(file) != n_block:
+        return shape
+    return replace(shape, scale=(file.hparams.integer("embedding_length") / shape.n_head) ** -0.5)
+
+
+def read_gemma(file: GGUFFile, mixers: Sequence[Attention], final_cap: float) -> ModelSpec:
+    """A model of blocks with these mixers."""
+    n_ff = file.hparams.integer("feed_forward_length")
+    feed = Part("ffn_norm", Mlp(n_ff, "gelu"), "post_ffw_norm")
+    blocks = tuple(BlockSpec((Part("attn_norm", x, "post_attention_norm"), feed)) for x in mixers)
+    model = read_decoder(file, blocks, n_ff)
+    return replace(model, embed_factor=model.n_embd**0.5, final_cap=final_cap)

@@ -22,6 +22,7 @@ from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import KV, LayerParts, Paged
 
 SINKS = "attn_sinks.weight"  # one logit a head
+GATE = "attn_gate.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,16 @@ class Attention(Plain):
 
     window   a row sees itself and the window - 1 rows before it; 0: all rows before it
     qk_norm  heads of q and k are normed before they are turned
+    norm_behind  heads of q and k are normed behind the rope: with weights where the file has them
     row_norm  instead all heads of q are normed at once, and all of k
+    own_norms  instead each head is normed with weights of its own
     biased   q, k and v have biases
     sinks    each head has a sink
+    cap      scores are cap * tanh(score / cap); 0: as they are
     norms_v  values are normed, without weights
     may_share_keys  where the file has no matrix of values, they are the products of keys
+    gate     the result is multiplied with act(a product of `attn_gate`): the act, of `cpu.tensors.GATE_ACTS`, and the gates of a head, which
+             are one or one for each dimension; None: it has no such gates
     reads    the layer whose keys and values it reads, having none of its own; None: it writes them itself
     """
 
@@ -42,11 +48,15 @@ class Attention(Plain):
     rope: RopeSpec
     window: int = 0
     qk_norm: bool = False
+    norm_behind: bool = False
     biased: bool = False
     row_norm: bool = False
+    own_norms: bool = False
     sinks: bool = False
+    cap: float = 0.0
     norms_v: bool = False
     may_share_keys: bool = False
+    gate: tuple[str, int] | None = None
     reads: int | None = None
 
     @property
@@ -63,6 +73,9 @@ class Attention(Plain):
             wants[at.name("attn_qkv.weight")] = Want((q + 2 * kv, n), cut=Cut(0, (of_q, of_kv, of_kv)))
         else:
             wants |= self.matrices(at)
+        if self.gate is not None:
+            n_gate = self.gate[1]
+            wants[at.name(GATE)] = Want((s.n_head * n_gate, n), cut=Cut(0, (self._readers(n_gate),)))
         return wants | self._extras(at) | self.rope.tensors()
 
     def matrices(self, at: Place) -> dict[str, Want]:
@@ -91,7 +104,7 @@ class Attention(Plain):
         has_norms = self.qk_norm or any(map(at.has, of_heads))
         has_biases = (self.biased and not is_fused) or any(map(at.has, biases))
         of_norms = [Want((s.head_dim,), optional=not has_norms)] * 2
-        if self.row_norm:
+        if self.norms_apart:
             of_norms = [Want((q,), cut=Cut(0, (of_q,))), Want((kv,), cut=Cut(0, (of_kv,)))]
         return {
             **{at.name(name): want for name, want in zip(of_heads, of_norms, strict=True)},
@@ -105,6 +118,11 @@ class Attention(Plain):
             at.name("attn_output.bias"): Want((at.n_embd,), optional=True),
             at.name(SINKS): Want((s.n_head,), not self.sinks, cut=Cut(0, (self._readers(),))),
         }
+
+    @property
+    def norms_apart(self) -> bool:
+        """Norms of q and k are a call of their own, before the rope."""
+        return self.row_norm or self.own_norms
 
     def _readers(self, size: int = 1) -> Readers:
         """Heads of queries, `size` rows or columns each."""
@@ -142,7 +160,7 @@ class Attention(Plain):
     def attend_spec(self, device: torch.device, kv: KvFormat, *, has_sinks: bool) -> AttendSpec:
         s = self.shape
         scale = s.head_dim**-0.5 if s.scale is None else s.scale
-        return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks)
+        return AttendSpec(device, s.n_head, s.n_kv_head, s.head_dim, scale, kv, has_sinks, cap=self.cap)
 
     def rope_spec(
         self, device: torch.device, eps: float, kv: KvFormat, has: Callable[[str], bool]
@@ -157,19 +175,22 @@ class Attention(Plain):
             r.n_rot,
             r.neox,
             s.gated,
-            has(f"attn_{'q' if reads else 'k'}_norm.weight") and not self.row_norm,
+            has(f"attn_{'q' if reads else 'k'}_norm.weight") and not self.norms_apart,
             eps,
             kv,
             self.norms_v,
             not reads and self.keys_are_values(has),
+            self.norm_behind,
         )
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """Writes the rows' K and V, then attends."""
-        y = f.biased(self.projected(f, f.normed(x)), _bias(f), few=True)
-        if self.row_norm:
-            y = self._row_normed(f, y)
-        return self.attended(f, y, stream, x.width)
+        n = f.normed(x)
+        y = f.biased(self.projected(f, n), _bias(f), few=True)
+        if self.norms_apart:
+            y = self._normed_apart(f, y)
+        gate = self.gate and f.product(n, GATE, n_out=self.shape.n_head * self.gate[1])
+        return self.attended(f, y, stream, x.width, gate)
 
     def projected(self, f: Forward, n: Value) -> Value:
         """q, k and v of normed rows, side by side."""
@@ -180,8 +201,10 @@ class Attention(Plain):
         n_q, n_k = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
         return f.product(n, *names, n_out=n_q + (len(parts) - 1) * n_k)
 
-    def _row_normed(self, f: Forward, y: Value) -> Value:
+    def _normed_apart(self, f: Forward, y: Value) -> Value:
         names, widths = [f"attn_{x}_norm.weight" for x in "qk"], self.row_widths
+        if self.own_norms:
+            return f.slice_norm(y, *names, n_slice=y.width // self.shape.head_dim)
         if f.at.n_rank > 1:
             both = Weight("rank_norms", tuple(names), (("widths", widths), ("eps", f.eps)))
             return f.op("rank_norms", both, y, shape=y.shape)
@@ -189,10 +212,12 @@ class Attention(Plain):
         q, k = (f.norm_apart(x, f.vector(name)) for x, name in zip((q, k), names, strict=True))
         return f.side_by_side(q, k, v)
 
-    def attended(self, f: Forward, y: Value, stream: Value | None, n_out: int) -> Value:
-        """Of products q, k, v of rows, side by side."""
+    def attended(
+        self, f: Forward, y: Value, stream: Value | None, n_out: int, gate: Value | None = None
+    ) -> Value:
+        """Of products q, k, v of rows, side by side. gate: of the result"""
         s, at, is_near = self.shape, f.at, self.window > 0
-        norms = [None if self.row_norm else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
+        norms = [None if self.norms_apart else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
         pool = f.pool(self.reads)
         given = *norms, f.angles(self.rope, is_near=is_near), pool, f.kv_rows(pool)
         heads = s.n_head, s.head_dim
@@ -208,6 +233,10 @@ class Attention(Plain):
         if s.gated:
             both = f"[:, :{2 * s.n_head * s.head_dim}].view(-1, {s.n_head}, {2 * s.head_dim})"
             o = f.head_gate(o, f.view(y, f"{both}[..., {s.head_dim}:]", heads))
+        if gate is not None and self.gate == ("sigmoid", s.head_dim):
+            o = f.head_gate(o, f.view(gate, f".view(-1, {s.n_head}, {s.head_dim})", heads))
+        elif gate is not None and self.gate is not None:
+            o = f.gate_times(gate, o, self.gate[0], o.width)
         o = f.summed(o, "attn_output.weight", n_out, stream)
         return f.biased(o, f.optional("attn_output.bias"))
 

@@ -35,7 +35,7 @@ class LayerInput(Plain):
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         gate = f.product(x, "inp_gate.weight", n_out=self.n)
-        y = f.op("gelu_times", None, gate, RunInput("inputs", self.layer), shape=(self.n,))
+        y = f.gate_times(gate, RunInput("inputs", self.layer), "gelu", self.n)
         return f.add(stream, f.product(y, "proj.weight", n_out=x.width))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 @dataclass(frozen=True, slots=True)
 class Mamba2(Plain):
-    """Mamba-2 as data."""
+    """Mamba-2 as data. norms: its groups are normed before the last projection"""
 
     shape: Mamba2Shape
+    norms: bool = True
     folds = "mamba2", flush
 
     def tensors(self, at: Place) -> dict[str, Want]:
@@ -36,6 +37,7 @@ class Mamba2(Plain):
         by_channel = Cut(0, (x, bc, bc))
         by_head = Cut(0, (dt,))
         by_group = Cut(0, (x,))
+        of_groups = Want((s.n_group, inner // s.n_group), also=((inner,),), cut=by_group)
         return {
             at.name("ssm_in.weight"): Want(
                 (inner + s.n_channel + s.n_head, n), cut=Cut(0, (x, x, bc, bc, dt))
@@ -45,17 +47,15 @@ class Mamba2(Plain):
             at.name("ssm_dt.bias"): Want((s.n_head,), cut=by_head),
             at.name("ssm_a"): Want(heads, also=((s.n_head,),), cut=by_head),
             at.name("ssm_d"): Want(heads, also=((s.n_head,),), cut=by_head),
-            at.name("ssm_norm.weight"): Want(
-                (s.n_group, inner // s.n_group), also=((inner,),), cut=by_group
-            ),
             at.name("ssm_out.weight"): Want((n, inner), cut=Cut(1, (x,))),
+            **({at.name("ssm_norm.weight"): of_groups} if self.norms else {}),
         }
 
     def memory(self) -> LayerParts:
         return {STATE: Recurrent(self.shape)}
 
     def share(self, n: int) -> Mamba2:
-        return Mamba2(self.shape.share(n))
+        return replace(self, shape=self.shape.share(n))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         s = self.shape
@@ -66,7 +66,10 @@ class Mamba2(Plain):
         params = f.read(_params, "ssm_a", "ssm_dt.bias", "ssm_d", "ssm_conv1d.weight", "ssm_conv1d.bias")
         spec, shape = Mamba2Spec(f.device, s), (s.n_head, s.head_dim)
         y = f.op("mamba2", spec, m, dt, params, f.state, f.batch, shape=shape)
-        y = f.group_norm(f.flat(y), f.read(_flat, "ssm_norm.weight"), gate, s.n_group)
+        if self.norms:
+            y = f.group_norm(f.flat(y), f.read(_flat, "ssm_norm.weight"), gate, s.n_group)
+        else:
+            y = f.gate_times(gate, f.flat(y), "silu", inner)
         return f.summed(y, "ssm_out.weight", x.width, stream)
 
 

@@ -31,6 +31,7 @@ class Mla(Plain):
     n_value  dimensions of a head's value
     rank     of keys and values; q_rank that of queries, 0: they have none
     plain_scale  of scores, before what rope's scaling does to it
+    gates    of a head's result, which is multiplied with their sigmoids: one, or one for each dimension; 0: none
     """
 
     n_head: int
@@ -40,6 +41,7 @@ class Mla(Plain):
     q_rank: int
     rope: RopeSpec
     plain_scale: float
+    gates: int = 0
 
     @property
     def row(self) -> int:
@@ -68,6 +70,11 @@ class Mla(Plain):
         if self.q_rank:
             shapes["attn_q_a"] = Want((self.q_rank, n))
             shapes["attn_q_a_norm"] = Want((self.q_rank,))
+        if self.gates:
+            shapes["attn_gate"] = Want(
+                (self.n_head * self.gates, n),
+                cut=Cut(0, (Units(self.n_head, "heads", size=self.gates),)),
+            )
         of_queries = "attn_q_b" if self.q_rank else "attn_q"
         shapes[of_queries] = Want((self.n_head * k, self.q_rank or n), cut=Cut(0, (queries,)))
         wants = {at.name(f"{name}.weight"): want for name, want in shapes.items()}
@@ -116,4 +123,8 @@ class Mla(Plain):
         if turned := f.kv.turned_k(s.row):
             o = f.op("hadamard", HadamardSpec(f.device, attends.n_value, turned), o, shape=o.shape)
         o = f.heads(f.view(o, f"[..., :{s.rank}]", (s.n_head, s.rank)), "attn_v_b.weight", s.n_value)
-        return f.summed(f.flat(o), "attn_output.weight", n, stream)
+        o = f.flat(o)
+        if s.gates:
+            gate = f.product(h, "attn_gate.weight", n_out=s.n_head * s.gates)
+            o = f.gate_times(gate, o, "sigmoid", o.width)
+        return f.summed(o, "attn_output.weight", n, stream)

@@ -22,11 +22,13 @@ class Mlp(Plain):
     silu, gelu  down(act(gate n) * up n), gelu by its tanh form
     relu2       down(relu(up n)^2), biases where the file has them
     block       columns of `ffn_down` that stand together in the file: ranks get whole ones
+    limit       of silu's gates and ups (`cuda/cut.py`)
     """
 
     n_ff: int
     act: Act = "silu"
     block: int = 1
+    limit: float = 0.0
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values", block=self.block),)
@@ -56,7 +58,8 @@ class Mlp(Plain):
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         n = f.normed(x)
         if self.act != "relu2":
-            y = f.gated(n, "ffn_gate.weight", "ffn_up.weight", self.act, self.n_ff)
+            names = "ffn_gate.weight", "ffn_up.weight"
+            y = f.gated(n, *names, self.act, self.n_ff, limit=self.limit)
             return f.summed(y, "ffn_down.weight", x.width, stream)
         y = f.product(n, "ffn_up.weight", n_out=self.n_ff)
         y = f.relu2(f.biased(y, f.optional("ffn_up.bias")))

@@ -32,7 +32,7 @@ class Experts(Plain):
     biased       the choice has a bias; otherwise it has one if the file does
     groups       (all, used): the choice is among the experts of the best groups
     shifted      scores of the router and products of experts have biases
-    limit        gates are cut at this, ups at plus and minus this; 0: they are not
+    limit        of gates and ups (`cuda/cut.py`); limit_shared: of the shared expert's
     block        columns of `ffn_down_exps` that stand together in the file; block_shared: of the shared expert's
     router_norm  the router reads rows behind a norm of its own, whose weights are this tensor's over sqrt(n_embd); "": behind the experts'
     """
@@ -51,6 +51,7 @@ class Experts(Plain):
     groups: tuple[int, int] = (1, 1)
     shifted: bool = False
     limit: float = 0.0
+    limit_shared: float = 0.0
     router_norm: str = ""
     block: int = 1
     block_shared: int = 1
@@ -179,6 +180,8 @@ class Experts(Plain):
         whole blocks of the type of `down`."""
         if not self.n_ff_shared or self.latent or spec.down is None or self.n_ff_shared % self.n_ff:
             return False
+        if self.limit != self.limit_shared:
+            return False
         if self.n_ff_shared != self.n_ff and self.n_ff % spec.down.block_size:
             return False
         types = dict.fromkeys(self.inner, spec.up) | {"down": spec.down}
@@ -222,7 +225,7 @@ class Experts(Plain):
 
     def gates(self, f: Forward, n: Value) -> Value:
         """Inner values of a gated shared expert."""
-        return f.gated(n, *GATES, "silu", self.n_ff_shared)
+        return f.gated(n, *GATES, "silu", self.n_ff_shared, limit=self.limit_shared)
 
     def _stacks(self, f: Forward, spec: MoeSpec) -> Weight:
         shared = self.n_ff_shared if spec.pieces else 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pyspec.cuda.ops.moe.ref import MoeSpec
-from pyspec.errors import ModelError
 from pyspec.forward.call import RunInput, Value
 from pyspec.forward.trace import Forward, Site
-from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.moe import GATES, Experts
 from pyspec.models.part import Place
+from pyspec.models.read import read_limits
 from pyspec.models.stacks import named_experts
 from pyspec.models.wants import Want
 
@@ -54,21 +53,3 @@ class StreamExperts(Experts):
         if not self.n_named:
             return None
         return RunInput("rows", f.read(named_experts, TABLE, n_expert=self.n_expert))
-
-
-def read_limits(file: GGUFFile, n_block: int) -> list[Limits]:
-    """The limits of each block."""
-    own = _each_number(file, "swiglu_clamp_exp", [0.0] * n_block)
-    shared = _each_number(file, "swiglu_clamp_shexp", own)
-    return [(a if a > 1e-6 else 0.0, b if b > 1e-6 else 0.0) for a, b in zip(own, shared, strict=True)]
-
-
-def _each_number(file: GGUFFile, name: str, default: list[float]) -> list[float]:
-    """A number for each block, or one for all."""
-    h, n = file.hparams, len(default)
-    if name not in h:
-        return default
-    try:
-        return [h.number(name)] * n
-    except ModelError:
-        return h.numbers(name, n)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from pyspec.errors import PyspecError, Unavailable
 from pyspec.request import (
@@ -16,19 +16,18 @@ from pyspec.request import (
     Finish,
     Progress,
     PromptLogprobs,
-    Request,
     Started,
     Timings,
     TokenLogprob,
 )
-from pyspec.server.api.params import settings_dict
-from pyspec.server.http.envelope import dumps
+from pyspec.server.api.logprobs import LOGPROB_MIN
+from pyspec.server.api.prepared import PreparedBody
+from pyspec.server.http.envelope import dumps, error_body
 from pyspec.text.tokenizer import Tokenizer
 
 STOP_TYPE = {"eos": "eos", "stop": "word", "length": "limit"}
 FINGERPRINT = "b1-pyspec"
 PING = b": ping\n\n"
-LOGPROB_MIN = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(slots=True)
@@ -65,27 +64,99 @@ class Choice:
         elif isinstance(event, Done):
             self.done = event
 
+    @property
+    def ended(self) -> Done:
+        """The last event of a choice that has ended."""
+        assert self.done is not None
+        return self.done
 
-class Answer(Protocol):
-    """Converts choices to one object, or their events to server-sent events. Empty bytes: nothing to send."""
 
-    ping: bytes  # keeps a silent stream open
+class Answer(ABC):
+    """The answer to one body, built from its choices' events: one object at the end, or server-sent events on the way.
 
-    def complete(self, choices: Sequence[Choice]) -> Any: ...
+    Empty bytes: nothing to send. choices: their state so far
+    """
 
-    def opening(self, i: int, choice: Choice) -> bytes:
+    ping = PING  # keeps a silent stream open
+
+    def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
+        self._prepared, self._model, self._tokenizer = prepared, model, tokenizer
+        self.choices = [Choice() for _ in prepared.requests]
+
+    def encode(self, events: Iterable[tuple[int, Event]]) -> bytes:
+        """Events of choices that arrive together, as one piece of a stream."""
+        return b"".join([self._encode(i, event) for i, event in events])
+
+    def _encode(self, i: int, event: Event) -> bytes:
+        self.choices[i].apply(event, keep=False)
+        if isinstance(event, Delta):
+            return self.delta(i, event)
+        if isinstance(event, Done):
+            return self.finish(i, event)
+        shows_progress = self._prepared.return_progress
+        if isinstance(event, Started):
+            begun = Progress(event.request, event.n_prompt, event.n_cached, event.n_cached, 0.0)
+            return self.opening(i) + (self.progress(i, begun) if shows_progress else b"")
+        if shows_progress and isinstance(event, Progress) and event.n_processed > event.n_cached:
+            return self.progress(i, event)
+        return b""
+
+    @abstractmethod
+    def complete(self) -> Any:
+        """The answer as one object, after all events."""
+
+    def opening(self, i: int) -> bytes:
         """The request has a slot; no token has been generated yet."""
-        ...
+        return b""
 
-    def delta(self, i: int, choice: Choice, event: Delta) -> bytes: ...
+    @abstractmethod
+    def delta(self, i: int, event: Delta) -> bytes: ...
 
+    @abstractmethod
     def progress(self, i: int, event: Progress) -> bytes: ...
 
-    def finish(self, i: int, choice: Choice) -> bytes: ...
+    @abstractmethod
+    def finish(self, i: int, done: Done) -> bytes: ...
 
-    def tail(self, choices: Sequence[Choice]) -> bytes: ...
+    def tail(self) -> bytes:
+        """The end of a stream, after all choices."""
+        return b""
 
-    def error(self, error: PyspecError) -> bytes: ...
+    def error(self, error: PyspecError) -> bytes:
+        """The last event of a stream that failed."""
+        return sse(error_body(error))
+
+    def _progress_fields(self, event: Progress) -> dict[str, Any]:
+        """llama-server's `prompt_progress`, with its `timings` during the prompt."""
+        value: dict[str, Any] = {"prompt_progress": progress_dict(event)}
+        if self._prepared.timings_per_token:
+            n = event.n_processed - event.n_cached
+            read = Timings(cache_n=event.n_cached, prompt_n=n, prompt_ms=event.ms)
+            value["timings"] = timings_dict(read)
+        return value
+
+    def _native(self, i: int, content: str, tokens: list[int]) -> dict[str, Any]:
+        """The last, or only, object of `/completion`. `content` and `tokens` are empty at the end of a stream."""
+        choice, prepared = self.choices[i], self._prepared
+        done = choice.ended
+        return {
+            "index": i,
+            "content": content,
+            "tokens": tokens,
+            "id_slot": done.slot if done.slot >= 0 else choice.slot,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": done.n_predicted,
+            "tokens_evaluated": done.n_prompt,
+            "generation_settings": prepared.settings_of(i),
+            "prompt": prepared.prompt_texts[i],
+            "has_new_line": choice.has_new_line,
+            "truncated": done.truncated,
+            "stop_type": STOP_TYPE.get(ending(done), "none"),
+            "stopping_word": done.stop_string,
+            "tokens_cached": max(0, done.n_prompt + done.n_predicted - 1),
+            **measured(done.timings),
+        }
 
 
 def sse(value: Any) -> bytes:
@@ -186,53 +257,20 @@ def usage_dict(choices: Sequence[Choice], n: int) -> dict[str, Any]:
     }
 
 
-def logprob_list(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Token entries in the form of OpenAI's chat logprobs and of llama-server's `completion_probabilities`."""
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token)
-        text = raw.decode("utf-8", "replace")
-        value = max(logprob, LOGPROB_MIN)
-        return {"id": token, "token": text, "bytes": list(raw), "logprob": value}
-
-    alternatives = [[entry(*alt) for alt in e.top] for e in entries]
-    tokens = [entry(e.token, e.logprob) for e in entries]
-    return [token | {"top_logprobs": top} for token, top in zip(tokens, alternatives, strict=True)]
+def best(choices: Sequence[Choice], n: int, n_run: int) -> list[int]:
+    """Indices of the returned choices by prompt: the `n` with the highest mean log probability of their tokens, best first."""
+    if n == n_run:
+        return list(range(len(choices)))
+    shown: list[int] = []
+    for first in range(0, len(choices), n_run):
+        shown += sorted(range(first, first + n_run), key=lambda i: -mean_logprob(choices[i]))[:n]
+    return shown
 
 
-def sampled_list(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Probabilities after the samplers (`post_sampling_probs`), in llama-server's form: `prob` and `top_probs`."""
-
-    def entry(value: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: value[key] for key in ("id", "token", "bytes")}
-        return kept | {"prob": math.exp(value["logprob"])}
-
-    return [
-        entry(value) | {"top_probs": [entry(alt) for alt in value["top_logprobs"]]}
-        for value in logprob_list(entries, tokenizer)
-    ]
-
-
-def text_logprobs(
-    entries: Sequence[TokenLogprob],
-    tokenizer: Tokenizer,
-    offset: int = 0,
-) -> dict[str, Any]:
-    """`logprobs` of /v1/completions: llama-server's `content` and OpenAI's four parallel lists."""
-    content = logprob_list(entries, tokenizer)
-    offsets: list[int] = []
-    for item in content:
-        offsets.append(offset)
-        offset += len(item["token"])
-    return {
-        "content": content,
-        "tokens": [item["token"] for item in content],
-        "token_logprobs": [item["logprob"] for item in content],
-        "top_logprobs": [
-            {alt["token"]: alt["logprob"] for alt in item["top_logprobs"]} for item in content
-        ],
-        "text_offset": offsets,
-    }
+def mean_logprob(choice: Choice) -> float:
+    """Mean log probability of an answer's tokens; 0 for an empty answer."""
+    values = [max(entry.logprob, LOGPROB_MIN) for entry in choice.logprobs]
+    return sum(values) / len(values) if values else 0.0
 
 
 def progress_dict(event: Progress) -> dict[str, Any]:
@@ -251,68 +289,3 @@ def pieces(event: Delta, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
         (tokenizer.token_bytes(token).decode("utf-8", "replace"), i < event.n_accepted)
         for i, token in enumerate(event.tokens)
     ]
-
-
-def progress_timings(event: Progress) -> dict[str, Any]:
-    """llama-server's `timings` during the prompt."""
-    n = event.n_processed - event.n_cached
-    return timings_dict(Timings(cache_n=event.n_cached, prompt_n=n, prompt_ms=event.ms))
-
-
-def generation_settings(
-    request: Request,
-    of_body: Mapping[str, Any],
-    eog_ids: Sequence[int],
-) -> dict[str, Any]:
-    """The parsed request under llama-server's names. of_body: values that only the body has."""
-    return settings_dict(request.params, eog_ids) | {
-        "n_predict": request.max_tokens,
-        "max_tokens": request.max_tokens,
-        "n_keep": 0,  # the context never shifts, so nothing is kept or discarded
-        "n_discard": 0,
-        "stop": list(request.stop),
-        "cache_prompt": request.cache_prompt,
-        "t_max_predict_ms": request.max_predict_ms,
-        "timings_per_token": request.timings_per_token,
-        "speculative.n_max": request.n_draft_max,
-        "grammar": request.grammar.source if request.grammar else "",
-        "grammar_lazy": bool(request.grammar and request.grammar.lazy),
-        "grammar_triggers": [],
-        "preserved_tokens": list(request.shown),
-        "backend_sampling": False,
-        "lora": [],
-        **of_body,
-    }
-
-
-def native_final(
-    index: int,
-    choice: Choice,
-    *,
-    settings: dict[str, Any],
-    model: str,
-    prompt: str,
-    content: str,
-    tokens: list[int],
-) -> dict[str, Any]:
-    """The last, or only, object of `/completion`. `content` and `tokens` are empty at the end of a stream."""
-    done = choice.done
-    assert done is not None
-    return {
-        "index": index,
-        "content": content,
-        "tokens": tokens,
-        "id_slot": done.slot if done.slot >= 0 else choice.slot,
-        "stop": True,
-        "model": model,
-        "tokens_predicted": done.n_predicted,
-        "tokens_evaluated": done.n_prompt,
-        "generation_settings": settings,
-        "prompt": prompt,
-        "has_new_line": choice.has_new_line,
-        "truncated": done.truncated,
-        "stop_type": STOP_TYPE.get(ending(done), "none"),
-        "stopping_word": done.stop_string,
-        "tokens_cached": max(0, done.n_prompt + done.n_predicted - 1),
-        **measured(done.timings),
-    }

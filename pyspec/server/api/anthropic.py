@@ -1,7 +1,7 @@
 """Anthropic's messages, converted to a body of chat completions. Fields that are not part of a chat pass unchanged.
 
-Images, and documents that are no text, are refused by name; an image that a tool returned is left out with a line. Tools that Anthropic's servers run, and their results, are left out. Hints for caching and
-billing are ignored: every prompt is cached, and nothing is billed.
+Images, and documents that are no text, are refused by name; an image that a tool returned is left out with a line. Tools that Anthropic's
+servers run, and their results, are left out. Hints for caching and billing are ignored: every prompt is cached, and nothing is billed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.left_out import is_foreign_block, words
-from pyspec.server.api.schema import WHOLE, AsSent, Body, Count, tools_field, validate
+from pyspec.server.api.out_of_scope import is_foreign_block, words
+from pyspec.server.api.schema import (
+    WHOLE,
+    AsSent,
+    Body,
+    Count,
+    no_image,
+    string_of,
+    tools_field,
+    validate,
+)
 from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
 from pyspec.text.left_out import NO_IMAGE, own_tools
@@ -181,7 +190,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
         at = f"{where}.{i}"
         kind = _kind(block, at)
         if kind == "thinking":
-            thoughts.append(_string(block, "thinking", at))
+            thoughts.append(string_of(block, "thinking", at))
         elif kind == "tool_use":
             calls.append(_call(block, at))
         elif not is_foreign_block(kind):
@@ -201,8 +210,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     if not (given is None or isinstance(given, dict)):
         raise RequestError(f"{where}.input: an object")
     arguments = json.dumps(given or {}, ensure_ascii=False)
-    function = {"name": _string(block, "name", where), "arguments": arguments}
-    return {"id": _string(block, "id", where), "type": "function", "function": function}
+    function = {"name": string_of(block, "name", where), "arguments": arguments}
+    return {"id": string_of(block, "id", where), "type": "function", "function": function}
 
 
 def _kind(block: Any, where: str) -> str:
@@ -225,10 +234,10 @@ def _text(block: Any, where: str) -> str:
     if kind in ("document", "search_result") and (text := _document(block, where)) is not None:
         return text
     if kind == "image":
-        raise NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
+        raise no_image(where)
     if kind != "text":
         raise NotSupported(f"{where}: blocks of type {kind[:40]!r} are not supported here")
-    return _string(block, "text", where)
+    return string_of(block, "text", where)
 
 
 def _document(block: dict[str, Any], where: str) -> str | None:
@@ -243,13 +252,6 @@ def _document(block: dict[str, Any], where: str) -> str | None:
     heads = (block.get("title"), block.get("context"), source)
     lines = [head for head in heads if isinstance(head, str) and head]
     return "\n".join([*lines, content, ""]) if isinstance(content, str) else None
-
-
-def _string(block: dict[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{name}: a string is needed")
-    return value
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:

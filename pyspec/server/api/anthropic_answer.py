@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspec.errors import PyspecError
 from pyspec.request import Done, Progress
-from pyspec.server.api.answers import Choice, ending
+from pyspec.server.api.answers import ending
 from pyspec.server.api.parted import PartedAnswer, Sent, named_event
 from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.http.envelope import anthropic_error
@@ -47,7 +47,8 @@ class MessagesAnswer(PartedAnswer):
             "model": model,
         }
 
-    def opening(self, i: int, choice: Choice) -> bytes:
+    def opening(self, i: int) -> bytes:
+        choice = self.choices[i]
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = self._head | empty | {"usage": usage(choice.n_prompt, choice.n_cached, 0)}
         return named_event({"type": "message_start", "message": message})
@@ -94,32 +95,25 @@ class MessagesAnswer(PartedAnswer):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _last_events(self, choice: Choice) -> Iterator[Sent]:
-        yield {"type": "message_delta", "delta": self._stop(choice), "usage": self._usage(choice)}
+    def _last_events(self, done: Done) -> Iterator[Sent]:
+        yield {"type": "message_delta", "delta": self._stop(done), "usage": self._usage(done)}
         yield {"type": "message_stop"}
 
-    def _final(self, choice: Choice) -> Sent:
-        usage = {"usage": self._usage(choice)}
-        return self._head | {"content": self._blocks} | self._stop(choice) | usage
+    def _final(self, done: Done) -> Sent:
+        usage = {"usage": self._usage(done)}
+        return self._head | {"content": self._blocks} | self._stop(done) | usage
 
-    def _stop(self, choice: Choice) -> dict[str, Any]:
-        done = _done(choice)
+    def _stop(self, done: Done) -> dict[str, Any]:
         reason = STOP_REASON[ending(done)]
         if reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": done.stop_string or None}
 
-    def _usage(self, choice: Choice) -> dict[str, Any]:
-        done = _done(choice)
+    def _usage(self, done: Done) -> dict[str, Any]:
         value = usage(done.n_prompt, done.timings.cache_n, done.n_predicted, self._n_reasoning)
         broke = done.timings.cache_break_at
         # not Anthropic's: this path has no timings
         return value | ({"cache_break_at": broke} if broke >= 0 else {})
-
-
-def _done(choice: Choice) -> Done:
-    assert choice.done is not None
-    return choice.done
 
 
 def call_input(arguments: str) -> dict[str, Any]:

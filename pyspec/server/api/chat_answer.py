@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pyspec.request import Delta, Done, Progress, TokenLogprob, finish_reason
-from pyspec.server.api.answers import Choice, logprob_list
-from pyspec.server.api.choices import prompt_logprobs
+from pyspec.server.api.logprobs import logprob_list
 from pyspec.server.api.openai import OpenAIAnswer
 from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.http.envelope import dumps
@@ -18,9 +17,15 @@ from pyspec.text.tokenizer import Tokenizer
 
 @dataclass
 class MessageParts:
-    """The collected parts of one choice."""
+    """The parser of one choice, and its collected parts.
+
+    is_begun    its role was sent
+    has_called  a call was sent, or is in the message
+    """
 
     parser: AnswerParser
+    is_begun: bool = False
+    has_called: bool = False
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -35,6 +40,7 @@ class MessageParts:
                 self.reasoning.append(part.text)
             elif isinstance(part, CallBegin):
                 function = {"name": part.name, "arguments": ""}
+                self.has_called = True
                 self.calls.append({"id": part.id, "type": "function", "function": function})
                 self.arguments.append([])
             else:
@@ -60,45 +66,40 @@ class ChatAnswer(OpenAIAnswer):
 
     def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(prepared, model, tokenizer)
-        self._begun: set[int] = set()
         self._parts = [MessageParts(prepared.markup.parser()) for _ in prepared.requests]
-        self._has_called: set[int] = set()
 
-    def complete(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        value, n = super().complete(choices), self._prepared.requests[0].prompt_logprobs
+    def complete(self) -> dict[str, Any]:
+        value, n = super().complete(), self._prepared.requests[0].prompt_logprobs
         if self._prepared.tells_prompt and n is not None:
-            value["prompt_logprobs"] = prompt_logprobs(choices[0], self._tokenizer, n)
+            value["prompt_logprobs"] = self._prompt_logprobs(self.choices[0], n)
         return value
 
-    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
-        return self._role(i) + super().delta(i, choice, event)
+    def delta(self, i: int, event: Delta) -> bytes:
+        return self._role(i) + super().delta(i, event)
 
     def progress(self, i: int, event: Progress) -> bytes:
         return self._role(i) + super().progress(i, event)
 
-    def finish(self, i: int, choice: Choice) -> bytes:
+    def finish(self, i: int, done: Done) -> bytes:
         rest = self._parts[i].parser.finish()
         last = [self._chunk(f'"choices":[{delta}]') for delta in self._written(i, rest)]
-        return self._role(i) + b"".join(last) + super().finish(i, choice)
+        return self._role(i) + b"".join(last) + super().finish(i, done)
 
     def _role(self, i: int) -> bytes:
-        if i in self._begun:
+        if self._parts[i].is_begun:
             return b""
-        self._begun.add(i)
+        self._parts[i].is_begun = True
         first = {"index": i, "finish_reason": None, "delta": {"role": "assistant", "content": None}}
         return self._chunk(f'"choices":[{dumps(first)}]')
 
-    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
-        assert choice.done is not None
-        heard = self._parts[i]
+    def _choice(self, at: int, i: int) -> dict[str, Any]:
+        choice, heard = self.choices[i], self._parts[i]
         heard.keep(heard.parser.push("".join(choice.text)))
         heard.keep(heard.parser.finish())
-        if heard.calls:
-            self._has_called.add(i)
         value: dict[str, Any] = {
-            "index": i,
+            "index": at,
             "message": heard.message(),
-            "finish_reason": self._finish_reason(i, choice.done),
+            "finish_reason": self._finish_reason(i, choice.ended),
         }
         if self._prepared.calls_functions and heard.calls:
             value["message"]["function_call"] = value["message"].pop("tool_calls")[0]["function"]
@@ -107,7 +108,7 @@ class ChatAnswer(OpenAIAnswer):
         return value
 
     def _finish_reason(self, i: int, done: Done) -> str:
-        reason = finish_reason(done.finish, has_called=i in self._has_called)
+        reason = finish_reason(done.finish, has_called=self._parts[i].has_called)
         return "function_call" if self._prepared.calls_functions and reason == "tool_calls" else reason
 
     def _deltas(self, i: int, text: str) -> Iterator[str]:
@@ -128,7 +129,7 @@ class ChatAnswer(OpenAIAnswer):
         if isinstance(part, CallArguments):
             call: dict[str, Any] = {"index": part.index, "function": {"arguments": part.text}}
         else:
-            self._has_called.add(i)
+            self._parts[i].has_called = True
             function = {"name": part.name, "arguments": ""}
             call = {"index": part.index, "id": part.id, "type": "function", "function": function}
         if self._prepared.calls_functions:  # which takes one call
@@ -138,5 +139,5 @@ class ChatAnswer(OpenAIAnswer):
     def _end_choice(self, i: int) -> dict[str, Any]:
         return {"index": i, "delta": {}}
 
-    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, i: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"content": logprob_list(entries, self._tokenizer)}

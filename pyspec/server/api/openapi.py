@@ -1,90 +1,71 @@
-"""`/openapi.json`, built from the request models: request bodies, and the error statuses of each path."""
+"""`/openapi.json`, built from the endpoints and their request models: request bodies, and the error statuses of each path."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 import pyspec
 from pyspec.server.api.anthropic import MessagesBody
-from pyspec.server.api.responses import ResponsesBody
-from pyspec.server.api.schema import (
-    ChatBody,
-    DetokenizeBody,
-    InfillBody,
-    NativeBody,
-    TemplateBody,
-    TextBody,
-    TokenizeBody,
-)
-from pyspec.server.api.slots import SlotFileBody
+from pyspec.server.service import Service
 
-POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
-    "/v1/chat/completions": (ChatBody, "Answer a chat (OpenAI)", ("choices", "usage", "timings")),
-    "/v1/completions": (TextBody, "Continue a prompt (OpenAI)", ("choices", "usage")),
-    "/completion": (NativeBody, "Continue a prompt (llama-server)", ()),
-    "/infill": (InfillBody, "Fill a gap in a text (llama-server)", ()),
-    "/v1/chat/completions/input_tokens": (ChatBody, "Count the tokens of a chat", ("input_tokens",)),
-    "/v1/messages": (MessagesBody, "Answer a chat (Anthropic)", ("content", "stop_reason", "usage")),
-    "/v1/messages/count_tokens": (
-        MessagesBody,
-        "Count the tokens of a chat (Anthropic)",
-        ("input_tokens",),
-    ),
-    "/v1/responses": (ResponsesBody, "Answer a chat (OpenAI's responses)", ("id", "output", "usage")),
-    "/v1/responses/input_tokens": (
-        ResponsesBody,
-        "Count the tokens of a chat (OpenAI's responses)",
-        ("input_tokens",),
-    ),
-    "/slots/{slot}": (SlotFileBody, "Save, restore or erase a slot's contents", ("id_slot",)),
-    "/tokenize": (TokenizeBody, "Text to token ids", ("tokens",)),
-    "/detokenize": (DetokenizeBody, "Token ids to text", ("content",)),
-    "/apply-template": (TemplateBody, "Render a chat to its prompt", ("prompt",)),
-}
-PARAMETERS = {
-    "/slots/{slot}": [
-        {
-            "name": "slot",
-            "in": "path",
-            "required": True,
-            "schema": {"type": "integer", "minimum": 0},
-        },
-        {
-            "name": "action",
-            "in": "query",
-            "required": True,
-            "schema": {"type": "string", "enum": ["save", "restore", "erase"]},
-        },
-    ]
-}
-GENERATE = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/completion",
-        "/infill",
-        "/v1/messages",
-        "/v1/responses",
-    }
-)
-GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
-    "/health": ("Is the engine alive", "application/json", (503,)),
-    "/ready": ("Would new work be served soon", "application/json", (401, 503)),
-    "/v1/models": ("The model and its drafter", "application/json", ()),
-    "/props": ("Settings and model facts", "application/json", (401, 501)),
-    "/slots": ("The state of every slot", "application/json", (401, 501, 503)),
-    "/metrics": ("Counters for Prometheus", "text/plain", (401, 501)),
-    "/version": ("The version of pyspec (vLLM)", "application/json", (401,)),
-    "/load": ("Requests that run and wait (vLLM)", "application/json", (401,)),
-    "/get_load": ("Requests and tokens that are held (SGLang)", "application/json", (401,)),
-    "/get_server_info": ("Settings and rates (SGLang); /server_info, too", "application/json", (401,)),
-    "/get_model_info": ("The served model (SGLang); /model_info, too", "application/json", (401,)),
-    "/openapi.json": ("This document", "application/json", (401,)),
-}
+Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+JSON_TYPE = "application/json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Paths with one handler, the first of which the document shows if `about` says what it is for.
+
+    body     the model of its body: the method is then POST
+    fields   that every answer has
+    errors   statuses besides 200; of a path with a body all that a body can have
+    streams  it answers with events, too, if the body asks for them
+    """
+
+    paths: tuple[str, ...]
+    handler: Handler
+    methods: tuple[str, ...]
+    about: str = ""
+    body: type[BaseModel] | None = None
+    fields: tuple[str, ...] = ()
+    errors: tuple[int, ...] = ()
+    content_type: str = JSON_TYPE
+    streams: bool = False
+    parameters: tuple[dict[str, Any], ...] = ()
+
+
+def get(
+    paths: str, handler: Handler, about: str = "", errors: tuple[int, ...] = (), **more: Any
+) -> Endpoint:
+    """An endpoint that shows something. paths: between spaces"""
+    given = {"methods": ("GET",), **more}
+    return Endpoint(paths=tuple(paths.split()), handler=handler, about=about, errors=errors, **given)
+
+
+def post(
+    paths: str, handler: Handler, body: type[BaseModel], about: str, *fields: str, **more: Any
+) -> Endpoint:
+    """An endpoint that takes a body. paths: between spaces"""
+    errors = ANTHROPIC_ERRORS if body is MessagesBody else BODY_ERRORS
+    return Endpoint(
+        paths=tuple(paths.split()),
+        handler=handler,
+        methods=("POST",),
+        about=about,
+        body=body,
+        fields=fields,
+        errors=errors,
+        **more,
+    )
+
+
 ERRORS = {
     400: "The request cannot be served as it stands; the message names the field",
     401: "No api key, or a wrong one",
@@ -101,77 +82,56 @@ ERRORS = {
 }
 BODY_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 503)
 ANTHROPIC_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 529)
-ANTHROPIC_ERROR_SCHEMA = {
+
+
+class ErrorDetails(BaseModel):
+    """An error as llama-server tells it. The numbers are there if the prompt was too long."""
+
+    code: int
+    message: str
+    type: str
+    n_prompt_tokens: int = 0
+    n_ctx: int = 0
+
+
+class Error(BaseModel):
+    error: ErrorDetails
+
+
+class AnthropicErrorDetails(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+
+
+EVENTS = {
     "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["code", "message", "type"],
-            "properties": {
-                "code": {"type": "integer"},
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "n_prompt_tokens": {"type": "integer"},
-                "n_ctx": {"type": "integer"},
-            },
-        }
-    },
+    "description": "Server-sent events, with stream: true",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
 }
 
 
-@cache
-def document() -> dict[str, Any]:
+def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The OpenAPI 3.1 document."""
-    models = {model for model, *_ in POSTS.values()}
+    shown = [endpoint for endpoint in endpoints if endpoint.about]
+    models: set[type[BaseModel]] = {Error, AnthropicError}
+    models |= {endpoint.body for endpoint in shown if endpoint.body is not None}
     refs, defs = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda m: m.__name__)],
         ref_template="#/components/schemas/{model}",
     )
-    schemas = {**defs["$defs"], "Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}
     paths: dict[str, Any] = {}
-    for path, (about, content_type, codes) in GETS.items():
-        shape = {"type": ["object", "array", "string"]}
-        paths[path] = {"get": _operation(about, content_type, shape, codes)}
-    alive = {"200": {"description": "OK, without a text"}}
-    alive["503"] = _operation("", "", {}, (503,))["responses"]["503"]
-    ping = {"summary": "Is the engine alive (vLLM)", "responses": alive}
-    paths["/ping"] = {"get": ping, "post": ping}
-    json_type = "application/json"
-    for path, (model, about, fields) in POSTS.items():
-        shape = {"type": ["object", "array"], "required": list(fields)}
-        if model is MessagesBody:
-            operation = _operation(about, json_type, shape, ANTHROPIC_ERRORS, "AnthropicError")
-        else:
-            operation = _operation(about, json_type, shape, BODY_ERRORS)
-        if path in GENERATE:
-            events = "Server-sent events, with stream: true"
-            operation["responses"]["200"]["content"]["text/event-stream"] = {
-                "schema": {
-                    "type": "object",
-                    "description": events,
-                    "required": ["data"],
-                    "properties": {"data": {"type": "string"}},
-                }
-            }
-        schema = refs[(model, "validation")]
-        content = {"application/json": {"schema": schema}}
-        operation["requestBody"] = {"required": True, "content": content}
-        if path in PARAMETERS:
-            operation["parameters"] = PARAMETERS[path]
-        paths[path] = {"post": operation}
+    for one in shown:
+        operation = _operation(one)
+        if one.body is not None:
+            content = {JSON_TYPE: {"schema": refs[(one.body, "validation")]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths[one.paths[0]] = {method.lower(): operation for method in one.methods}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -181,23 +141,24 @@ def document() -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": defs["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
     }
 
 
-def _operation(
-    about: str,
-    content_type: str,
-    schema: dict[str, Any],
-    codes: tuple[int, ...],
-    error_schema: str = "Error",
-) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_schema}"}}}
-    content = {content_type: {"schema": schema}}
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
-    for code in codes:
-        responses[str(code)] = {"description": ERRORS[code], "content": error}
-    return {"summary": about, "responses": responses}
+def _operation(one: Endpoint) -> dict[str, Any]:
+    name = "AnthropicError" if one.body is MessagesBody else "Error"
+    error = {JSON_TYPE: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+    shape: dict[str, Any] = {"type": ["object", "array", "string"]}
+    if one.body is not None:
+        shape = {"type": ["object", "array"], "required": list(one.fields)}
+    answer: dict[str, Any] = {"description": "OK, without a text"}
+    if one.content_type:
+        content = {one.content_type: {"schema": shape}}
+        events = {"text/event-stream": {"schema": EVENTS}} if one.streams else {}
+        answer = {"description": "OK", "content": content | events}
+    responses = {str(code): {"description": ERRORS[code], "content": error} for code in one.errors}
+    operation: dict[str, Any] = {"summary": one.about, "responses": {"200": answer} | responses}
+    return operation | ({"parameters": list(one.parameters)} if one.parameters else {})

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pyspec.errors import RequestError
 from pyspec.ranges import Real, rules_of
 from pyspec.registry import SUFFIX, spelt_here, split_spec_type
-from pyspec.request import DEFAULT_SAMPLERS, LAST, SAMPLERS, EngineInfo, SamplingParams, sampler_of
+from pyspec.request import (
+    DEFAULT_SAMPLERS,
+    LAST,
+    SAMPLERS,
+    EngineInfo,
+    Request,
+    SamplingParams,
+    sampler_of,
+)
 from pyspec.server.api.schema import SAMPLING, SEED_MAX, ChatBody, Generate, TextBody
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.tokenizer import Tokenizer
@@ -95,22 +103,20 @@ def check_alternatives(name: str, count: int | None, body: Generate, limits: Lim
     """Raise RequestError if an answer would have too many alternatives. A few are allowed at any length, many only for short answers."""
     if count is None or count <= limits.top_logprobs:
         return
-    n = token_limit(body)
-    most = limits.top_logprobs
-    if n is not None:
+    n, most = token_limit(body), limits.top_logprobs
+    if n is not None and n >= 0:
         most = min(limits.most_top_logprobs, max(most, limits.alternatives // max(1, n)))
     if count > most:
-        length = "an answer without max_tokens" if n is None else f"{n} tokens"
+        length = "an answer without max_tokens" if n is None or n < 0 else f"{n} tokens"
         raise RequestError(
             f"{name}: {count} alternatives; at most {most} are reported for each token of {length}",
         )
 
 
 def token_limit(body: Generate) -> int | None:
-    """The body's limit of answer tokens; None: no limit given, or as many as fit."""
+    """The body's limit of answer tokens; None: no limit given. Below 0: as many as fit."""
     limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
-    said = [n for n in limits if n is not None]
-    return said[0] if said and said[0] >= 0 else None
+    return next((n for n in limits if n is not None), None)
 
 
 def bias_pairs(
@@ -161,6 +167,42 @@ def stop_strings(stop: Any, limits: Limits) -> tuple[str, ...]:
     return stops
 
 
+def n_choices(body: Generate, info: EngineInfo) -> tuple[int, int]:
+    """(returned answers, generated answers) per prompt. Raises RequestError if impossible."""
+    n = body.n or body.n_cmpl or 1
+    n_run = body.best_of or n
+    for name, value in (("n", n), ("best_of", n_run)):
+        if value > info.n_slot:
+            raise RequestError(
+                f"{name}: {value} choices, but there are {info.n_slot} slots (raise it with -np)",
+            )
+    if n_run < n:
+        raise RequestError(f"best_of: {n_run} answers are fewer than the {n} to be shown (n)")
+    if n_run > n and body.stream:
+        raise RequestError(
+            "best_of: the best answer is known only at the end, so it cannot be streamed",
+        )
+    if n_run > n and body.post_sampling_probs:
+        raise RequestError(
+            "best_of: answers are compared by the model's own probabilities; leave post_sampling_probs out"
+        )
+    return n, n_run
+
+
+def n_prompt_logprobs(body: Generate, limits: Limits) -> int | None:
+    """Alternatives to report for each prompt token; None: no prompt logprobs."""
+    echoes = isinstance(body, TextBody) and bool(body.echo)
+    echoed = body.logprobs if isinstance(body, TextBody) and echoes else None
+    wanted = [n for n in (body.prompt_logprobs, echoed) if n is not None]
+    if (n_top := max(wanted, default=0)) > limits.top_logprobs:  # a prompt may be long
+        raise RequestError(
+            f"prompt_logprobs: {n_top} alternatives; at most {limits.top_logprobs} are reported",
+        )
+    if wanted and body.stream:
+        raise RequestError("prompt_logprobs, or echo with logprobs: ask for them without stream")
+    return max(wanted, default=None)
+
+
 def draft_limit(body: Generate, info: EngineInfo) -> int | None:
     """The most draft tokens per round: None lets the engine decide, 0 switches drafting off.
 
@@ -202,4 +244,30 @@ def settings_dict(params: SamplingParams, eog_ids: Sequence[int] = ()) -> dict[s
         ],
         "samplers": list(params.samplers or DEFAULT_SAMPLERS),
         "post_sampling_probs": params.post_sampling,
+    }
+
+
+def generation_settings(
+    request: Request,
+    of_body: Mapping[str, Any],
+    eog_ids: Sequence[int],
+) -> dict[str, Any]:
+    """The parsed request under llama-server's names. of_body: values that only the body has."""
+    return settings_dict(request.params, eog_ids) | {
+        "n_predict": request.max_tokens,
+        "max_tokens": request.max_tokens,
+        "n_keep": 0,  # the context never shifts, so nothing is kept or discarded
+        "n_discard": 0,
+        "stop": list(request.stop),
+        "cache_prompt": request.cache_prompt,
+        "t_max_predict_ms": request.max_predict_ms,
+        "timings_per_token": request.timings_per_token,
+        "speculative.n_max": request.n_draft_max,
+        "grammar": request.grammar.source if request.grammar else "",
+        "grammar_lazy": bool(request.grammar and request.grammar.lazy),
+        "grammar_triggers": [],
+        "preserved_tokens": list(request.shown),
+        "backend_sampling": False,
+        "lora": [],
+        **of_body,
     }

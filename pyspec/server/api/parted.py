@@ -6,12 +6,12 @@ write the events of a stream and, without sending them, build the complete objec
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pyspec.request import Delta
-from pyspec.server.api.answers import Choice
+from pyspec.request import Delta, Done
+from pyspec.server.api.answers import Answer
 from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.http.envelope import dumps
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -26,36 +26,34 @@ def named_event(event: Sent) -> bytes:
     return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
 
 
-class PartedAnswer(ABC):
-    """One answer of one choice. `open` is the kind of the growing block, None between blocks."""
+class PartedAnswer(Answer):
+    """The answer of one choice. `open` is the kind of the growing block, None between blocks."""
 
     def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
-        self._prepared, self._model, self._tokenizer = prepared, model, tokenizer
+        super().__init__(prepared, model, tokenizer)
         self._parser = prepared.markup.parser()
         self._open: type[Part] | None = None
         self._texts: list[str] = []  # of the open block
         self._n_reasoning = 0  # tokens, estimated from the text
 
-    def complete(self, choices: Sequence[Choice]) -> Sent:
-        for _ in self._grow([*self._parser.push("".join(choices[0].text)), *self._parser.finish()]):
+    def complete(self) -> Sent:
+        text = "".join(self.choices[0].text)
+        for _ in self._grow([*self._parser.push(text), *self._parser.finish()]):
             pass
         for _ in self._end_block():
             pass
-        return self._final(choices[0])
+        return self._final(self.choices[0].ended)
 
-    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
+    def delta(self, i: int, event: Delta) -> bytes:
         return self._bytes(self._grow(self._parser.push(event.text)), event)
 
-    def finish(self, i: int, choice: Choice) -> bytes:
+    def finish(self, i: int, done: Done) -> bytes:
         def events() -> Iterator[Sent]:
             yield from self._grow(self._parser.finish())
             yield from self._end_block()
-            yield from self._last_events(choice)
+            yield from self._last_events(done)
 
         return self._bytes(events())
-
-    def tail(self, choices: Sequence[Choice]) -> bytes:
-        return b""
 
     def _grow(self, parts: Sequence[Part]) -> Iterator[Sent]:
         """Add parts to the open block, or to new ones."""
@@ -83,7 +81,7 @@ class PartedAnswer(ABC):
             self._n_reasoning += len(ids)
         yield from self._end(kind, text)
 
-    def _bytes(self, events: Iterator[Sent], event: Delta | None = None) -> bytes:
+    def _bytes(self, events: Iterable[Sent], event: Delta | None = None) -> bytes:
         return b"".join(named_event(sent) for sent in events)
 
     @abstractmethod
@@ -99,9 +97,9 @@ class PartedAnswer(ABC):
         """Close the block; `text` is its full text."""
 
     @abstractmethod
-    def _last_events(self, choice: Choice) -> Iterator[Sent]:
+    def _last_events(self, done: Done) -> Iterator[Sent]:
         """The last events of a stream."""
 
     @abstractmethod
-    def _final(self, choice: Choice) -> Sent:
+    def _final(self, done: Done) -> Sent:
         """The answer as one object."""

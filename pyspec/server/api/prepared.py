@@ -14,12 +14,19 @@ from typing import Any, Literal
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
-from pyspec.server.api.answers import generation_settings
 from pyspec.server.api.chats import plan_chat, with_tools
-from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.infill import infill_ids
-from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
+from pyspec.server.api.out_of_scope import refuse_elsewhere, refuse_unsupported
+from pyspec.server.api.params import (
+    draft_limit,
+    generation_settings,
+    n_choices,
+    n_prompt_logprobs,
+    sampling_params,
+    stop_strings,
+    token_limit,
+)
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import (
     SEED_MAX,
@@ -31,7 +38,6 @@ from pyspec.server.api.schema import (
     validate,
 )
 from pyspec.server.api.steady import steady, with_lines
-from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
@@ -51,6 +57,8 @@ TO_CHAT: dict[Kind, Callable[[dict[str, Any], Limits], dict[str, Any]]] = {
 }
 """APIs whose bodies are converted to chat completions first."""
 
+SWITCHES = ("stream", "return_tokens", "return_progress", "return_pieces", "timings_per_token", "echo")
+"""Fields of bodies that a PreparedBody has, too."""
 _logged: set[str] = set()
 """Ignored field names that were logged. Bounded, because clients choose the names."""
 
@@ -111,42 +119,35 @@ def prepare(
     hides_logprobs = n_run > n and params.logprobs is None
     if hides_logprobs:
         params = replace(params, logprobs=0)
-    runs = [(ids, i) for ids in prompts for i in range(n_run)]
-    requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids, i in runs)
-    # One choice computes them for all
-    if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:
-        requests = tuple(
-            replace(r, prompt_logprobs=n_top) if i == 0 else r
-            for r, (_, i) in zip(requests, runs, strict=True)
-        )
+    requests = [
+        _request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n_run)
+    ]
+    n_top = n_prompt_logprobs(body, settings.limits)
+    more: dict[str, Any] = {}
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
-        requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
+        more["n_stable"] = _n_common(prompts[0], others[0])
     around = plan.answer.around(plan.begun) if plan else ALONE
-    if (grammar := checked_grammar(body, engine, around, compiles=compiles)) is not None:
-        requests = tuple(replace(r, grammar=grammar) for r in requests)
+    grammar = checked_grammar(body, engine, around, compiles=compiles)
     if plan:
-        shown, calls = plan.answer.shown, plan.answer.grammar
-        requests = tuple(
-            replace(r, shown=shown, think_budget=plan.budget, grammar=calls or r.grammar)
-            for r in requests
-        )
+        more |= {"shown": plan.answer.shown, "think_budget": plan.budget}
+        grammar = plan.answer.grammar or grammar
+    requests = [
+        # one choice of a prompt computes its log probabilities for all
+        replace(request, grammar=grammar, prompt_logprobs=None if i % n_run else n_top, **more)
+        for i, request in enumerate(requests)
+    ]
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return PreparedBody(
         kind=kind,
-        requests=requests,
+        requests=tuple(requests),
         n=n,
-        stream=bool(body.stream),
+        **{name: bool(getattr(body, name, False)) for name in SWITCHES},
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        return_tokens=bool(body.return_tokens),
-        return_progress=bool(body.return_progress),
-        timings_per_token=bool(body.timings_per_token),
         ping_s=max(ping_s, settings.limits.least_ping_s) if ping_s > 0 else settings.limits.total_s,
         prompt_texts=_texts(body, engine.tokenizer, prompts, n_run, settings),
         verbose=settings.verbose if body.verbose is None else body.verbose,
-        return_pieces=bool(body.return_pieces),
         n_run=n_run,
-        echo=isinstance(body, TextBody) and bool(body.echo),
         tells_prompt=body.prompt_logprobs is not None,
         hides_logprobs=hides_logprobs,
         calls_functions="functions" in sent and "functions" not in value,
@@ -246,13 +247,13 @@ def _request(
     """Choice i of a prompt; with a given seed each choice gets a seed of its own."""
     if i and params.seed >= 0:
         params = replace(params, seed=(params.seed + i) % SEED_MAX)
-    slot = -1 if body.id_slot is None else body.id_slot
+    slot, n_answer = -1 if body.id_slot is None else body.id_slot, token_limit(body)
     if slot >= info.n_slot:
         raise RequestError(f"id_slot: {slot} is outside 0..{info.n_slot - 1}")
     return Request(
         prompt=tuple(ids),
         params=params,
-        max_tokens=_max_tokens(body, settings),
+        max_tokens=settings.max_tokens if n_answer is None else n_answer,
         stop=stop_strings(body.stop, settings.limits),
         cache_prompt=body.cache_prompt is not False,
         n_draft_max=draft_limit(body, info),
@@ -260,12 +261,6 @@ def _request(
         timings_per_token=bool(body.timings_per_token),
         max_predict_ms=max(0.0, float(body.t_max_predict_ms or 0.0)),
     )
-
-
-def _max_tokens(body: Generate, settings: ServerSettings) -> int:
-    limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
-    said = [n for n in limits if n is not None]
-    return said[0] if said else settings.max_tokens
 
 
 def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
@@ -286,8 +281,8 @@ def _gap_ids(
     engine: EngineLike,
     settings: ServerSettings,
 ) -> list[int]:
-    n_answer = _max_tokens(body, settings)
-    n_ctx = engine.info.n_ctx
+    n_answer, n_ctx = token_limit(body), engine.info.n_ctx
+    n_answer = settings.max_tokens if n_answer is None else n_answer
     return infill_ids(engine.tokenizer, gap, n_ctx, n_answer, suffix_first=settings.spm_infill)
 
 

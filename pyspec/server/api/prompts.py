@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pyspec.errors import NotSupported, RequestError
@@ -74,48 +74,32 @@ def check_ids(ids: Sequence[int], n_vocab: int) -> None:
 
 @dataclass(frozen=True)
 class Rendering:
-    """The arguments of the template.
+    """A chat for the template.
 
+    given      what the template takes
     continued  the assistant's message at the end if the answer continues it; it is not passed to the template
+    what       the continued field of that message
     """
 
     template: ChatTemplate
-    messages: list[dict[str, Any]]
-    tools: list[Mapping[str, Any]] | None
-    add_generation_prompt: bool
-    kwargs: dict[str, Any]
+    given: dict[str, Any]
     continued: dict[str, Any] | None = None
-    what: str = "content"  # the continued field of that message
+    what: str = "content"
     think: ThinkMarks = THINK
 
     def text(self) -> str:
         """The prompt's text."""
-        text = self.template.render(
-            self.messages,
-            tools=self.tools,
-            add_generation_prompt=self.add_generation_prompt,
-            kwargs=self.kwargs,
-        )
-        return (
-            text
-            if self.continued is None
-            else text + opening(text, self.continued, self.what, self.think)
-        )
+        text = self.template.render(**self.given)
+        return text + self._begun(text)
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
         """The prompt's tokens."""
-        begun = ""
-        if self.continued is not None:
-            own = replace(self, continued=None).text()
-            begun = opening(own, self.continued, self.what, self.think)
-        return self.template.encode(
-            tokenizer,
-            self.messages,
-            tools=self.tools,
-            add_generation_prompt=self.add_generation_prompt,
-            kwargs=self.kwargs,
-            begun=begun,
-        )
+        begun = self._begun(self.template.render(**self.given)) if self.continued is not None else ""
+        return self.template.encode(tokenizer, **self.given, begun=begun)
+
+    def _begun(self, text: str) -> str:
+        """The given start of the answer behind this prompt."""
+        return "" if self.continued is None else opening(text, self.continued, self.what, self.think)
 
 
 def opening(text: str, message: dict[str, Any], what: str, think: ThinkMarks = THINK) -> str:
@@ -163,16 +147,14 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         messages, tools = with_described(
             template, lambda: engine.tokenizer, messages, tools, may_call=may_call, knows_how=knows_how
         )
-    return Rendering(
-        template,
-        messages=messages,
-        tools=tools or None,
-        add_generation_prompt=bool(continued) or body.add_generation_prompt is not False,
-        kwargs=template_values(body, engine.info.chat_template, settings),
-        continued=begun,
-        what=continued,
-        think=think_marks(engine.info.chat_template) or THINK,
-    )
+    given = {
+        "messages": messages,
+        "tools": tools or None,
+        "add_generation_prompt": bool(continued) or body.add_generation_prompt is not False,
+        "kwargs": template_values(body, engine.info.chat_template, settings),
+    }
+    think = think_marks(engine.info.chat_template) or THINK
+    return Rendering(template, given, begun, continued, think)
 
 
 def continued_part(body: Chat, settings: ServerSettings) -> str:

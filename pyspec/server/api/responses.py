@@ -12,8 +12,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.left_out import is_foreign_item, words
-from pyspec.server.api.schema import AsSent, Body, Count, tools_field, validate
+from pyspec.server.api.out_of_scope import is_foreign_item, words
+from pyspec.server.api.schema import (
+    AsSent,
+    Body,
+    Count,
+    no_image,
+    string_of,
+    tools_field,
+    validate,
+)
 from pyspec.server.settings import Limits
 from pyspec.text.left_out import NO_IMAGE, own_tools
 
@@ -164,9 +172,9 @@ def _reasoning(messages: list[dict[str, Any]], item: dict[str, Any], where: str)
 
 
 def _call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    arguments = _string(item, "arguments", where)
-    function = {"name": _string(item, "name", where), "arguments": arguments}
-    call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
+    arguments = string_of(item, "arguments", where)
+    function = {"name": string_of(item, "name", where), "arguments": arguments}
+    call = {"id": string_of(item, "call_id", where), "type": "function", "function": function}
     _answering(messages).setdefault("tool_calls", []).append(call)
 
 
@@ -175,7 +183,7 @@ def _call_output(messages: list[dict[str, Any]], item: dict[str, Any], where: st
     if isinstance(output, list):
         output = [_without_image(part) for part in output]
     text = "\n".join(_texts(output, f"{where}.output"))
-    call = _string(item, "call_id", where)
+    call = string_of(item, "call_id", where)
     messages.append({"role": "tool", "tool_call_id": call, "content": text})
 
 
@@ -225,17 +233,10 @@ def _text(part: Any, where: str, kinds: tuple[str, ...]) -> str:
     if not isinstance(kind, str):
         raise RequestError(f"{where}: a part is an object with a type")
     if kind == "input_image":
-        raise NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
+        raise no_image(where)
     if kind not in kinds:
         raise NotSupported(f"{where}: parts of type {kind[:40]!r} are not supported here")
-    return _string(part, "refusal" if kind == "refusal" else "text", where)
-
-
-def _string(value: dict[str, Any], name: str, where: str) -> str:
-    text = value.get(name)
-    if not isinstance(text, str):
-        raise RequestError(f"{where}.{name}: a string is needed")
-    return text
+    return string_of(part, "refusal" if kind == "refusal" else "text", where)
 
 
 def _tool(tool: ResponsesTool) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
         raise NotSupported(
             f"tool_choice: tools of type {str(kind)[:40]!r} can not be called here; name a function",
         )
-    return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
+    return {"type": "function", "function": {"name": string_of(choice, "name", "tool_choice")}}
 
 
 def _format(text: TextConfig | None) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pyspec.errors import PyspecError
-from pyspec.request import Delta, Progress
-from pyspec.server.api.answers import Choice, measured, progress_dict, timings_dict
+from pyspec.request import Delta, Done, Progress
+from pyspec.server.api.answers import measured, progress_dict, timings_dict
 from pyspec.server.api.parted import PartedAnswer, Sent, named_event
 from pyspec.server.api.prepared import PreparedBody
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -19,21 +19,19 @@ from pyspec.text.tokenizer import Tokenizer
 class ResponsesAnswer(PartedAnswer):
     """`/v1/responses`. Reasoning, text and each call are items; every event of a stream has its own number and its item's."""
 
-    ping = b": ping\n\n"
-
     def __init__(self, prepared: PreparedBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(prepared, model, tokenizer)
         self._items: list[dict[str, Any]] = []
         self._n_sent = 0
         self._answer = _answer(prepared, model)
 
-    def opening(self, i: int, choice: Choice) -> bytes:
+    def opening(self, i: int) -> bytes:
         names = ("created", "in_progress")
         return self._bytes({"type": f"response.{name}", "response": self._answer} for name in names)
 
     def progress(self, i: int, event: Progress) -> bytes:
         sent: Sent = {"type": "response.in_progress", "response": self._answer}
-        return self._bytes(iter([sent | {"prompt_progress": progress_dict(event)}]))
+        return self._bytes([sent | {"prompt_progress": progress_dict(event)}])
 
     def error(self, error: PyspecError) -> bytes:
         if self._open is not None:
@@ -43,9 +41,9 @@ class ResponsesAnswer(PartedAnswer):
         code = "server_error" if error.status >= 500 else error.kind
         failed = {"code": code, "message": str(error)}
         answer = self._answer | {"status": "failed", "error": failed, "output": self._items}
-        return self._bytes(iter([{"type": "response.failed", "response": answer}]))
+        return self._bytes([{"type": "response.failed", "response": answer}])
 
-    def _bytes(self, events: Iterator[Sent], event: Delta | None = None) -> bytes:
+    def _bytes(self, events: Iterable[Sent], event: Delta | None = None) -> bytes:
         sent = list(events)
         if sent and event is not None and self._prepared.timings_per_token and event.timings:
             sent[-1]["timings"] = timings_dict(event.timings)
@@ -112,15 +110,13 @@ class ResponsesAnswer(PartedAnswer):
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _last_events(self, choice: Choice) -> Iterator[Sent]:
-        final = self._final(choice)
+    def _last_events(self, done: Done) -> Iterator[Sent]:
+        final = self._final(done)
         timings = final.pop("timings", None)
         more = {"timings": timings} if timings else {}
         yield {"type": f"response.{final['status']}", "response": final} | more
 
-    def _final(self, choice: Choice) -> Sent:
-        done = choice.done
-        assert done is not None
+    def _final(self, done: Done) -> Sent:
         usage = {
             "input_tokens": done.n_prompt,
             "input_tokens_details": {

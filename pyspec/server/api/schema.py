@@ -2,7 +2,7 @@
 
 Strict means that "1" is no number and true no count, because lax coercion hides clients' mistakes. 4.0 is an integer, as in JSON
 Schema; 4.5 is not. The published OpenAPI document is built from these models. Unsupported fields that would change the text are in
-`unsupported.py`; all others are ignored, as in OpenAI's and llama.cpp's servers.
+`out_of_scope.py`; all others are ignored, as in OpenAI's and llama.cpp's servers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import PydanticCustomError
 
-from pyspec.errors import RequestError
+from pyspec.errors import NotSupported, RequestError
 from pyspec.ranges import INT32, SWITCH, Kind, Real, Whole, printable, rules_of
 from pyspec.request import SamplingParams
 
@@ -136,71 +136,54 @@ def _check_content(value: Any) -> Any:
     return value
 
 
-_ID = {"type": "integer", "minimum": 0}
-_STR = {"type": "string"}
-_MIXED = {"type": "array", "items": {"anyOf": [_ID, _STR]}}
-_BIAS = {"anyOf": [{"type": "number", "minimum": -1e6, "maximum": 1e6}, {"const": False}]}
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _STR},
-    "required": ["type", "text"],
-}
+def _any(*forms: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": list(forms)}
 
-Prompt = Annotated[
-    Any,
-    AfterValidator(_check_prompt),
-    WithJsonSchema({"anyOf": [_STR, _MIXED, {"type": "array", "items": {"anyOf": [_STR, _MIXED]}}]}),
-]
-Mixed = Annotated[Any, AfterValidator(_check_mixed), WithJsonSchema({"anyOf": [_STR, _MIXED]})]
-_STOP_SCHEMA = WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _STR}]})
-Stop = Annotated[Any, AfterValidator(_check_stop), _STOP_SCHEMA]
-Bias = Annotated[
-    Any,
-    AfterValidator(_check_bias),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "object", "additionalProperties": _BIAS},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "array",
-                        "prefixItems": [{"anyOf": [_ID, _STR]}, _BIAS],
-                        "minItems": 2,
-                        "maxItems": 2,
-                    },
-                },
-            ]
-        }
-    ),
-]
-Speculative = Annotated[
-    Any,
-    AfterValidator(_check_speculative),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {
-                    "type": "object",
-                    "properties": {
-                        "n_max": {"type": "integer", "minimum": -1, "maximum": 1024},
-                        "k_max": {"type": "integer", "minimum": -1, "maximum": 1024},
-                        "type": _STR,
-                    },
-                },
-            ]
-        }
-    ),
-]
-Content = Annotated[
-    Any,
-    AfterValidator(_check_content),
-    WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _PART}]}),
-]
+
+def _list(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": form}
+
+
+def _object(**fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": fields}
+
+
+def _like(*forms: dict[str, Any]) -> WithJsonSchema:
+    """What a value that a function checks looks like in the published document. A function has words of its own, and is fast for long prompts."""
+    return WithJsonSchema(_any(*forms))
+
+
+_ID, _STR = {"type": "integer", "minimum": 0}, {"type": "string"}
+_MIXED = _list(_any(_ID, _STR))
+_BIAS = _any({"type": "number", "minimum": -1e6, "maximum": 1e6}, {"const": False})
+_PAIR = {"type": "array", "prefixItems": [_any(_ID, _STR), _BIAS], "minItems": 2, "maxItems": 2}
+_PART = _object(type={"const": "text"}, text=_STR) | {"required": ["type", "text"]}
+_MOST = {"type": "integer", "minimum": -1, "maximum": 1024}
+
+Prompt = Annotated[Any, AfterValidator(_check_prompt), _like(_STR, _MIXED, _list(_any(_STR, _MIXED)))]
+Mixed = Annotated[Any, AfterValidator(_check_mixed), _like(_STR, _MIXED)]
+Stop = Annotated[Any, AfterValidator(_check_stop), _like(_STR, _list(_STR))]
+_BIASES = _like({"type": "object", "additionalProperties": _BIAS}, _list(_PAIR))
+Bias = Annotated[Any, AfterValidator(_check_bias), _BIASES]
+_SPECULATIVE = _like({"type": "boolean"}, _object(n_max=_MOST, k_max=_MOST, type=_STR))
+Speculative = Annotated[Any, AfterValidator(_check_speculative), _SPECULATIVE]
+Content = Annotated[Any, AfterValidator(_check_content), _like(_STR, _list(_PART))]
 Window = Annotated[int, Field(ge=-1, le=INT32), WHOLE]
 Count = Annotated[int, Field(ge=0, le=INT32), WHOLE]
 Choices = Annotated[int, Field(ge=1, le=1024), WHOLE]
+
+
+def string_of(value: dict[str, Any], name: str, where: str) -> str:
+    """A field of a part of a body. Raises RequestError if it is no string."""
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{name}: a string is needed")
+    return text
+
+
+def no_image(where: str) -> NotSupported:
+    """The refusal of an image."""
+    return NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
 
 
 class Body(BaseModel):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pyspec.errors import NotSupported, PyspecError, RequestError
-from pyspec.server.api.schema import Body, validate
-from pyspec.server.http.body import parse_object
+from pyspec.server.api.schema import Body
 from pyspec.server.http.envelope import JSON
 from pyspec.server.service import Service
 from pyspec.server.stream import while_connected
@@ -30,45 +28,39 @@ class SlotFileBody(Body):
     filename: str
 
 
-def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
-    """The handler. It waits while the slot is busy, and does nothing if the client leaves before the body was read."""
-
-    async def handle(request: Request) -> Response:
-        if not service.settings.slot_save_path:
-            raise NotSupported(
-                "slots are not saved here; start the server with --slot-save-path DIRECTORY",
-            )
-        slot, kind = request.path_params["slot"], request.query_params.get("action", "")
-        if not re.fullmatch(r"[0-9]{1,9}", slot):
-            raise RequestError(f"slot {slot[:40]!r} is no number")
-        if kind not in ("save", "restore", "erase"):
-            raise RequestError(
-                f"action is {kind[:40]!r}; want save, restore or erase, as in /slots/0?action=save",
-            )
-        client = service.client_of(request)
-        with service.admitted(client):
-            raw = await service.body(request)
-            name = ""
-            if kind != "erase":
-                name = await service.text(file_name, raw, service, n_byte=len(raw), client=client)
-            salt = service.salt_of(client)
-            folder = Path(service.settings.slot_save_path).absolute() / salt.replace(" ", "-")
-            if kind == "save" and salt:
-                with suppress(OSError):  # writing says what is wrong
-                    folder.mkdir(mode=0o700, exist_ok=True)
-            path = str(folder / name) if name else ""
-            action = SlotAction(
-                cast(Literal["save", "restore", "erase"], kind), int(slot), path, client, salt
-            )
-            report = await while_connected(_done(service, action), request.receive)
-        return JSON(view(action, name, report))
-
-    return handle
+async def act_on_slot(service: Service, request: Request) -> Response:
+    """Wait while the slot is busy, then act. Nothing is done if the client leaves before the body was read."""
+    if not service.settings.slot_save_path:
+        raise NotSupported("slots are not saved here; start the server with --slot-save-path DIRECTORY")
+    slot, kind = request.path_params["slot"], request.query_params.get("action", "")
+    if not re.fullmatch(r"[0-9]{1,9}", slot):
+        raise RequestError(f"slot {slot[:40]!r} is no number")
+    if kind not in ("save", "restore", "erase"):
+        raise RequestError(
+            f"action is {kind[:40]!r}; want save, restore or erase, as in /slots/0?action=save",
+        )
+    client = service.client_of(request)
+    with service.admitted(client):
+        raw = await service.body(request)
+        name = ""
+        if kind != "erase":
+            name = await service.text(file_name, raw, service, n_byte=len(raw), client=client)
+        salt = service.salt_of(client)
+        folder = Path(service.settings.slot_save_path).absolute() / salt.replace(" ", "-")
+        if kind == "save" and salt:
+            with suppress(OSError):  # writing says what is wrong
+                folder.mkdir(mode=0o700, exist_ok=True)
+        path = str(folder / name) if name else ""
+        action = SlotAction(
+            cast(Literal["save", "restore", "erase"], kind), int(slot), path, client, salt
+        )
+        report = await while_connected(_done(service, action), request.receive)
+    return JSON(view(action, name, report))
 
 
 def file_name(raw: bytes, service: Service) -> str:
     """The file name of a body. RequestError unless it is a plain name in the directory."""
-    name = validate(SlotFileBody, parse_object(raw, service.settings.limits)).filename
+    name = service.checked(SlotFileBody, raw).filename
     if not name or len(name.encode()) > MOST_BYTES or FORBIDDEN.search(name):
         raise RequestError(
             f"filename: {name[:40]!r} is not a plain file name: 1 to {MOST_BYTES} bytes, no path, "

@@ -1,4 +1,4 @@
-"""Models, properties and slots as JSON values: llama-server's shapes with pyspec's additions."""
+"""Models, properties and slots as JSON values: llama-server's shapes with pyspec's additions, and vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -167,4 +167,59 @@ def ready_view(service: Service, metrics: Metrics) -> tuple[bool, dict[str, Any]
         "requests_processing": metrics.requests_processing,
         "requests_queued": metrics.requests_queued,
         "draining": service.is_draining,
+    }
+
+
+# -- what routers and probes of vLLM and SGLang read -----------------------------------------------------------------------
+
+
+def version_view(service: Service, metrics: Metrics) -> dict[str, Any]:
+    """vLLM's `/version`."""
+    return {"version": pyspec.__version__}
+
+
+def server_load_view(service: Service, metrics: Metrics) -> dict[str, Any]:
+    """vLLM's `/load`."""
+    return {"server_load": metrics.requests_processing + metrics.requests_queued}
+
+
+def load_view(service: Service, metrics: Metrics) -> list[dict[str, Any]]:
+    """SGLang's `/get_load`. One row: there is one queue of requests, even if several devices share the model."""
+    n_token = sum(slot.n_past for slot in service.engine.slots() if slot.is_processing)
+    n = metrics.requests_processing
+    n_waiting = metrics.requests_queued
+    row = {"dp_rank": 0, "num_reqs": n + n_waiting, "num_waiting_reqs": n_waiting}
+    return [row | {"num_tokens": n_token}]
+
+
+def served_model_view(service: Service, metrics: Metrics) -> dict[str, Any]:
+    """SGLang's `/model_info`."""
+    info = service.engine.info
+    return {
+        "model_path": info.model_path,
+        "tokenizer_path": info.model_path,
+        "served_model_name": service.model,
+        "model_type": info.arch,
+        "is_generation": True,
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+    }
+
+
+def server_view(service: Service, metrics: Metrics) -> dict[str, Any]:
+    """SGLang's `/server_info`: its names for equal settings; drafting under pyspec's names."""
+    info, settings = service.engine.info, service.settings
+    return served_model_view(service, metrics) | {
+        "version": pyspec.__version__,
+        "device": info.device,
+        "context_length": info.n_ctx,
+        "vocab_size": info.n_vocab,
+        "max_running_requests": info.n_slot,
+        "dp_size": 1,
+        "speculative_algorithm": info.drafter,
+        "speculative_num_draft_tokens": info.n_draft_max,
+        "tool_call_parser": settings.tool_call_parser,
+        "reasoning_format": settings.reasoning_format,
+        "enable_metrics": settings.metrics,
+        "internal_states": load_view(service, metrics),
     }

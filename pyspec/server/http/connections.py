@@ -176,7 +176,7 @@ class GuardedProtocol(H11Protocol):
         self._probe(0)
         return True  # keep the transport open for writing
 
-    # -- parts of a streamed answer (parts.py) -------------------------------------------------------------------------
+    # -- parts of a streamed answer (stream.py) ------------------------------------------------------------------------
 
     @property
     def has_room(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from ipaddress import ip_address
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -20,7 +19,7 @@ from pyspec.server.http.gate import foreign_host
 from pyspec.server.http.strict import ABSOLUTE
 from pyspec.server.page import loading_page
 from pyspec.server.service import Service
-from pyspec.server.settings import ServerSettings
+from pyspec.server.settings import ServerSettings, address_of
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +46,7 @@ def with_address(scope: Scope) -> Scope:
     host, port = scope.get("client") or (None, 0)
     if host is None:
         return scope
-    try:
-        host = str(ip_address(host.partition("%")[0]))  # a zone of IPv6 is any text, too
-    except ValueError:
-        host = ""
-    return {**scope, "client": (host, port)}
+    return {**scope, "client": (str(address_of(host) or ""), port)}  # a zone of IPv6 is any text, too
 
 
 class LoadLog:

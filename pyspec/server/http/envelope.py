@@ -17,25 +17,16 @@ from starlette.responses import Response
 from pyspec.errors import PromptTooLong, PyspecError, QueueFull
 from pyspec.ranges import printable
 
-TYPES = {
-    400: "invalid_request_error",
+TYPES = dict.fromkeys((400, 405, 408, 413, 414, 431, 505), "invalid_request_error") | {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
-    414: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
-    505: "invalid_request_error",
     507: "server_error",
 }
-
-
 # characters of a path and of a method that answers and logs repeat
 MOST_SHOWN, MOST_METHOD = 200, 20
 ANTHROPIC_PATH = "/v1/messages"
@@ -53,12 +44,11 @@ ANTHROPIC_TYPES = {
 
 
 class Refused(PyspecError):
-    """Refused by HTTP itself: too large, too slow, no key, a page of another site."""
+    """Refused by HTTP itself: too large, too slow, no key, a page of another site; or an error of the framework, or a bug."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status
-        self.kind = TYPES[status]
+        self.status, self.kind = status, TYPES.get(status, "server_error")
 
 
 class JSON(Response):
@@ -125,14 +115,6 @@ async def on_error(request: Request, error: Exception) -> Response:
     return error_response(request.url.path, error, headers)
 
 
-class _StatusError(PyspecError):
-    """An error of the framework, or a bug, with a status of its own."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.kind = status, TYPES.get(status, "server_error")
-
-
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Answer a route or method that does not exist."""
     assert isinstance(error, HTTPException)
@@ -142,10 +124,10 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     what = {404: f"no such path: {path}", 405: f"{path} does not take {method}"}
     message = what.get(status, HTTPStatus(status).phrase.lower())
     headers = dict(error.headers or {})
-    return error_response(request.url.path, _StatusError(status, message), headers)
+    return error_response(request.url.path, Refused(status, message), headers)
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
     """Answer any other exception; the framework logs the traceback and re-raises."""
-    failure = _StatusError(500, "the server failed on this request; its log says why")
+    failure = Refused(500, "the server failed on this request; its log says why")
     return error_response(request.url.path, failure)

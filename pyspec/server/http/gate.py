@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Callable
-from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pyspec.server.http.envelope import Refused, on_error
-from pyspec.server.settings import ServerSettings, is_loopback
+from pyspec.server.settings import ServerSettings, address_of, is_loopback
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/ping", "/ready", "/models", "/v1/models"})
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -130,7 +129,7 @@ def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
     host = Headers(scope=scope).get("host", "")
     name = re.sub(r":\d+$", "", host).strip("[]")
     known = {origin.split("://", 1)[-1] for origin in settings.cors_origins}
-    if not host or is_loopback(name) or _is_address(name) or {"*", host, name} & known:
+    if not host or is_loopback(name) or address_of(name) or {"*", host, name} & known:
         return None
     return Refused(
         403,
@@ -149,11 +148,3 @@ def key_of(headers: Headers) -> bytes:
 
 def _is_latin(key: str) -> bool:
     return all(ord(c) < 256 for c in key)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -53,7 +53,7 @@ LOADING_PAGE = """<!doctype html>
 """
 
 
-async def page(request: Request) -> Response:
+async def page(service: object, request: Request) -> Response:
     """Answer with the page."""
     return Response(PAGE, media_type="text/html", headers=HEADERS)
 

@@ -29,6 +29,7 @@ WORD: Step = ("\0word",)  # letters and digits
 # the rest of an end mark in any form: ">", "/>", "=name>", or up to the line's end
 TAIL: Step = ("\0tail",)
 ATTRIBUTES: Step = ("\0attributes",)  # the rest of a tag behind its name: ' string="true">'
+INSIDE: Step = ("\0inside",)  # text up to a bracket
 SIGN: Step = ("\0sign",)  # between a tag's word and a name: "=", " name=" and the like
 NUMBER: Step = ("\0number",)  # a number behind a name, or nothing
 AHEAD: Step = ("\0ahead",)  # what is behind it is seen, but not taken
@@ -46,6 +47,7 @@ _KINDS: dict[Step, _Kind] = {
         re.compile(r"""(?:\s+[\w:-]+\s*=\s*(?:"[^"]*"|'[^']*'))*\s*/?>"""),
         128,
     ),
+    INSIDE: (re.compile(r"[^<>]*"), re.compile(r"[^<>]*"), 1024),
     SIGN: (
         re.compile(r"[ \t=:]*(?:n(?:a(?:m(?:e(?:[ \t]*[=:]?[ \t]*)?)?)?)?)?"),
         re.compile(r"[ \t=:]+(?:name[ \t]*[=:][ \t]*)?"),

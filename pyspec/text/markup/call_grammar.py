@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pyspec.text.markup.reader import Tools
 from pyspec.text.schema_refs import MOST_HOPS, followed, referred
 from pyspec.text.schemas import closed
 
@@ -161,15 +160,6 @@ def listed(lark: Lark, items: list[tuple[str, bool]], between: str) -> str:
 def concat(*parts: str) -> str:
     """Parts in order."""
     return " ".join(part for part in parts if part)
-
-
-def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ', end: str = '"}"') -> str:
-    """A choice of the tools as {"name": ..., key: {...}}, without `begin` at the start. end: lark for the text behind the arguments."""
-    options = []
-    for name, schema in tools.items():
-        head = json.dumps({"name": name, key: 0}, ensure_ascii=False).removesuffix("0}")
-        options.append(concat(literal(head.removeprefix(begin)), lark.json(schema), end))
-    return either(options)
 
 
 def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from pyspec.text.markup import gemma4, harmony, llama3
+from pyspec.text.markup import harmony
 from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
-from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN
-from pyspec.text.markup.gemma4 import KeyedCalls
-from pyspec.text.markup.lfm2 import PythonCalls
-from pyspec.text.markup.named import ARGS, CALL_ID, DEEPSEEK, FUNCTIONARY, KIMI, MISTRAL
-from pyspec.text.markup.objects import Objects, new_id
+from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN, SEED
+from pyspec.text.markup.members import GEMMA4, LFM2
+from pyspec.text.markup.named import ARGS, DEEPSEEK, FUNCTIONARY, KIMI, MISTRAL
+from pyspec.text.markup.objects import BareObjects, Objects, as_schema, in_list, new_id
 from pyspec.text.markup.parts import AnswerParser, Content, Part
-from pyspec.text.markup.prose import Syntax, read_answer
+from pyspec.text.markup.prose import Syntax
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools, Trimmed
 from pyspec.text.markup.reasoning import (
     GEMMA4_THINK,
     GRANITE_THINK,
     MISTRAL_THINK,
+    SEED_THINK,
     THINK,
     ThinkMarks,
     ThoughtForm,
@@ -31,14 +30,11 @@ from pyspec.text.markup.reasoning import (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """A syntax of calls.
+    """A syntax of calls, and how it is recognised.
 
-    machine  parses an answer behind its reasoning: (reader, tools, *, trims_start)
-    rules  makes the grammar of calls of these tools: (lark, tools, *, is_single)
-    heads  starts of calls of these tools
-    marks  its texts that may be control tokens, which answers otherwise hide
     signs  texts that all its chat templates contain
-    lacks  texts that they do not contain, unlike other templates with these signs
+    also   other syntax that models write behind its marks
+    lacks  texts that its templates do not contain, unlike other templates with these signs
     is_bare  strings are written without quotes or escapes, between marks
     as_schema  a call as a JSON Schema, if it is only JSON
     is_prompted  the prompt explains the syntax, because the template does not
@@ -46,16 +42,31 @@ class Dialect:
     """
 
     name: str
-    machine: Callable[..., Steps[None]]
-    rules: Callable[..., CallRules]
-    heads: Callable[[Tools], tuple[Lookahead, ...]]
-    marks: tuple[str, ...]
+    syntax: Syntax
     signs: tuple[str, ...]
+    also: tuple[Syntax, ...] = ()
     lacks: tuple[str, ...] = ()
     is_bare: bool = False
     as_schema: Callable[[Tools], Schema] | None = None
     is_prompted: bool = False
     new_id: Callable[[], str] | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Its texts that may be control tokens, which answers otherwise hide."""
+        return self.syntax.marks
+
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        """Starts of calls of these tools."""
+        return self.syntax.heads(tools)
+
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        """The grammar of calls of these tools."""
+        return self.syntax.rules(lark, tools, is_single=is_single)
+
+    def read(self, reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+        """Parse an answer behind its reasoning."""
+        yield from self.syntax.read(reader, tools, self.also, trims_start=trims_start)
 
     def in_place(self, tools: Tools, *, is_single: bool, control: Mapping[str, int]) -> tuple[str, str]:
         """Lark for calls that may replace another text, and their first characters. control: as in Lark."""
@@ -66,54 +77,34 @@ class Dialect:
         return lark.calls(rules), rules.trigger
 
 
-def _of(
-    name: str,
-    syntax: Syntax,
-    marks: tuple[str, ...],
-    signs: tuple[str, ...],
-    *,
-    also: tuple[Syntax, ...] = (),
-    **options: Any,
-) -> Dialect:
-    """A dialect whose calls stand in content. also: other syntax that models write behind its marks."""
-    machine = partial(read_answer, forms=(syntax, *also))
-    return Dialect(name, machine, syntax.rules, syntax.heads, marks, signs, **options)
-
-
 _OBJECTS = Objects(is_known=True)
-_HERMES = Objects(("<tool_call>",), ("</tool_call>",))
-_TOOLCALL = Objects(("<TOOLCALL>",), ("</TOOLCALL>",), "[", "]")
-_GRANITE = Objects(("<|tool_call|>",), ("<|/tool_call|>",), "[", "]", is_closed=False)
-_FUNCTOOLS = Objects(("functools[",), (), "", "]")
-_LISTS = Objects(MISTRAL.open, (), "[", "]", has_ids=True)
-_GEMMA4, _LFM2 = KeyedCalls(), PythonCalls()
-_PAIRS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_OF_DEEPSEEK = (*DEEPSEEK.open, *DEEPSEEK.between, *DEEPSEEK.ends)
-_OF_KIMI = (*KIMI.open, *KIMI.between, *KIMI.ends)
-_OF_GEMMA4 = (gemma4.OPEN, gemma4.CLOSE, gemma4.QUOTE, gemma4.CHANNEL, gemma4.END_CHANNEL)
-_OF_HARMONY = (harmony.START, harmony.CHANNEL, harmony.MESSAGE)
-_MISTRAL = _of("mistral", _LISTS, MISTRAL.open, MISTRAL.open, also=(MISTRAL,), new_id=new_id)
-_OF_ARGS = (*MISTRAL.open, CALL_ID, ARGS)
+_HERMES = Objects(open=("<tool_call>",), close=("</tool_call>",))
+_TOOLCALL = in_list(("<TOOLCALL>",), ("</TOOLCALL>",))
+_GRANITE = replace(in_list(("<|tool_call|>",), ("<|/tool_call|>",)), is_closed=False)
+_FUNCTOOLS = replace(in_list(("functools[",), ()), first="")
+_LISTS = replace(in_list(MISTRAL.open, ()), has_ids=True)
+_LLAMA3 = BareObjects(open=("<|python_tag|>",))
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
-    Dialect("harmony", harmony.machine, harmony.rules, harmony.heads, harmony.MARKS, _OF_HARMONY),
-    _of("deepseek_v32", DSML, ("｜DSML｜",), ("｜DSML｜",), also=(_OBJECTS,), is_bare=True),
-    _of("deepseek_v3", DEEPSEEK, _OF_DEEPSEEK, DEEPSEEK.open[:1], also=(_OBJECTS,)),
-    _of("kimi_k2", KIMI, _OF_KIMI, (KIMI.mark, *KIMI.between), also=(_OBJECTS,)),
-    _of("glm45", GLM, (*GLM.open, *GLM.close, *_PAIRS), (*GLM.open, "<arg_key>", "<arg_value>"), also=(_OBJECTS, QWEN), is_bare=True),
-    _of("qwen3_coder", QWEN, (*QWEN.open, *QWEN.close), (*QWEN.open, "<function=", "<parameter="), also=(_OBJECTS, GLM), is_bare=True),
-    replace(_MISTRAL, name="mistral_args", rules=MISTRAL.rules, marks=_OF_ARGS, signs=(*MISTRAL.open, ARGS)),
-    _MISTRAL,
-    _of("minimax_m2", MINIMAX, (*MINIMAX.open, *MINIMAX.close), (*MINIMAX.open, '<invoke name="'), also=(_OBJECTS,), is_bare=True),
-    _of("gemma4", _GEMMA4, _OF_GEMMA4, (gemma4.OPEN, gemma4.QUOTE), also=(_OBJECTS,), is_bare=True),
-    _of("lfm2", _LFM2, (*_LFM2.open, *_LFM2.close), ("List of tools: ", "<|im_start|>"), also=(Objects(),)),
-    _of("granite", _GRANITE, (*_GRANITE.open, *_GRANITE.close), _GRANITE.open),
-    _of("nemotron_v2", _TOOLCALL, (*_TOOLCALL.open, *_TOOLCALL.close), _TOOLCALL.open),
+    Dialect("harmony", harmony.HARMONY_CALLS, (harmony.START, harmony.CHANNEL, harmony.MESSAGE)),
+    Dialect("deepseek_v32", DSML, DSML.inner, (_OBJECTS,), is_bare=True),
+    Dialect("deepseek_v3", DEEPSEEK, DEEPSEEK.open[:1], (_OBJECTS,)),
+    Dialect("kimi_k2", KIMI, (KIMI.mark, *KIMI.separators), (_OBJECTS,)),
+    Dialect("glm45", GLM, (*GLM.open, "<arg_key>", "<arg_value>"), (_OBJECTS, QWEN), is_bare=True),
+    Dialect("qwen3_coder", QWEN, (*QWEN.open, "<function=", "<parameter="), (_OBJECTS, GLM), is_bare=True),
+    Dialect("seed_oss", SEED, (*SEED.open, "<function=", "<parameter="), (_OBJECTS,), is_bare=True),
+    Dialect("mistral_args", MISTRAL, (*MISTRAL.open, ARGS), (_LISTS,), new_id=new_id),
+    Dialect("mistral", _LISTS, MISTRAL.open, (MISTRAL,), new_id=new_id),
+    Dialect("minimax_m2", MINIMAX, (*MINIMAX.open, '<invoke name="'), (_OBJECTS,), is_bare=True),
+    Dialect("gemma4", GEMMA4, (*GEMMA4.open, GEMMA4.quote), (_OBJECTS,), is_bare=True),
+    Dialect("lfm2", LFM2, ("List of tools: ", "<|im_start|>"), (Objects(),)),
+    Dialect("granite", _GRANITE, _GRANITE.open),
+    Dialect("nemotron_v2", _TOOLCALL, _TOOLCALL.open),
     # GLM's family and MiniMax use the same marks with another content
-    _of("hermes", _HERMES, (*_HERMES.open, *_HERMES.close), (*_HERMES.open, *_HERMES.close, "arguments"), also=(QWEN, GLM), lacks=("<arg_key>", "minimax")),
-    _of("functionary_v31", FUNCTIONARY, FUNCTIONARY.starts, (*FUNCTIONARY.starts, "</function>"), lacks=("<parameter=",)),
-    _of("firefunction_v2", _FUNCTOOLS, (), _FUNCTOOLS.open),
-    Dialect("llama3_json", llama3.machine, llama3.rules, llama3.heads, (llama3.TAG,), ("<|start_header_id|>", '"parameters"'), as_schema=llama3.as_schema),
+    Dialect("hermes", _HERMES, (*_HERMES.marks, "arguments"), (QWEN, GLM), lacks=("<arg_key>", "minimax")),
+    Dialect("functionary_v31", FUNCTIONARY, (*FUNCTIONARY.starts, "</function>"), lacks=("<parameter=",)),
+    Dialect("firefunction_v2", _FUNCTOOLS, _FUNCTOOLS.open),
+    Dialect("llama3_json", _LLAMA3, ("<|start_header_id|>", '"parameters"'), as_schema=as_schema),
 )  # fmt: skip
 GENERIC = replace(
     next(each for each in DIALECTS if each.name == "hermes"),
@@ -186,18 +177,24 @@ def dialect_reason(template: str, parser: str) -> str:
     return f"tool calls are written as {found.name}: the chat template says so"
 
 
+_THINKING: tuple[
+    tuple[tuple[str, ...], ThinkMarks], ...
+] = (  # the first whose signs are in a template is used
+    ((harmony.START, harmony.CHANNEL, harmony.MESSAGE), harmony.HARMONY),
+    ((MISTRAL_THINK.start, MISTRAL_THINK.end), MISTRAL_THINK),
+    (GEMMA4.inner[1:], GEMMA4_THINK),
+    ((SEED_THINK.start, SEED_THINK.end), SEED_THINK),
+    # other templates have <response> around the results of tools
+    ((THINK.start, THINK.end, "<response>", "<|start_of_role|>"), GRANITE_THINK),
+    ((THINK.start, "<response>", "<global_setting>"), GRANITE_THINK),
+    ((THINK.start, THINK.end), THINK),
+)
+
+
 def think_marks(template: str) -> ThinkMarks | None:
     """The marks around reasoning, if the template contains them."""
-    if all(mark in template for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE)):
-        return harmony.HARMONY
-    if MISTRAL_THINK.start in template and MISTRAL_THINK.end in template:
-        return MISTRAL_THINK
-    if gemma4.CHANNEL in template and gemma4.END_CHANNEL in template:
-        return GEMMA4_THINK
-    if THINK.start not in template or THINK.end not in template:
-        return None
-    # others have these marks around the results of tools
-    return GRANITE_THINK if "<|start_of_role|>" in template and "<response>" in template else THINK
+    fits = (marks for signs, marks in _THINKING if all(sign in template for sign in signs))
+    return next(fits, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +252,7 @@ class AnswerMarkup:
             spaces = yield from reader.take_spaces()
             is_calls = bool((yield from reader.look(self.trigger)))
             reader.content("" if is_calls or trims_start else spaces)
-        machine = self.calls.machine if self.calls is not None and is_calls else _content
+        machine = self.calls.read if self.calls is not None and is_calls else _content
         reader.marks = self.calls.marks if self.calls is not None and self.is_calls_only else ()
         reader.is_constrained = self.is_constrained and not reader.stray
         reader.stray = reader.stray or end_answer

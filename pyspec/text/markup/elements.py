@@ -1,6 +1,6 @@
 """Calls with one element for each argument, whose strings are bare text between marks.
 
-Qwen3-Coder, Qwen3.5 and Nemotron 3 write <function=name> with <parameter=name>, MiniMax M2 <invoke name="..">, DeepSeek V3.2 and V4 the
+Qwen3-Coder, Qwen3.5 and Nemotron 3 write <function=name> with <parameter=name>, Seed-OSS the same in marks of its own, MiniMax M2 <invoke name="..">, DeepSeek V3.2 and V4 the
 same with a word before, GLM 4.5 and later the name and pairs of <arg_key> and <arg_value>.
 
 Models quote names, leave out a bracket or a mark, write one twice or another one, mostly in long contexts. As the names of tools and
@@ -17,11 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pyspec.text.markup.ahead import (
     AHEAD,
     ATTRIBUTES,
     GAP,
+    INSIDE,
     NAME,
     OVER,
     SIGN,
@@ -33,18 +35,17 @@ from pyspec.text.markup.ahead import (
     Step,
 )
 from pyspec.text.markup.call_grammar import (
-    CallRules,
     Lark,
     Schema,
     concat,
     either,
     literal,
     properties_of,
-    repeated,
     takes_any,
     words_of,
 )
 from pyspec.text.markup.json_text import read_arguments
+from pyspec.text.markup.prose import Syntax
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, beginnings, offered
 from pyspec.text.markup.typed import ArgumentWriter, names_of, types_of
 
@@ -75,36 +76,31 @@ def bare(names: Step) -> tuple[Lookahead, ...]:
     return ((names,),)
 
 
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """The marks of a dialect.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elements(Syntax):
+    """The marks of a dialect: `tags` and `pairs` make them.
 
     call_marks, key_marks  texts around the name of a tool, and of an argument, as grammars write them
     value_end   the same behind a value
     end         the same behind the arguments; "": `close` is there
     text, json  behind the name of an argument that is a string, or JSON, if that is marked
     calls, keys  any forms of `call_marks` and `key_marks`
-    starts, key_starts  beginnings of these
+    key_starts  beginnings of `keys`, as `starts` are those of `calls`
     value_ends, call_ends, close_ends  beginnings of `value_end`, `end` and `close` in any form
-    is_section  several calls may stand between `open` and `close`
     """
 
-    open: Step
-    close: Step
     call_marks: tuple[str, str]
     key_marks: tuple[str, str]
     value_end: str
     calls: Forms
     keys: Forms
-    starts: Step
     key_starts: Step
     value_ends: Step
-    call_ends: Step
     close_ends: Step
+    call_ends: Step = ()
     end: str = ""
     text: str = ""
     json: str = ""
-    is_section: bool = False
 
     @property
     def ends(self) -> Step:
@@ -212,7 +208,8 @@ class Elements:
         elif self._has_tags:
             begins, sign, _, names, _ = known[-1]
             quoted: Lookahead = (begins, sign, ('"', "'"), names, ('"', "'"), AHEAD, NAME)
-            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1], quoted)
+            cut: Lookahead = (*known[-1], AHEAD, INSIDE, ("</",)) if text == ">" else quoted
+            forms = (*known[:-1], (*known[-1], ("\n",)), *self.keys(NAME)[:-1], quoted, cut)
         else:
             forms = known
         found = yield from reader.take(*forms)
@@ -340,20 +337,13 @@ class Elements:
 
     # -- grammar -------------------------------------------------------------------------------------------------
 
-    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-        begin, behind = self.call_marks
-        close = concat("SPACE?", literal(self.close[0]))
-        options = []
-        for name, schema in tools.items():
-            head, end = literal(f"{begin}{name}{behind}"), literal(self.end) if self.end else ""
-            options.append(concat(head, self._lark(lark, schema), end))
-        call = concat("SPACE?", either(options))
-        if self.is_section:
-            calls = repeated(lark.rule(call), "", is_single=is_single)
-            return CallRules(self.open[0], concat(calls, close))
-        between = concat("SPACE?", literal(self.open[0]))
-        calls = repeated(lark.rule(concat(call, close)), between, is_single=is_single)
-        return CallRules(self.open[0], calls)
+    def bodies(self, lark: Lark, tools: Tools) -> list[str]:
+        (begin, behind), end = self.call_marks, literal(self.end) if self.end else ""
+        heads = (literal(f"{begin}{name}{behind}") for name in tools)
+        return [
+            concat(head, self._lark(lark, tools[name]), end)
+            for name, head in zip(tools, heads, strict=True)
+        ]
 
     def _lark(self, lark: Lark, schema: Schema) -> str:
         """The arguments in the schema's order, and no others; any arguments if the schema neither names nor forbids some."""
@@ -393,60 +383,70 @@ class _Value:
 # -- the dialects ------------------------------------------------------------------------------------------------
 
 
-QWEN = Elements(
-    open=("<tool_call>",),
-    close=("</tool_call>",),
-    call_marks=("<function=", ">\n"),
-    key_marks=("<parameter=", ">\n"),
-    value_end="\n</parameter>\n",
-    end="</function>",
-    calls=tag("<function=", "function", "invoke"),
-    keys=tag("<parameter=", "parameter", "param"),
-    starts=("<function", "<invoke"),
-    key_starts=("<param",),
-    value_ends=("</param", "<parameter>", "<parameter/>"),
-    call_ends=("</function", "</invoke", "</func>"),
-    close_ends=("</tool_call",),
-)
+def tags(
+    open_: Step,
+    close: Step,
+    call: Step,
+    key: Step = ("parameter", "param"),
+    *,
+    prefixes: Step = ("",),
+    is_named: bool = True,
+    line: str = "",
+    is_section: bool = True,
+    has_kinds: bool = False,
+) -> Elements:
+    """A dialect with a tag around each name, and end marks of the same words.
 
-MINIMAX = replace(
-    QWEN,
-    open=("<minimax:tool_call>",),
-    close=("</minimax:tool_call>",),
-    call_marks=('<invoke name="', '">\n'),
-    key_marks=('<parameter name="', '">'),
-    value_end="</parameter>\n",
-    end="</invoke>",
-    calls=tag('<invoke name="', "invoke", "function"),
-    keys=tag('<parameter name="', "parameter", "param"),
-    call_ends=("</invoke", "</function", "</func>"),
-    close_ends=("</minimax:tool_call", "</tool_call"),
-    is_section=True,
-)
+    call, key   words of tags around names of tools and of arguments, the exact one first
+    prefixes    of these words: the exact one first, then those that models write
+    is_named    tags are <word name="name">; else <word=name>
+    line        stands around a value
+    has_kinds   the tag around an argument's name says whether its value is a string
+    """
+    begin, end = (' name="', '">') if is_named else ("=", ">")
+    calls, keys = ([p + word for p in prefixes for word in words] for words in (call, key))
+    closed = [_NAMESPACE.sub(r"\1", mark) for mark in close] + list(close)
+    return Elements(
+        open=open_,
+        close=close,
+        inner=prefixes[:1] if prefixes[0] else (),
+        is_section=is_section,
+        call_marks=(f"<{calls[0]}{begin}", f"{end}\n"),
+        key_marks=(f"<{keys[0]}{begin}", f"{end}{line}"),
+        value_end=f"{line}</{keys[0]}>\n",
+        end=f"</{calls[0]}>",
+        text='" string="true">' if has_kinds else "",
+        json='" string="false">' if has_kinds else "",
+        calls=tag(f"<{calls[0]}{begin}", *calls),
+        keys=tag(f"<{keys[0]}{begin}", *keys),
+        starts=tuple(f"<{each}" for each in calls),
+        key_starts=beginnings(f"<{each}" for each in keys),
+        value_ends=(
+            *(f"</{prefix}param" for prefix in prefixes),
+            *(f"<{prefix}{key[0]}{sign}" for prefix in prefixes for sign in (">", "/>")),
+        ),
+        call_ends=(*(f"</{each}" for each in calls), *(["</func>"] if "function" in call else [])),
+        close_ends=tuple(
+            dict.fromkeys(
+                mark.replace(prefixes[0], prefix).rstrip("s>") for prefix in prefixes for mark in closed
+            )
+        ),
+    )
 
-_BARS = ("｜DSML｜", "|DSML|", "")  # as it is, with other bars, left out
-_DSML = _BARS[0]
-DSML = Elements(
-    open=(f"<{_DSML}tool_calls>", f"<{_DSML}function_calls>"),
-    close=(f"</{_DSML}tool_calls>", f"</{_DSML}function_calls>"),
-    call_marks=(f'<{_DSML}invoke name="', '">\n'),
-    key_marks=(f'<{_DSML}parameter name="', '">'),
-    text='" string="true">',
-    json='" string="false">',
-    value_end=f"</{_DSML}parameter>\n",
-    end=f"</{_DSML}invoke>",
-    calls=tag(f'<{_DSML}invoke name="', *(f"{bars}invoke" for bars in _BARS)),
-    keys=tag(f'<{_DSML}parameter name="', *(f"{bars}parameter" for bars in _BARS)),
-    starts=tuple(f"<{bars}invoke" for bars in _BARS),
-    key_starts=tuple(f"<{bars}parameter" for bars in _BARS),
-    value_ends=tuple(
-        f"{begin}{bars}{rest}"
-        for bars in _BARS
-        for begin, rest in (("</", "param"), ("<", "parameter>"))
-    ),
-    call_ends=tuple(f"</{bars}invoke" for bars in _BARS),
-    close_ends=tuple(f"</{bars}{word}" for bars in _BARS for word in ("tool_call", "function_call")),
-    is_section=True,
+
+_NAMESPACE = re.compile(r"(</)\w+:")
+
+_function = partial(tags, call=("function", "invoke"), is_named=False, is_section=False)
+QWEN = _function(("<tool_call>",), ("</tool_call>",), line="\n")
+SEED = _function(("<seed:tool_call>",), ("</seed:tool_call>",))
+MINIMAX = tags(("<minimax:tool_call>",), ("</minimax:tool_call>",), ("invoke", "function"))
+DSML = tags(
+    ("<｜DSML｜tool_calls>", "<｜DSML｜function_calls>"),
+    ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>"),
+    ("invoke",),
+    ("parameter",),
+    prefixes=("｜DSML｜", "|DSML|", ""),  # as it is, with other bars, left out
+    has_kinds=True,
 )
 
 KEY, END_KEY, VALUE, END_VALUE = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -481,14 +481,13 @@ def pairs(names: Step) -> tuple[Lookahead, ...]:
 GLM = Elements(
     open=("<tool_call>",),
     close=("</tool_call>",),
+    inner=(KEY, END_KEY, VALUE, END_VALUE),
     call_marks=("", "\n"),
     key_marks=(KEY, f"{END_KEY}\n{VALUE}"),
     value_end=f"{END_VALUE}\n",
     calls=bare,
     keys=pairs,
-    starts=(),
     key_starts=(KEY,),
     value_ends=("</arg_value", "</arg_key", "<arg_value>"),
-    call_ends=(),
     close_ends=("</tool_call",),
 )

@@ -12,10 +12,12 @@ at most. Calls of tools of the model's own (`python`, `browser.search`) are drop
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import Lookahead
+from pyspec.text.markup.ahead import Lookahead, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal
 from pyspec.text.markup.json_text import read_arguments
+from pyspec.text.markup.prose import Syntax
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools
 from pyspec.text.markup.reasoning import ThinkMarks
 
@@ -29,6 +31,7 @@ HEADER_CHARS = 512
 
 HARMONY = ThinkMarks(f"{CHANNEL}analysis{MESSAGE}", END, marks=MARKS, content=FINAL, again=NEXT)
 
+_FORMAT = concat('" "?', f"({literal(CONSTRAIN)})?", '"json"')
 _HEADS = (CHANNEL, START, CONSTRAIN, MESSAGE, "to=")
 _BREAKS = (END, RETURN, CALL, START, CHANNEL)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
@@ -37,11 +40,42 @@ _BEFORE, _AFTER = r"(?:(?:assistant|functions?)[.:_/]+)*", r"""(?=$|[\s<"':]|\.j
 _PEOPLE = ("user", "all")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmonyCalls(Syntax):
+    """Calls of Harmony. The end of a message ends reasoning, whatever follows, so no call's beginning does."""
+
+    inner: Step = MARKS
+
+    def call(
+        self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
+    ) -> Steps[str | None]:
+        """None: `read` reads calls."""
+        return None
+        yield
+
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        return ()
+
+    def bodies(self, lark: Lark, tools: Tools) -> list[str]:
+        """From the name on: the recipient may stand in either place of the header."""
+        channel = concat(literal(CHANNEL), either(['"commentary"', '"analysis"']))
+        head = lark.rule(concat(f"({channel})?", f"({_FORMAT})?", literal(MESSAGE)))
+        return [concat(literal(name), head, lark.json(schema)) for name, schema in tools.items()]
+
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        return CallRules(f"{TO}{PREFIX}", either(self.bodies(lark, tools)))
+
+    def read(
+        self, reader: AnswerReader, tools: Tools, also: tuple[Syntax, ...], *, trims_start: bool
+    ) -> Steps[None]:
+        yield from read(reader, tools)
+
+
 def read(
     reader: AnswerReader, tools: Tools | None, *, is_open: bool = False, is_shown: bool = False
 ) -> Steps[None]:
     """Read an answer. tools: None if calls are not parsed; is_open, is_shown: as of `ThoughtForm`."""
-    chain = _Chain(reader, tools, is_shown)
+    chain = _Messages(reader, tools, is_shown)
     mark = END
     if is_open:
         mark = yield from chain.reasoning()
@@ -49,11 +83,10 @@ def read(
         mark = yield from chain.message(mark)
 
 
-def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
-    yield from read(reader, tools)
+HARMONY_CALLS = HarmonyCalls()
 
 
-class _Chain:
+class _Messages:
     """Reads messages one after the other."""
 
     def __init__(self, reader: AnswerReader, tools: Tools | None, is_shown: bool) -> None:
@@ -129,20 +162,6 @@ def _recipient(header: str, tools: Tools) -> str:
     return found.group(1)
 
 
-def heads(tools: Tools) -> tuple[Lookahead, ...]:
-    """None: the end of a message ends reasoning, whatever follows."""
-    return ()
-
-
-def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-    """Of a call from its recipient on, in either place of the header."""
-    format = concat('" "?', f"({literal(CONSTRAIN)})?", '"json"')
-    channel = concat(literal(CHANNEL), either(['"commentary"', '"analysis"']))
-    head = lark.rule(concat(f"({channel})?", f"({format})?", literal(MESSAGE)))
-    calls = [concat(literal(name), head, lark.json(schema)) for name, schema in tools.items()]
-    return CallRules(f"{TO}{PREFIX}", either(calls))
-
-
 def answer(
     lark: Lark, tools: Tools, *, body: str = "", is_calls_only: bool = False, is_open: bool = False
 ) -> str:
@@ -157,11 +176,10 @@ def answer(
     message = lark.rule(concat(channel, free, again))
     ends = []
     if not is_calls_only:
-        format = concat('" "?', f"({literal(CONSTRAIN)})?", '"json"')
-        head = concat(literal(CHANNEL), '"final"', f"({format})?", literal(MESSAGE))
+        head = concat(literal(CHANNEL), '"final"', f"({_FORMAT})?", literal(MESSAGE))
         ends.append(concat(head, body or "FREE?"))
     if tools:
-        calls = rules(lark, tools, is_single=True)
+        calls = HARMONY_CALLS.rules(lark, tools, is_single=True)
         begin = concat(literal(CHANNEL), either(['"commentary"', '"analysis"']))
         ends.append(concat(f"({begin})?", literal(calls.trigger), calls.rest))
     opened = concat(free, again) if is_open else ""

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import AHEAD, GAP, NAME, NUMBER, OVER, Found, Lookahead, Names, Step
-from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, repeated
+from pyspec.text.markup.call_grammar import Lark, concat, literal
 from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.objects import ID_IN_LARK
+from pyspec.text.markup.prose import Syntax
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools, offered
 
 _NUMBERED = re.compile(r"(.+?)(?::(\d+))?")
@@ -24,26 +25,24 @@ Written = Callable[[str], list[tuple[str, str]]]
 """Lark for the texts before and behind the arguments of a tool."""
 
 
-@dataclass(frozen=True, slots=True)
-class NamedCalls:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedCalls(Syntax):
     """The marks of a dialect.
 
     mark     before each call; "": one of `open` or `starts` stands there
     before   what may stand between that and the name
-    between  marks between the name and the arguments
+    separators  marks between the name and the arguments
+    end      marks behind the arguments
     written  the texts that grammars write
     id       mark of an id behind the name
     prefix   of the name in ids that contain it; "": ids are made here
     """
 
-    open: Step
-    close: Step
     end: Step
-    between: Step
+    separators: Step
     written: Written
     mark: str = ""
     before: Lookahead = ()
-    starts: Step = ()
     id: str = ""
     prefix: str = ""
 
@@ -54,10 +53,10 @@ class NamedCalls:
     def _forms(self, names: Step, marks: Step) -> tuple[Lookahead, ...]:
         number = (NUMBER,) if self.prefix else ()
         begin = (marks, GAP, *self.before, names, *number, GAP)
-        twice = (*self.between, "")
+        twice = (*self.separators, "")
         marked: Lookahead = (
             *begin,
-            self.between,
+            self.separators,
             GAP,
             twice,
             *((AHEAD, GAP, ("{",)) if self.starts else ()),
@@ -87,7 +86,7 @@ class NamedCalls:
         if self.id and (yield from reader.take_mark(self.id)):
             own = yield from reader.take((NAME,))
             id_ = own.name if own and _SHORT_ID.fullmatch(own.name) else ""
-            yield from reader.take_mark(*self.between)
+            yield from reader.take_mark(*self.separators)
         elif self.prefix:
             name, id_ = self._id(reader, found, tools)
         reader.begin_call(name, id_)
@@ -113,19 +112,12 @@ class NamedCalls:
         forms = self._forms(Names(tools), (self.mark, "") if self.mark else ("",))
         return tuple(((*self.open, *self.starts), GAP, *form) for form in forms)
 
-    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
-        options = [
+    def bodies(self, lark: Lark, tools: Tools) -> list[str]:
+        return [
             concat(before, lark.json(schema), behind)
             for name, schema in tools.items()
             for before, behind in self.written(name)
         ]
-        call = lark.rule(concat(literal(self.mark) if self.mark else "", either(options)))
-        if self.mark:
-            calls = repeated(call, "SPACE?", is_single=is_single)
-            return CallRules(self.open[0], concat(calls, literal(self.close[0])))
-        begin = (*self.open, *self.starts)[0]
-        between = concat("SPACE?", literal(begin))
-        return CallRules(begin, repeated(call, between, is_single=is_single))
 
 
 DEEPSEEK_SEP, DEEPSEEK_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -142,9 +134,14 @@ DEEPSEEK = NamedCalls(
     open=(DEEPSEEK_OPEN, DEEPSEEK_CALL),
     close=("<｜tool▁calls▁end｜>",),
     end=(DEEPSEEK_END,),
+    inner=(DEEPSEEK_SEP, DEEPSEEK_END),
     mark=DEEPSEEK_CALL,
+    lead=literal(DEEPSEEK_CALL),
+    gap="",
+    is_section=True,
+    between="SPACE?",
     before=((f"function{DEEPSEEK_SEP}", ""), GAP),
-    between=(DEEPSEEK_SEP, ),
+    separators=(DEEPSEEK_SEP,),
     written=_deepseek,
 )  # fmt: skip
 
@@ -157,9 +154,14 @@ KIMI = NamedCalls(
     open=("<|tool_calls_section_begin|>", KIMI_CALL),
     close=("<|tool_calls_section_end|>",),
     end=(KIMI_END,),
+    inner=(KIMI_SEP, KIMI_END),
     mark=KIMI_CALL,
+    lead=literal(KIMI_CALL),
+    gap="",
+    is_section=True,
+    between="SPACE?",
     before=(("functions", "function", ""), (".", "_", ":", "")),
-    between=(KIMI_SEP,),
+    separators=(KIMI_SEP,),
     prefix="functions.",
     written=lambda name: [
         (concat(literal(f"functions.{name}:"), "/[0-9]{1,4}/", literal(KIMI_SEP)), literal(KIMI_END))
@@ -167,21 +169,22 @@ KIMI = NamedCalls(
 )
 
 FUNCTIONARY = NamedCalls(
-    open=(),
     starts=("<function=",),
-    close=(),
+    inner=("<function=",),
+    lead="",
     end=("</function",),
     before=(("", '"'),),
-    between=(">", '">'),
+    separators=(">", '">'),
     written=lambda name: [(literal(f"{name}>"), literal("</function>"))],
 )
 
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 MISTRAL = NamedCalls(
     open=("[TOOL_CALLS]",),
-    close=(),
+    lead="",
     end=(),
-    between=(ARGS,),
+    inner=(CALL_ID, ARGS),
+    separators=(ARGS,),
     id=CALL_ID,
     written=lambda name: [
         (concat(literal(name), f"({concat(literal(CALL_ID), ID_IN_LARK)})?", literal(ARGS)), "")

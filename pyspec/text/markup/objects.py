@@ -1,6 +1,6 @@
 """Calls as JSON objects, {"name": ..., "arguments": {...}}, one or a list of them between marks.
 
-Hermes and Qwen write one in <tool_call>; Nemotron a list in <TOOLCALL>, Granite one behind <|tool_call|> (Phi-4 with an end mark),
+Hermes and Qwen write one in <tool_call>, Llama 3 one alone; Nemotron a list in <TOOLCALL>, Granite one behind <|tool_call|> (Phi-4 with an end mark),
 Firefunction behind functools, Mistral's older models behind [TOOL_CALLS], each call with an id of nine letters and digits.
 """
 
@@ -12,17 +12,12 @@ import string
 from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import AHEAD, GAP, Lookahead, Names, Step
-from pyspec.text.markup.call_grammar import (
-    CallRules,
-    Lark,
-    concat,
-    literal,
-    named_object,
-    repeated,
-)
+from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, concat, either, literal
 from pyspec.text.markup.json_text import NotJson, as_object, read_string, read_value, take
+from pyspec.text.markup.prose import Syntax
 from pyspec.text.markup.reader import HELD_CHARS, NO_LIMIT, AnswerReader, Steps, Tools, offered
 from pyspec.text.markup.typed import WRAPPERS, names_of
+from pyspec.text.schemas import closed
 
 ARGUMENTS = ("arguments", "parameters")
 NAMES = ("name", "function", "tool", "tool_name")  # other keys than the first hold an offered name
@@ -39,24 +34,16 @@ def new_id() -> str:
     return "".join(secrets.choice(_ALPHABET) for _ in range(ID_CHARS))
 
 
-@dataclass(frozen=True, slots=True)
-class Objects:
-    """The marks around the objects.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objects(Syntax):
+    """The marks around the objects; with `is_section` these are a list.
 
-    begin, end  texts inside the marks around a list, as grammars write it; "": one object has marks of its own
-    is_closed  `close` stands behind them, as grammars write it
     is_known   only offered tools are called: another dialect's answer
     has_ids    each object ends with an id
     """
 
-    open: Step = ()
-    close: Step = ()
-    begin: str = ""
-    end: str = ""
-    is_closed: bool = True
     is_known: bool = False
     has_ids: bool = False
-    starts: Step = ()
 
     @property
     def ends(self) -> Step:
@@ -65,19 +52,19 @@ class Objects:
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
-        if not opened:
+        if not opened and not self.bare:
             return None
         fence = yield from reader.take((("```json", "```"), GAP, AHEAD, ("{", "[")))
         if (yield from reader.peek()) not in ("{", "["):
             return None
         text = yield from reader.take_mark("[")
-        text = yield from read_objects(reader, tools, text, is_known=self.is_known)
+        text = yield from read_objects(reader, tools, text, is_known=self.is_known or not opened)
         yield from reader.take(*((GAP, ("```",)) for _ in (fence,) if fence))
         return text
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
-        start: Lookahead = (self.open, GAP, ("[", "") if self.begin else ("",), GAP)
-        if self.end:
+        start: Lookahead = (self.open, GAP, ("[", "") if self.is_section and self.first else ("",), GAP)
+        if self.is_section:
             return ((*start, *object_head(tools)),)
         keys = tuple(f"{quote}{key}{quote}" for key in ARGUMENTS for quote in _QUOTE)
         name = (*start, *object_head(tools)[:-1])
@@ -87,18 +74,57 @@ class Objects:
             (*start, ("{",), GAP, keys, GAP, (":",)),
         )
 
-    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    def bodies(self, lark: Lark, tools: Tools) -> list[str]:
         own_id = concat(literal(', "id": "'), ID_IN_LARK, literal('"'))
         end = concat(f"({own_id})?", literal("}")) if self.has_ids else literal("}")
-        body = named_object(lark, tools, "arguments", "", end=end)
-        close = concat("SPACE?", literal(self.close[0])) if self.close and self.is_closed else ""
-        if not self.end:
-            call = lark.rule(concat("SPACE?", body, close))
-            between = concat("SPACE?", literal(self.open[0]))
-            return CallRules(self.open[0], repeated(call, between, is_single=is_single))
-        begin = concat("SPACE?", literal(self.begin)) if self.begin else ""
-        calls = repeated(lark.rule(body), '"," SPACE?', is_single=is_single)
-        return CallRules(self.open[0], concat(begin, calls, literal(self.end), close))
+        heads = (json.dumps({"name": name, "arguments": 0}, ensure_ascii=False) for name in tools)
+        return [
+            concat(literal(head[:-2]), lark.json(tools[name]), end)
+            for name, head in zip(tools, heads, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareObjects(Objects):
+    """Llama 3: a call is an answer that is an object with "name" and "parameters", bare or behind a mark.
+
+    A bare object is a call only if it names an offered tool, because answers in JSON look alike.
+    """
+
+    bare: Step = ("{",)
+
+    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
+        return ((self.open, GAP, self.bare),)
+
+    def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+        """One call, because templates of these models know no more."""
+        begin, calls = '{"name": "', []
+        for name, schema in tools.items():
+            head = json.dumps({"name": name, "parameters": 0}, ensure_ascii=False)[:-2]
+            calls.append(concat(literal(head.removeprefix(begin)), lark.json(schema), '"}"'))
+        return CallRules(begin, either(calls))
+
+
+def as_schema(tools: Tools) -> Schema:
+    """A call of Llama 3 as a JSON Schema. Beside other JSON, a literal for its start would be one lexeme, and the lexer could not choose."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"type": "object", **closed(schema)}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, schema in tools.items()
+    ]
+    return {"anyOf": calls}
+
+
+def in_list(open_: Step, close: Step) -> Objects:
+    """A list of objects between these marks."""
+    first, last = concat("SPACE?", literal("[")), literal("]")
+    return Objects(
+        open=open_, close=close, is_section=True, first=first, between='"," SPACE?', last=last, lead=""
+    )
 
 
 def object_head(tools: Tools) -> Lookahead:

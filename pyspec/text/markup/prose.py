@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from pyspec.text.markup.ahead import AHEAD, GAP, OVER, TAIL, WORD, Lookahead, Step
-from pyspec.text.markup.call_grammar import CallRules, Lark
+from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal, repeated
 from pyspec.text.markup.parts import Content
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps, Tools, Trimmed, beginnings
 
 
-class Syntax(Protocol):
-    """How calls are written.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Syntax(ABC):
+    """How calls are written: a description that the reader of answers, the grammar and the end of reasoning share.
 
     open    marks that begin calls
     starts  other marks that may begin one, of an offered tool alone
-    ends    marks that may stand behind a call; without its bracket if models vary the rest of it
-    close   those of them that belong to `open`
+    close   marks that end calls; grammars write the first of each kind
+    inner   other texts of theirs that may be control tokens
+    bare    texts that begin a call of an offered tool where an answer begins, and behind another call
+    is_section  several calls may stand between `open` and `close`: the next three are lark for
+    first, between, last  the text before the first call, between two, and behind the last one
+    lead, gap  lark for the text before the body of a call, and before `close`, and `open` of another call
+    is_closed  grammars write `close`
     """
 
-    @property
-    def open(self) -> Step: ...
-    @property
-    def starts(self) -> Step: ...
-    @property
-    def ends(self) -> Step: ...
-    @property
-    def close(self) -> Step: ...
+    open: Step = ()
+    starts: Step = ()
+    close: Step = ()
+    inner: Step = ()
+    bare: Step = ()
+    is_section: bool = False
+    first: str = ""
+    between: str = ""
+    last: str = ""
+    lead: str = "SPACE?"
+    gap: str = "SPACE?"
+    is_closed: bool = True
 
+    @property
+    def ends(self) -> Step:
+        """Marks that may stand behind a call; without its bracket if models vary the rest of it."""
+        return self.close
+
+    @property
+    def marks(self) -> Step:
+        """All texts that may be control tokens, which answers otherwise hide."""
+        return (*self.open, *self.close, *self.inner)
+
+    @abstractmethod
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
@@ -37,15 +59,33 @@ class Syntax(Protocol):
         opened   the mark of `open` directly before
         is_open  one stands somewhere before, and its end does not: there may be calls of tools that are not offered, too
         """
-        ...
 
+    @abstractmethod
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         """Beginnings of calls of these tools."""
-        ...
+
+    @abstractmethod
+    def bodies(self, lark: Lark, tools: Tools) -> list[str]:
+        """Lark for a call of each tool, without the marks around it."""
 
     def rules(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
         """The grammar of calls of these tools."""
-        ...
+        begin = (*self.open, *self.starts)[0]
+        close = concat(self.gap, literal(self.close[0])) if self.close and self.is_closed else ""
+        body = concat(self.lead, either(self.bodies(lark, tools)))
+        if not self.is_section:
+            between = concat(self.gap, literal(begin))
+            return CallRules(
+                begin, repeated(lark.rule(concat(body, close)), between, is_single=is_single)
+            )
+        calls = repeated(lark.rule(body), self.between, is_single=is_single)
+        return CallRules(begin, concat(self.first, calls, self.last, close))
+
+    def read(
+        self, reader: AnswerReader, tools: Tools, also: tuple[Syntax, ...], *, trims_start: bool
+    ) -> Steps[None]:
+        """Read an answer without its reasoning. also: other syntax that models write behind these marks."""
+        yield from read_answer(reader, tools, (self, *also), trims_start=trims_start)
 
 
 FENCE = 3  # characters
@@ -190,7 +230,14 @@ def read_answer(
     starts = (mark for form in forms for mark in form.starts)
     marks = beginnings((*own.open, *starts, *([reader.stray] if reader.stray else ())))
     reader.ends = (*own.ends, *own.open)
-    while mark := (yield from reader.find(marks, prose)):
+    may_be_bare = bool(own.bare)
+    while True:
+        mark = ""
+        if may_be_bare:
+            prose((yield from reader.take_spaces()))
+            mark, may_be_bare = (yield from reader.look(*own.bare)) or "", False
+        if not mark and not (mark := (yield from reader.find(marks, prose))):
+            break
         if mark == reader.stray:
             yield from reader.take_mark(mark)
             content.drop()
@@ -207,6 +254,7 @@ def read_answer(
             if reader.n_calls > n_calls:
                 content.drop()
                 prose.begin()
+                may_be_bare = bool(own.bare)
         else:
             text = yield from reader.take_mark(mark)
         prose(text)

@@ -39,8 +39,10 @@ class ThinkMarks:
 
 THINK = ThinkMarks("<think>", "</think>")
 GRANITE_THINK = ThinkMarks("<think>", "</think>", ("<response>", "</response>"))
+"""Of ERNIE, too."""
 GEMMA4_THINK = ThinkMarks("<|channel>thought", "<channel|>", ends_again=True)
 MISTRAL_THINK = ThinkMarks("[THINK]", "[/THINK]")
+SEED_THINK = ThinkMarks("<seed:think>", "</seed:think>")
 
 
 @dataclass(frozen=True, slots=True)

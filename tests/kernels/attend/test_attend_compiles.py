@@ -21,7 +21,8 @@ pytest.importorskip("cuda.core")
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_in_the_registers_their_blocks_leave(arch: str) -> None:
     dim, n_tile, kv = (256, 1, "f16") if arch in ("sm_80", "sm_100a") else (256, 6, "bf16")
-    assert_fits(attend_cuda.shape_for(dim, n_tile, KvFormat.named(kv), arch))
+    for cap in (0.0, 50.0):
+        assert_fits(attend_cuda.shape_for(dim, n_tile, KvFormat.named(kv), arch, cap=cap))
 
 
 @pytest.mark.slow
@@ -98,8 +99,9 @@ def test_shared_memory_of_every_build_fits_the_multiprocessor(arch: str) -> None
 
 @pytest.mark.parametrize("of", TYPES.values(), ids=str)
 def test_the_plain_kernel_compiles_for_every_type(of: KvType) -> None:
-    defines = attend_cuda.plain_defines(96, KvFormat(of, TYPES["q5_1"]), has_sinks=False)
-    compiled("attend_plain", "sm_80", defines)
+    for cap in (0.0, 50.0):
+        spec = AttendSpec(torch.device("cpu"), 6, 2, 96, 1.0, KvFormat(of, TYPES["q5_1"]), cap=cap)
+        compiled("attend_plain", "sm_80", attend_cuda.plain_defines(spec))
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ CASES = {
     "f16 and bf16": Case(6, 1, 64, torch.float16, [(17, 3), (300, 1)], 16, v_dtype=torch.bfloat16),
     "f8 and q4_1": Case(6, 1, 64, F8, [(17, 3), (300, 1)], 16, v_dtype=Q4_1),
     "f32 and q5_0": Case(6, 2, 96, torch.float32, [(100, 3), (33, 1)], 16, 50, v_dtype=Q5_0),
+    "capped": Case(4, 2, 256, torch.float16, [(300, 3), (0, 1), (1100, 1)], 16, 70, pad=(2, 1), cap=3.0),
+    "capped bf16, sinks": Case(
+        8, 2, 64, torch.bfloat16, [(300, 8), (9, 8)], 16, 0, True, (8, 1), sinks=True, cap=1.5
+    ),
+    "capped q8_0": Case(6, 2, 128, torch.int8, [(17, 3), (300, 1)], 16, cap=2.0),
+    "capped f32": Case(6, 2, 96, torch.float32, [(100, 3), (33, 1)], 16, 50, pad=(2, 1), cap=2.0),
     "sinks f32": Case(6, 2, 96, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1), sinks=True),
 }
 SOME = (
@@ -89,6 +95,8 @@ SOME = (
     "q8_0 block",
     "f8",
     "sinks",
+    "capped",
+    "capped f32",
     "q5_1 window",
     "q8_0 and q4_0",
 )

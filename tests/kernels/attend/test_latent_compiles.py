@@ -69,8 +69,9 @@ def test_builds_have_as_many_columns_and_buffers_as_fit() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"n_kv_head": 2}, "one head and no sinks"),
-        ({"has_sinks": True}, "one head and no sinks"),
+        ({"n_kv_head": 2}, "one head, no sinks and no cap"),
+        ({"has_sinks": True}, "one head, no sinks and no cap"),
+        ({"cap": 50.0}, "one head, no sinks and no cap"),
         ({"kv": KvFormat.both(F32)}, "keys that are values are f32"),
         ({"kv": KvFormat(F16, Q8_0)}, "keys that are values are f16/q8_0"),
         ({"head_dim": 580}, "keys are 580 wide; the kernel takes multiples of 8"),

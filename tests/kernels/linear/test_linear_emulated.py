@@ -80,8 +80,8 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, way: str, see
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("epilogue", "limit"),
-    [(Epilogue.RESIDUAL, 0.0), (Epilogue.GATED, 0.0), (Epilogue.GATED, 2.0)],
-    ids=["residual", "gated", "cut"],
+    [(Epilogue.RESIDUAL, 0.0), (Epilogue.GATED, 0.0), (Epilogue.GATED, 2.0), (Epilogue.GATED, -1.0)],
+    ids=["residual", "gated", "cut", "cut behind silu"],
 )
 def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float, way: str, seed: int) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue, limit)

@@ -28,6 +28,7 @@ SPECS = {
     "plain": MoeSpec(CPU, 3, 37, 19, "swiglu", G.F32, G.F16),
     "plain downs": MoeSpec(CPU, 2, 96, 13, "swiglu", G.Q8_0, G.BF16),
     "plain ups": MoeSpec(CPU, 2, 9, 64, "relu2", G.BF16, G.Q4_0),
+    "cut behind silu": MoeSpec(CPU, 3, 320, 64, "swiglu", G.MXFP4, G.Q5_0, limit=-0.5),
     "cut": MoeSpec(CPU, 3, 320, 64, "swiglu", G.MXFP4, G.Q5_0, limit=1.0),
     "scaled": MoeSpec(CPU, 2, 128, 64, "relu2", G.NVFP4, G.NVFP4, scaled=True),
     "of two types": MoeSpec(CPU, 2, 256, 256, "swiglu", G.Q4_K, G.Q6_K, gate=G.Q5_K),

@@ -115,7 +115,7 @@ def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, piec
 
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize(("type", "limit"), [(Q8_0, 10.0), (GGMLType.Q4_K, 0.5)])
+@pytest.mark.parametrize(("type", "limit"), [(Q8_0, 10.0), (GGMLType.Q4_K, 0.5), (Q8_0, -0.5)])
 def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
     """The op's own check, whose rows lie on both sides of a limit; without it the same rows come out otherwise."""
     n = max(64, type.block_size)
@@ -327,7 +327,8 @@ def test_what_the_kernel_can_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "second scales" in str(moe_cuda.limits(replace(cuda, scaled=True)))
     assert "packed form" in str(moe_cuda.limits(replace(cuda, up=GGMLType.IQ1_S)))
     assert moe_cuda.limits(replace(cuda, limit=10.0)) is None
-    assert "limits from 0" in str(moe_cuda.limits(replace(cuda, limit=-1.0)))
+    assert moe_cuda.limits(replace(cuda, limit=-10.0)) is None
+    assert "limits" in str(moe_cuda.limits(replace(cuda, limit=-1e5)))
     assert "one type" in str(moe_cuda.limits(replace(cuda, up=None)))
     assert "up to 32" in str(moe_cuda.limits(replace(cuda, n_used=33)))
     assert moe_cuda.limits(replace(cuda, pieces=4)) is None

@@ -1,5 +1,7 @@
 """rows, rows_finish and rope_kv compile for every architecture without spills."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from machines import compiled
@@ -46,6 +48,7 @@ def test_rope_kv_compiles_everywhere(arch: str) -> None:
     for of in TYPES.values():
         spec = RopeKvSpec(CPU, 24, 4, 256, 64, True, True, True, 1e-6, KvFormat.both(of))
         compiled("rope_kv", arch, rope_kv_cuda.defines(spec))
+        compiled("rope_kv", arch, rope_kv_cuda.defines(replace(spec, norm_behind=True)))
 
 
 def test_limits_of_rows_and_rope_name_the_gpu_they_need() -> None:

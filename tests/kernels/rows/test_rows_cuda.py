@@ -320,10 +320,11 @@ def test_rope_kv_equals_the_reference(
             assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
 
 
-@pytest.mark.parametrize("kind", ["keys are values", "normed", "queries alone"])
-def test_values_that_are_normed_or_are_keys_and_queries_alone(machine: Machine, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["keys are values", "normed", "queries alone", "behind", "bare behind"])
+def test_values_normed_or_shared_queries_alone_and_late_norms(machine: Machine, kind: str) -> None:
     spec = RopeKvSpec(CPU, 3, 0 if kind == "queries alone" else 2, 64, 32, True, False, True, 1e-6)
     spec = replace(spec, norms_v=kind != "queries alone", keys_are_values=kind == "keys are values")
+    spec = replace(spec, norm_behind="behind" in kind, has_norm=kind != "bare behind")
     for kv in ("f16", "q8_0", "q4_0"):
         own = replace(spec, kv=KvFormat.named(kv))
         with machine.started(seed=1):

@@ -30,7 +30,7 @@
 // attend_halves.cuh, attend_bytes.cuh and attend_bits.cuh have a part for keys and one for values.
 //
 // Macros: DIM, N_TILE (eights of columns), COLUMNS (8 * N_TILE, or 4 of 8), K_KIND, V_KIND, F8_CVT (the GPU has an instruction for
-// it), HAS_SINKS, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
+// it), HAS_SINKS, CAP (of scores, a float; 0: none), DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
 // soon), MERGE_FINDS (1 thin, 2 long, 4 wide).
 #include "kv_kinds.cuh"
 #include "bounds.cuh"
@@ -140,7 +140,7 @@ __device__ __forceinline__ void advance(const Shared& s, const Stream& f, const 
 #include "attend_bytes.cuh"
 #include "attend_bits.cuh"
 
-// Keys a column does not see become -inf; then the warp's maximum of each column.
+// Scores are capped, and -inf where a column does not see the key; then the warp's maximum of each column.
 __device__ __forceinline__ void mask_and_top(Shared& s, const Lane& me, int key, bool all_seen,
                                              float (&acc)[2][N_TILE][4]) {
 #pragma unroll
@@ -149,6 +149,10 @@ __device__ __forceinline__ void mask_and_top(Shared& s, const Lane& me, int key,
     float top[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
+      if constexpr (CAP > 0.f) {
+#pragma unroll
+        for (int x = 0; x < 4; x++) acc[x / 2][n][2 * (x % 2) + e] = capped(acc[x / 2][n][2 * (x % 2) + e], CAP);
+      }
       if (!all_seen) {
         const int lo = s.lo[col + e], hi = s.hi[col + e];
 #pragma unroll

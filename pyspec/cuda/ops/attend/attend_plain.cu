@@ -7,7 +7,7 @@
 //   page_table, positions, lo, hi, row_seq, fault: as in attend.cu; out [row, n_head, dim] f32
 //
 // Grid (row, head), block 128: each warp takes every fourth key, a lane every 32nd dim; the warps fold in order at the end.
-// Bound by latency and by reading K and V once per row and head: right, not fast. Macros: DIM, K_KIND, V_KIND, HAS_SINKS, OP_ID.
+// Bound by latency and by reading K and V once per row and head: right, not fast. Macros: DIM, K_KIND, V_KIND, HAS_SINKS, CAP, OP_ID.
 #include "kv_types.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
@@ -57,7 +57,9 @@ attend_plain(const float* q, const Codes<K_KIND>::Plane* k, const Codes<V_KIND>:
       float dot = 0.f;
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++) dot = fmaf(query[i], WIDE(K, k, i), dot);
-      const Fold f = fold_of(m, warp_sum(dot));
+      dot = warp_sum(dot);
+      if constexpr (CAP > 0.f) dot = CAP * 1.44269504f * tanhf(dot * (1.f / (CAP * 1.44269504f)));  // log2(e)
+      const Fold f = fold_of(m, dot);
       m = f.m;
       l = folded(l, 1.f, f);
 #pragma unroll

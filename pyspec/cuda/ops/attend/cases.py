@@ -34,6 +34,7 @@ class Case:
     spare: int = 3
     scale: float = 0.0  # 0: 1 / sqrt(dim)
     sinks: bool = False
+    cap: float = 0.0
     keys_only: bool = False
     n_value: int = 0  # keys alone are kept, and are the values, too
     v_dtype: torch.dtype | KvType | None = None
@@ -108,6 +109,13 @@ CASES: dict[str, Case] = {
     "keys alone": Case(
         64, 1, 512, torch.float16, [(0, 3), (300, 4), (127, 9)], 32, 128, sinks=True, keys_only=True
     ),
+    "capped": Case(
+        16, 8, 256, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 70, pad=(5, 2), cap=3.0
+    ),
+    "capped bf16, sinks": Case(
+        32, 8, 128, torch.bfloat16, [(900, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True, cap=1.5
+    ),
+    "capped f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, 50, pad=(2, 1), cap=2.0),
     "keys alone of 128": Case(16, 1, 128, torch.int8, [(0, 3), (300, 4), (127, 9)], 32, keys_only=True),
 }
 MIXED: dict[str, Case] = {
@@ -133,6 +141,7 @@ PACKED: dict[str, Case] = {
     "q8_0 and q4_0": Case(
         24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2), v_dtype=Q4_0
     ),
+    "q4_0, capped": Case(16, 4, 128, Q4_0, [(600, 5), (127, 2)], 16, cap=2.0),
     "q5_1 and f16": Case(8, 2, 128, Q5_1, [(130, 4), (900, 1)], 16, 70, v_dtype=torch.float16),
     "bf16 and q5_0": Case(8, 2, 64, torch.bfloat16, [(70, 3), (300, 1)], 16, v_dtype=Q5_0),
     "f8 and q4_1": Case(6, 2, 96, torch.float8_e4m3fn, [(40, 5), (0, 1)], 16, sinks=True, v_dtype=Q4_1),
@@ -182,7 +191,8 @@ def usual(scale: float, dim: int) -> float:
 
 def spec_of(case: Case, device: torch.device) -> AttendSpec:
     scale = case.scale or case.dim**-0.5
-    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.kv, case.sinks, case.n_value)
+    own = case.kv, case.sinks, case.n_value, case.cap
+    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, *own)
 
 
 def spoil(pool: KVPool, rows: Tensor | slice = slice(None)) -> None:

@@ -14,7 +14,7 @@ from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-run = CpuKernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "12q" + "d")
+run = CpuKernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "12q" + "2d")
 
 
 def limits(spec: AttendSpec) -> str | None:
@@ -51,7 +51,8 @@ def bind(spec: AttendSpec) -> Attend:
         rows = (batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq)
         size = batch.page_size
         sizes = (q.shape[0], *batch.page_table.shape, size, pool.n_row // size)
-        run(q, *planes, *rows, sinks, out, *sizes, *heads, window, *kinds, spec.value_dim, spec.scale)
+        numbers = (*sizes, *heads, window, *kinds, spec.value_dim, spec.scale, spec.cap)
+        run(q, *planes, *rows, sinks, out, *numbers)
         return out
 
     return attend

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -85,6 +85,7 @@ class AttendBuild:
     depth: int
     fetch: int = 256
     has_sinks: bool = False
+    cap: float = 0.0
     narrow: bool = False
 
     @property
@@ -121,6 +122,7 @@ class AttendBuild:
             "V_KIND": self.kv.v.kind,
             "F8_CVT": int(self.arch not in ("sm_80", "sm_86", "sm_87")),
             "HAS_SINKS": int(self.has_sinks),
+            "CAP": f"{self.cap:#.9g}f",
             "DEPTH": self.depth,
             "OP_ID": OP_ID,
             "MIN_BLOCKS": self.blocks,
@@ -137,7 +139,9 @@ def step_bytes(of: KvType, n_key: int, n_factor: int) -> int:
     return STEP_BYTES // 2 + 256 * (of.bits == 5) + 4 * n_key * n_factor
 
 
-def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = False) -> AttendBuild:
+def shape_for(
+    dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = False, cap: float = 0.0
+) -> AttendBuild:
     """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
     large = room_of(arch) > 200 * 1024
     warps = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
@@ -148,10 +152,15 @@ def shape_for(dim: int, n_tile: int, kv: KvFormat, arch: str, has_sinks: bool = 
     if n_tile == 3 and has_factors and (dim == 64 or (dim == 128 and is_tight)):
         warps = 12
     shapes = [
-        AttendBuild(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks)
+        AttendBuild(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks, cap=cap)
         for depth in range(2, MAX_DEPTH + 1)
     ]
     return max(shapes, key=lambda s: (s.resident * s.depth, s.resident))
+
+
+def usual_for(spec: AttendSpec, n_tile: int, arch: str) -> AttendBuild:
+    """The build of these heads."""
+    return shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks, spec.cap)
 
 
 def narrow_for(spec: AttendSpec, arch: str) -> AttendBuild | None:
@@ -160,9 +169,9 @@ def narrow_for(spec: AttendSpec, arch: str) -> AttendBuild | None:
     fits = spec.head_dim == 256 and of_two_bytes and spec.n_head // spec.n_kv_head <= NARROW
     if not ITS_BLOCKS or not fits or room_of(arch) <= 200 * 1024:
         return None
-    has_sinks = spec.has_sinks
+    usual = usual_for(spec, 1, arch)
     for depth in range(MAX_DEPTH, 1, -1):
-        build = AttendBuild(256, 1, spec.kv, arch, ITS_BLOCKS, depth, has_sinks=has_sinks, narrow=True)
+        build = replace(usual, blocks=ITS_BLOCKS, depth=depth, narrow=True)
         if build.resident == ITS_BLOCKS:
             return build
     return None
@@ -180,7 +189,7 @@ def tiles_of(spec: AttendSpec, arch: str) -> tuple[int, ...]:
 
 def shapes_of(spec: AttendSpec, arch: str) -> list[AttendBuild]:
     """All builds of attend.cu that batches may take."""
-    made = [shape_for(spec.head_dim, n, spec.kv, arch, spec.has_sinks) for n in tiles_of(spec, arch)]
+    made = [usual_for(spec, n, arch) for n in tiles_of(spec, arch)]
     narrow = narrow_for(spec, arch)
     return made if narrow is None else [*made, narrow]
 
@@ -232,17 +241,18 @@ def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     return Kernels(split, thin, long, wide, n_sm * shape.resident, shape)
 
 
-def plain_defines(dim: int, kv: KvFormat, has_sinks: bool) -> dict[str, int | str]:
+def plain_defines(spec: AttendSpec) -> dict[str, int | str]:
     """Macros of attend_plain.cu."""
-    kinds = {"K_KIND": kv.k.kind, "V_KIND": kv.v.kind}
-    return {"DIM": dim, **kinds, "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
+    kinds = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind}
+    own = {"DIM": spec.head_dim, "HAS_SINKS": int(spec.has_sinks), "OP_ID": OP_ID}
+    return {**kinds, **own, "CAP": f"{spec.cap:#.9g}f"}
 
 
 @per_device
-def _plain(device: torch.device, dim: int, kv: KvFormat, has_sinks: bool) -> jit.Kernel:
+def _plain(device: torch.device, spec: AttendSpec) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    planes, sinks = _letters(kv, has_sinks)
-    code = jit.compile_cubin("attend_plain", arch, plain_defines(dim, kv, has_sinks))
+    planes, sinks = _letters(spec.kv, spec.has_sinks)
+    code = jit.compile_cubin("attend_plain", arch, plain_defines(spec))
     return code.kernel("attend_plain", PLAIN_ARGS.format(planes=planes, sinks=sinks))
 
 
@@ -324,7 +334,7 @@ class AttendLaunch:
         self.scale = np.float32(spec.scale * math.log2(math.e))
         self.narrow = narrow_for(spec, self.arch) if shape is None else None
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        usual = 0 if self.narrow is None else n_sm * shape_for(256, 1, spec.kv, self.arch).resident
+        usual = 0 if self.narrow is None else n_sm * usual_for(spec, 1, self.arch).resident
         self.many = usual // spec.n_kv_head + 1  # sequences whose splits are more than the usual blocks
 
     def __call__(
@@ -393,7 +403,7 @@ class AttendLaunch:
             return _kernels(spec.device, self.narrow)
         n_tile = n_tile_for(max(1, widest) * group, tiles_of(self.spec, self.arch))
         if n_tile not in self.builds:
-            shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv, self.arch, spec.has_sinks)
+            shape = self.shape or usual_for(spec, n_tile, self.arch)
             self.builds[n_tile] = _kernels(spec.device, shape)
         return self.builds[n_tile]
 
@@ -412,7 +422,7 @@ class AttendLaunch:
         ]
         sizes = [n_col, batch.page_size, pool.n_row // batch.page_size, window]
         counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
-        kernel = _plain(spec.device, spec.head_dim, spec.kv, spec.has_sinks)
+        kernel = _plain(spec.device, spec)
         kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.read_planes, *rows, *counts, self.scale])
         return out
 
@@ -422,8 +432,7 @@ def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
         yield from latent.programs(spec, target)
         return
     if not tiles_of(spec, target.arch):
-        macros = plain_defines(spec.head_dim, spec.kv, spec.has_sinks)
-        yield target.program("attend_plain", macros)
+        yield target.program("attend_plain", plain_defines(spec))
         return
     for shape in shapes_of(spec, target.arch):
         yield target.program("attend", shape.defines())

@@ -104,8 +104,8 @@ def limits(spec: AttendSpec) -> str | None:
 
 def shape_limits(spec: AttendSpec) -> str | None:
     """Limits that hold on every GPU."""
-    if spec.n_kv_head != 1 or spec.has_sinks:
-        return "keys that are values have one head and no sinks in this kernel"
+    if spec.n_kv_head != 1 or spec.has_sinks or spec.cap:
+        return "keys that are values have one head, no sinks and no cap in this kernel"
     if not spec.kv.is_one or spec.kv.has_f32:
         return f"keys that are values are {spec.kv.name}; the kernel takes one type of 16 bits or fewer"
     if spec.head_dim % 8:

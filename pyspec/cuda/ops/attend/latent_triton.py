@@ -18,8 +18,8 @@ MOST_DIM, MOST_VALUE = 1024, 1024
 
 def shape_limits(spec: AttendSpec) -> str | None:
     """Why the kernel does not take such heads; None if it does."""
-    if spec.n_kv_head != 1 or spec.has_sinks:
-        return "keys that are values have one head and no sinks in this kernel"
+    if spec.n_kv_head != 1 or spec.has_sinks or spec.cap:
+        return "keys that are values have one head, no sinks and no cap in this kernel"
     if not spec.kv.is_one or spec.kv.k.is_packed:
         return f"keys that are values are {spec.kv.name}; the kernel takes one type whose codes are whole bytes"
     if not 16 <= spec.head_dim <= MOST_DIM or spec.head_dim % 8:

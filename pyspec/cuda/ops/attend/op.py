@@ -29,9 +29,8 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
     if (many := getattr(launch, "many", 0)) and many <= attend_cuda.MAX_SEQ:  # has a build for these
         cases.append(Case(*own, [(300, 1), *((i, 1) for i in range(many - 1))], 16))
     for case in cases:
-        case = replace(
-            case, scale=spec.scale, sinks=spec.has_sinks, n_value=spec.n_value, v_dtype=spec.kv.v
-        )
+        case = replace(case, scale=spec.scale, sinks=spec.has_sinks, n_value=spec.n_value, cap=spec.cap)
+        case = replace(case, v_dtype=spec.kv.v)
         made = make(case, spec.device)
         n = made.plain.n_row
         got = launch(made.q, made.pool, made.batch, case.window, made.sinks)[:n]
@@ -52,7 +51,7 @@ def shapes(device: torch.device) -> list[attend_ref.AttendSpec]:
 
 def also(spec: attend_ref.AttendSpec) -> Iterator[Ask]:
     """The library, which takes prompts (`prompt.py`)."""
-    if spec.device.type == "cuda" and not spec.has_sinks and not spec.n_value:
+    if spec.device.type == "cuda" and not (spec.has_sinks or spec.n_value or spec.cap):
         yield attend_prompt, spec
         yield attend_blocks, spec
 

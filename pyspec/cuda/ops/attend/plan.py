@@ -27,7 +27,7 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 def _runs_as(spec: AttendSpec) -> str:
     """The implementation decided for such heads, or else the first within its limits."""
     for known, impl in attend.decided.items():
-        if replace(known, scale=spec.scale, has_sinks=spec.has_sinks) == spec:
+        if replace(known, scale=spec.scale, has_sinks=spec.has_sinks, cap=spec.cap) == spec:
             return impl.name
     if not torch.cuda.is_available():
         return ""

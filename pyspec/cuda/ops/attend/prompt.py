@@ -147,8 +147,8 @@ def prompts(spec: AttendSpec) -> Run:
 
 
 def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
-    """`own` for all but the long sequences of a causal batch. Those go to the library; or, where it does not run, with sinks, with a
-    window and with `--exact`, to `own` as few rows at a time as its partial sums have room for."""
+    """`own` for all but the long sequences of a causal batch. Those go to the library; or, where it does not run, with sinks, with capped
+    scores, with a window and with `--exact`, to `own` as few rows at a time as its partial sums have room for."""
     if spec.device.type != "cuda":
         return own
     return beside(own, prompts(spec)) if takes_prompts(spec) else in_pieces(own)
@@ -156,7 +156,7 @@ def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
 
 def takes_prompts(spec: AttendSpec) -> bool:
     """Whether the library attends for prompts of such heads, windows apart."""
-    if current().is_exact or spec.device.type != "cuda" or spec.has_sinks:
+    if current().is_exact or spec.device.type != "cuda" or spec.has_sinks or spec.cap:
         return False
     return attend_prompt.chosen(spec) is not attend_prompt.reference
 

@@ -48,7 +48,7 @@ def bind(spec: AttendSpec) -> Attend:
     def alone(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """One row q [head, dim] with the keys and values [key, kv, dim] that it sees, independent of other rows."""
         kt, vt = k.permute(1, 2, 0), v.transpose(0, 1)
-        scores = q.view(spec.n_kv_head, group, -1) @ kt * spec.scale
+        scores = capped(q.view(spec.n_kv_head, group, -1) @ kt * spec.scale, spec.cap)
         if sinks is not None:
             scores = torch.cat([scores, sinks.to(q.dtype).view(spec.n_kv_head, group, 1)], -1)
         weights = scores.softmax(-1)[..., : k.shape[0]]
@@ -80,20 +80,27 @@ def bind(spec: AttendSpec) -> Attend:
             pos = torch.arange(first, batch.max_hi[s], device=q.device)
             seen = (pos >= lo[rows, None]) & (pos < batch.hi[rows, None])
             kt, vt = (t.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for t in (k, v))
-            if sinks is None:
+            if sinks is None and not spec.cap:
                 y = F.scaled_dot_product_attention(qs, kt, vt, attn_mask=seen, scale=spec.scale)
             else:
-                y = _with_sinks(
-                    qs, kt, vt, seen, sinks.to(q.dtype).view(spec.n_kv_head, group, 1, 1), spec.scale
-                )
+                own = None if sinks is None else sinks.to(q.dtype).view(spec.n_kv_head, group, 1, 1)
+                y = _by_hand(qs, kt, vt, seen, own, spec)
             out[rows] = y.permute(2, 0, 1, 3).reshape(seq.width, spec.n_head, spec.value_dim)
         return out
 
     return attend
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor, scale: float) -> Tensor:
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """As `AttendSpec.cap` says."""
+    return cap * (scores / cap).tanh() if cap else scores
+
+
+def _by_hand(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, spec: AttendSpec
+) -> Tensor:
     """q [kv, group, row, dim], k, v [kv, group, key, dim], seen [row, key], sinks [kv, group, 1, 1] -> as q."""
-    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
-    scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1)[..., :-1] @ v
+    scores = capped(q @ k.transpose(-1, -2) * spec.scale, spec.cap).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[-2]] @ v

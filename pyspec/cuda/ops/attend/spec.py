@@ -13,6 +13,7 @@ from pyspec.slots.kv_types import PLAIN, KvFormat
 class AttendSpec:
     """`kv` is the pool's format (slots.kv); with `has_sinks` every call has them.
 
+    cap      scores are cap * tanh(score / cap) before the mask; 0: as they are
     n_value  keys are the values, too: that many of their first dims. 0: values stand apart, and are as wide
     """
 
@@ -24,6 +25,7 @@ class AttendSpec:
     kv: KvFormat = PLAIN
     has_sinks: bool = False
     n_value: int = 0
+    cap: float = 0.0
 
     @property
     def value_dim(self) -> int:

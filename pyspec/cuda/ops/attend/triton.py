@@ -191,7 +191,7 @@ class AttendTriton:
             kind = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind, "NATIVE": self.native}
             halves = {"K_HALF": spec.kv.k.dtype, "V_HALF": spec.kv.v.dtype}
             kind |= {name: kernels.HALVES[of] for name, of in halves.items()}
-            constants = {**shape, **build, **kind, "WIDE": wide}
+            constants = {**shape, **build, **kind, "WIDE": wide, "CAP": spec.cap}
         piece, sink = min(PIECE, wide), q if sinks is None else sinks
         for first in range(0, n_tile, n_once):
             n = min(n_once, n_tile - first)

@@ -89,12 +89,22 @@ def values(
     return x.to(HALF)
 
 
+@triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP) of scores in log2 units: near 0 a quotient of polynomials, because exponentials lose digits there."""
+    y = scores * (1.0 / (CAP * LOG2E))
+    z = y * y
+    near = y * (945.0 + z * (105.0 + z)) / (945.0 + z * (420.0 + z * 15.0))
+    far = 1.0 - 2.0 / (1.0 + tl.exp2(y * (2.0 * LOG2E)))
+    return tl.where(z < 1.0, near, far) * (CAP * LOG2E)
+
+
 @kernel
 def attend_split(
     q, k, v, k_scale, v_scale, page_table, positions, lo, hi, seq_start, part, ml, fault,
     n_seq, n_col, n_page, n_key, n_split, n_prog, first_tile, window, scale,
     PAGE: tl.constexpr, N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
-    SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, NATIVE: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, OP: tl.constexpr,
+    SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, NATIVE: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles from the first one on, KV heads, programs): a tile's partial sums of every n_prog-th split.
 
@@ -143,7 +153,10 @@ def attend_split(
             else:
                 scores = tl.dot(keys, queries)
             seen = (key[:, None] >= first[None, :]) & (key[:, None] < end[None, :])
-            scores = tl.where(seen, scores * scale, -float("inf"))
+            scores = scores * scale
+            if CAP > 0.0:
+                scores = capped(scores, CAP)
+            scores = tl.where(seen, scores, -float("inf"))
             top = tl.maximum(most, tl.max(scores, 0))
             base = tl.where(top == -float("inf"), 0.0, top)
             weights = tl.exp2(scores - base[None, :])

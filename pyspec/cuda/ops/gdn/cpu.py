@@ -22,7 +22,7 @@ from pyspec.cuda.ops.recurrent.ref import check_seqs
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-GDN = CpuKernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "qqqq" + "d")
+GDN = CpuKernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "5q" + "dd")
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -38,7 +38,8 @@ class CpuGdn:
     def __init__(self, spec: GdnSpec) -> None:
         self.spec, self.taps = spec, recurrent.Taps()
         shape = spec.shape
-        self.sizes = shape.n_k_head, shape.n_v_head, shape.dim, shape.grouped, spec.eps
+        heads = shape.n_k_head, shape.n_v_head, shape.dim
+        self.sizes = *heads, shape.grouped, shape.by_key, shape.floor, spec.eps
 
     def __call__(
         self,

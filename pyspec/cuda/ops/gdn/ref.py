@@ -3,6 +3,8 @@
     m            [row, channel]      f32  raw inputs of the convolution: q, k (k_head * dim each), v (v_head * dim, tiled)
     alpha, beta  [row, v_head]       f32  raw gates; like m, slices of wider rows
     a, dt_bias   [v_head]            f32  log decay g = a softplus(alpha + dt_bias) (<= 0), write strength b = sigmoid(beta)
+                                          with a decay a key dimension (GdnShape.by_key): alpha [row, v_head * dim], dt_bias
+                                          [v_head * dim], and g = floor sigmoid(a (alpha + dt_bias)) where it has a floor
     conv_w       [channel, taps]     f32  the last tap multiplies the current token
     layer        state, conv window and records of every slot (slots.memory); read and written for the batch's slots only
     out          [row, v_head, dim]  f32  before the gated norm
@@ -11,10 +13,11 @@ Per sequence: (1) fold the `n_fold` recorded rows into the state and shift the c
 through conv, silu, l2 norm and the recurrence, (3) if the sequence is `keep`, store state and window after its rows, else
 record the rows (k, v, g, b and raw m) and leave the stored state before them.
 
-Recurrence per value head, with key head h % n_k_head (or as `GdnShape.grouped`): S <- e^g S; d = b (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
+Recurrence per value head, with key head h % n_k_head (or as `GdnShape.grouped`): S <- S e^g, a number or one for each of its columns; d = b (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
 Tokens are taken in this order one by one, in a fold as in a verify, so a state does not depend on how its tokens came.
-Only prompt chunks of at least CHUNKED rows go through the chunked form, which sums in another order.
-Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
+Only prompt chunks of at least CHUNKED rows go through the chunked form, which sums in another order; with a decay a key dimension none
+does.
+Sources: arXiv:2412.06464; memory layout of llama.cpp's qwen35; with a decay a key dimension arXiv:2510.26692.
 """
 
 from __future__ import annotations
@@ -52,9 +55,19 @@ class GdnSpec:
     eps: float
 
 
-def gates(alpha: Tensor, beta: Tensor, a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decay and write strength of every row and value head. The sigmoid is spelt out, as is softplus."""
-    return a * softplus(alpha + dt_bias), 1 / (1 + (-beta).exp())
+def gates(
+    alpha: Tensor, beta: Tensor, a: Tensor, dt_bias: Tensor, shape: GdnShape
+) -> tuple[Tensor, Tensor]:
+    """Log decays and write strength of every row and value head. The sigmoid is spelt out, as is softplus."""
+    z = alpha + dt_bias
+    if shape.by_key:
+        z, a = z.unflatten(-1, (-1, shape.dim)), a[:, None]
+    g = shape.floor * _sigmoid(a * z) if shape.floor else a * softplus(z)
+    return g, _sigmoid(beta)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
 
 
 def l2norm(x: Tensor, eps: float) -> Tensor:
@@ -64,11 +77,11 @@ def l2norm(x: Tensor, eps: float) -> Tensor:
 def step(
     state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor | None = None
 ) -> Tensor | None:
-    """One token for many sequences, in place: state [n, dim, dim], k v q [n, dim], g beta [n].
+    """One token for many sequences, in place: state [n, dim, dim], k v q [n, dim], g [n] or [n, dim], beta [n].
 
     A row with g = 0 and beta = 0 leaves its state unchanged, bit for bit.
     """
-    state.mul_(g.exp()[:, None, None])
+    state.mul_(g.exp().view(len(g), 1, -1))
     d = beta[:, None] * (v - torch.bmm(state, k[:, :, None])[:, :, 0])
     state.baddbmm_(d[:, :, None], k[:, None, :])
     return None if q is None else torch.bmm(state, q[:, :, None])[:, :, 0]
@@ -124,7 +137,7 @@ def bind(spec: GdnSpec) -> Gdn:
         batch: Batch,
     ) -> Tensor:
         check_seqs(batch, layer)
-        g, beta = gates(alpha, beta, a, dt_bias)
+        g, beta = gates(alpha, beta, a, dt_bias, shape)
         c = convolve(m, conv_w, layer, batch, taps)
         q, k, v = c.split([kd, kd, n_v * dim], -1)
         q, k = (l2norm(t.unflatten(-1, (-1, dim)), spec.eps) for t in (q, k))
@@ -135,7 +148,8 @@ def bind(spec: GdnSpec) -> Gdn:
             vs, gs, bs = (x[span].transpose(0, 1) for x in (v, g, beta))
             return chunked(own, qs, ks, vs, gs, bs).transpose(0, 1)
 
-        return run_rows(recurrence, layer, batch, (k, v, g, beta), q, long) * scale
+        rows = k, v, g, beta
+        return run_rows(recurrence, layer, batch, rows, q, None if shape.by_key else long) * scale
 
     return gdn
 
@@ -165,12 +179,13 @@ def check(
     """
     gen, shape = torch.Generator().manual_seed(0), spec.shape
     layers = layers_of(shape, spec.device)
-    a, dt_bias = -torch.rand(shape.n_v_head, generator=gen), torch.randn(shape.n_v_head, generator=gen)
+    n_decay = shape.n_v_head * shape.n_decay
+    a, dt_bias = -torch.rand(shape.n_v_head, generator=gen), torch.randn(n_decay, generator=gen)
     a, dt_bias = a.to(spec.device), dt_bias.to(spec.device)
     conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen).to(spec.device)
 
     def drawn(n: int) -> list[Tensor]:
-        sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)
+        sizes = (n, shape.n_channel), (n, n_decay), (n, shape.n_v_head)
         return [
             *(4 * torch.rand(s, generator=gen).to(spec.device) - 2 for s in sizes),
             a,

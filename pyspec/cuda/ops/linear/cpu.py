@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyspec.cpu import kernels
 from pyspec.cpu.kernels import CpuKernel, empty
+from pyspec.cuda.cut import bounds
 from pyspec.cuda.ops.linear import grids
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep
@@ -52,7 +53,7 @@ TOLERANCE_8 = 0.02  # the same of 8-bit rows whose values are no multiples of th
 _PRODUCT = CpuKernel("pyspec_product", "qqqqqqqqqqqqqqqd")
 _PRODUCT_8 = CpuKernel("pyspec_product_eight", "qqqqqqqqqqqqqqqd")
 _PREPARE = CpuKernel("pyspec_prepare", "qqqqqqqqqqqqqqqd")
-_GATES = CpuKernel("pyspec_gates", "qqqqqqd")
+_GATES = CpuKernel("pyspec_gates", "qqqqqqdd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ def gates(both: Tensor, residual: Tensor | None, *, gelu: bool, limit: float) ->
     """act(gate) * up + residual. both [row, 2 n] f32, contiguous: gates, then ups -> [row, n]"""
     n, width = both.shape[0], both.shape[1] // 2
     out = empty(n, width)
-    _GATES(both, None if residual is None else residual.contiguous(), out, n, width, int(gelu), limit)
+    residual = None if residual is None else residual.contiguous()
+    _GATES(both, residual, out, n, width, int(gelu), *bounds(limit))
     return out
 
 

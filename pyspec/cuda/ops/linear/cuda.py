@@ -346,7 +346,7 @@ def check(
 def _below_limit(packed: Packed, limit: float) -> float:
     """Size of rows for which most products lie below the limit, and some above it. If most lay above, the error would be that of the few others,
     in units no larger than the limit."""
-    return limit / 2 / float(unpack(packed).square().sum(-1).mean().sqrt())
+    return abs(limit) / 2 / float(unpack(packed).square().sum(-1).mean().sqrt())
 
 
 def random_matrix(

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda import exact
+from pyspec.cuda.cut import cut_gates, cut_macros
 from pyspec.cuda.ops.linear.pack import Packed, unpack
 from pyspec.cuda.ops.rows.ref import Prep
 from pyspec.gguf import GGMLType
@@ -44,7 +45,7 @@ class Epilogue(IntEnum):
 class LinearSpec:
     """A matrix of n_in columns; n_out counts the numbers written for a row, half of the matrix's rows when gated.
 
-    limit  bound of gates (from above) and ups (from both sides); 0: none
+    limit  of gates and ups (`cuda/cut.py`)
     hands  > 0: the product is written, over this power of two, into the next product's rows; for launchers that can, never for the op
     parts  the matrix consists of so many, one after the other, each for its part of a row's parts * n_in columns
     """
@@ -64,10 +65,10 @@ class LinearSpec:
 
 
 def epilogue_macros(epilogue: Epilogue, limit: float, hands: float = 0.0) -> dict[str, int | str]:
-    """LIMIT: cut.cuh; HANDS_POWER: linear_block.cuh."""
+    """HANDS_POWER: linear_block.cuh."""
     macros: dict[str, int | str] = {"EPILOGUE": int(epilogue)}
-    if epilogue is Epilogue.GATED and limit:
-        macros["LIMIT"] = f"{float(limit)!r}f"
+    if epilogue is Epilogue.GATED:
+        macros |= cut_macros(limit)
     return macros | ({"HANDS_POWER": f"{float(hands)!r}f"} if hands else {})
 
 
@@ -75,8 +76,7 @@ def finish(y: Tensor, epilogue: Epilogue, residual: Tensor | None, limit: float 
     """[row, weight row] products -> [row, n_out]."""
     if epilogue is Epilogue.GATED:
         gate, up = y.unflatten(-1, (-1, 2, 8)).unbind(2)
-        if limit:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate, up = cut_gates(gate, up, limit)
         return (F.silu(gate) * up).flatten(1)
     return y if residual is None else residual + y
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda import tri, verdicts
 from pyspec.cuda.context import per_device
+from pyspec.cuda.cut import bounds
 from pyspec.cuda.ops.linear import tile_codes, tiles
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tile_launch import BLOCKS, block_of, constants, nothing, planes, table_of
@@ -244,13 +245,15 @@ class LinearTriton:
 
     def _ending(self, ends: Ends) -> dict[str, object]:
         s, (powers, row_scales, _) = self.spec, ends
+        gates, ups = bounds(s.limit if s.epilogue is Epilogue.GATED else 0.0)
         return {
             "N_OUT": s.n_out,
             "SPLITS": self.n_split,
             "EPILOGUE": int(s.epilogue),
             "POWERS": powers is not None,
             "SCALED": row_scales is not None,
-            "LIMIT": float(s.limit) if s.epilogue is Epilogue.GATED else 0.0,
+            "GATE_LIMIT": gates,
+            "LIMIT": ups,
         }
 
     def _product(

@@ -24,7 +24,7 @@ def summed(part, split_step, at, is_out, SPLITS: tl.constexpr):
 @triton.jit
 def ended(
     part, powers, row_scales, residual, out, row, column, n_row, n_wide,
-    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
+    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, GATE_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Finish rows [n] and columns [m]: the splits' sums, times the row's power and the weights' row scale."""
     is_out = (row[:, None] < n_row) & (column[None, :] < N_OUT)
@@ -44,7 +44,7 @@ def ended(
             up = up * power
     if EPILOGUE == GATED:
         if LIMIT > 0.0:
-            y = tl.minimum(y, LIMIT)
+            y = tl.minimum(y, GATE_LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         y = y * sigmoid(y) * up
     to = row[:, None].to(tl.int64) * N_OUT + column[None, :]
@@ -60,7 +60,7 @@ def product(
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
     MINIMA: tl.constexpr, ASM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
-    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
+    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, GATE_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits, blocks of BN rows): sums over PER steps of STEP chunks of 64 columns -> part [split, row, tile * 64].
 
@@ -90,14 +90,14 @@ def product(
             tl.store(ticket, 0)
             ended(
                 part, powers, row_scales, residual, y, row, unit * 64 + out, n_row, n_wide,
-                N_OUT, SPLITS, EPILOGUE, POWERS, SCALED, LIMIT,
+                N_OUT, SPLITS, EPILOGUE, POWERS, SCALED, GATE_LIMIT, LIMIT,
             )  # fmt: skip
 
 
 @kernel
 def finish(
     part, powers, row_scales, residual, out, n_row, n_wide,
-    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
+    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, GATE_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, stretches of 512 outputs): `ended` in a launch of its own."""
     row, column = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * 512 + tl.arange(0, 512)
@@ -116,5 +116,6 @@ def finish(
         EPILOGUE,
         POWERS,
         SCALED,
+        GATE_LIMIT,
         LIMIT,
     )

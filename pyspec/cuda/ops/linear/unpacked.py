@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
+from pyspec.cuda.cut import cut_gates
 from pyspec.cuda.jit import HOPPER, GpuKind, Program, arch_of, compile_cubin
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
@@ -156,8 +157,7 @@ class UnpackedProduct:
 
     def _gate(self, both: Tensor, out: Tensor) -> None:
         gate, up = both.chunk(2, -1)
-        if limit := self.spec.limit:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate, up = cut_gates(gate, up, self.spec.limit)
         torch.mul(F.silu(gate), up, out=out)
 
 

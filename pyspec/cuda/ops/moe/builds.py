@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pyspec.cuda.cut import cut_macros
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
@@ -191,7 +192,7 @@ class MoeBuild:
             }
             | ({"PARTS": PARTS} if in_parts(type, inner) else {})
             | ({"SPLIT": PARTS} if self.split else {})
-            | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act in GATED else {})
+            | (cut_macros(self.limit) if self.act in GATED else {})
             | ({"BIASED": 1} if self.biased else {})
         )
 

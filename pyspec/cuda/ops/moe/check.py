@@ -46,7 +46,7 @@ def _biased(spec: MoeSpec, stacks: Stacks, gen: torch.Generator) -> Stacks:
         bias = by * torch.randn(stacks.n_expert, s.n_out, generator=gen)
         return replace(s, bias=bias.to(spec.device))
 
-    inner, gate = spec.limit or size(stacks.up), stacks.gate
+    inner, gate = abs(spec.limit) or size(stacks.up), stacks.gate
     gate = None if gate is None else add(gate, inner)
     return Stacks(gate, add(stacks.up, inner), add(stacks.down, inner**2 * size(stacks.down)))
 
@@ -86,7 +86,7 @@ def _far(spec: MoeSpec, stacks: Stacks, gen: torch.Generator) -> float:
         return 1.0
     rows = torch.randn(8, spec.n_in, generator=gen).to(spec.device)
     size = float((rows @ stacks.up.matrix(0).float().T).square().mean().sqrt())
-    return float(2.0 ** round(math.log2(2 * spec.limit / size)))
+    return float(2.0 ** round(math.log2(2 * abs(spec.limit) / size)))
 
 
 def _check_around(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyspec.cpu import kernels
 from pyspec.cpu.kernels import CpuKernel, empty
+from pyspec.cuda.cut import bounds
 from pyspec.cuda.ops.linear.cpu import CHUNK, N_SUM, PLAIN, TYPES, CpuRows, prepared, sample, table_of
 from pyspec.cuda.ops.moe.ref import ACTS, NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.rows.ref import Norm
@@ -22,7 +23,7 @@ PAIRS = 4096  # of a row and an expert at once, as in the kernel
 TOLERANCE = 2e-4  # of a row's norm
 CHECKED = 320, 512  # columns of a check, of types with blocks of 32 or 64 and of 256
 
-_MOE = CpuKernel("pyspec_moe", "qqqq" + "qq" + 3 * "qqqqqq" + "qqqq" + "qqqqqqqq" + "d")
+_MOE = CpuKernel("pyspec_moe", "qqqq" + "qq" + 3 * "qqqqqq" + "qqqq" + "qqqqqqqq" + "dd")
 _NO_STACK = (None, None, None, None, 0, 0)
 
 
@@ -45,7 +46,7 @@ class CpuExperts:
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
         assert (stacks.gate is not None) == spec.has_gates and stacks.shared is None
         self.act = ACTS.index(spec.act)
-        self.n_in, self.n_ff, self.limit = stacks.down.n_out, stacks.down.n_in, spec.limit
+        self.n_in, self.n_ff, self.limits = stacks.down.n_out, stacks.down.n_in, bounds(spec.limit)
         named = [s for s in (stacks.gate, stacks.up, stacks.down) if s is not None]
         self.n_expert, self.whole = stacks.n_expert, any(s.type not in PLAIN for s in named[:-1])
         self.tables = {s.type: table_of(s.type) for s in named if s.type is not None}
@@ -74,9 +75,8 @@ class CpuExperts:
         strides = [0 if y is None else y.stride(0) for y in (added.shared, added.residual)]
         around = added.shared, _contiguous(added.gate), added.residual
         sizes = len(x), self.n_in, self.n_ff, self.n_expert, ids.shape[1]
-        _MOE(
-            *_of(rows), ids, weights, *self.stacks, *around, out, *sizes, *strides, self.act, self.limit
-        )
+        given = *_of(rows), ids, weights, *self.stacks, *around, out
+        _MOE(*given, *sizes, *strides, self.act, *self.limits)
         return out
 
 
@@ -126,7 +126,7 @@ def check(
     own, other = launch(stacks), reference(stacks.unpacked())
     probe = torch.randn(8, n_in, generator=generator) @ stacks.up.matrix(0).T
     size = (
-        2 * (spec.limit or 1.0) / float(probe.square().mean().sqrt())
+        2 * (abs(spec.limit) or 1.0) / float(probe.square().mean().sqrt())
     )  # gates and ups lie on both sides of a limit
     for n_row, of_same in ((1, False), (5, False), (21, False), (21, True)):
         x = size * torch.randn(n_row, n_in, generator=generator)

@@ -73,8 +73,8 @@ def rows_at_once(n_used: int, n_expert: int) -> int:
 def limits(spec: MoeSpec) -> str | None:
     if spec.device.type != "cuda":
         return "runs on NVIDIA GPUs only"
-    if not 0 <= spec.limit < MOST_LIMIT:
-        return f"activations cut at {spec.limit}; the kernel takes limits from 0 to {MOST_LIMIT:g}"
+    if not abs(spec.limit) < MOST_LIMIT:
+        return f"activations cut at {spec.limit}; the kernel takes limits below {MOST_LIMIT:g}"
     if spec.biased and spec.pieces:
         return "a shared expert beside experts with biases"
     if spec.up is None or spec.down is None or spec.gate is not None:

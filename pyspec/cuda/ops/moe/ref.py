@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.cut import cut_gates
 from pyspec.cuda.exact import by_row, linear
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.rows.ref import Norm
@@ -229,7 +230,7 @@ class MoeSpec:
     gate      type of gates where ups have another; else None
     pieces    there is a shared expert of the same types, as wide as that many others; 0 for none
     n_expert  for limits alone: a check of a few experts holds for any number that an implementation takes
-    limit     gates are cut at this before silu, ups at plus and minus this; 0: they are not
+    limit     of gates and ups (`cuda/cut.py`)
     biased    every product has a bias
     """
 
@@ -294,8 +295,7 @@ def activate(gate: Tensor | None, up: Tensor, limit: float = 0.0, act: Act = "sw
     """silu(gate) * up, its like by `act`, or relu(up)^2 without a gate."""
     if gate is None:
         return F.relu(up).square()
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate, up = cut_gates(gate, up, limit)
     if act == "geglu":
         return F.gelu(gate, approximate="tanh") * up
     if act == "swiglu_oai":

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda import tri
+from pyspec.cuda.cut import bounds
 from pyspec.cuda.ops.linear import tile_codes
 from pyspec.cuda.ops.linear.tile_launch import BLOCKS, constants, nothing, planes, table_of
 from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix, tile
@@ -260,7 +261,8 @@ class ExpertsTriton:
                 **ends,
                 "ACT": ACTS.index(spec.act),
                 "POWERS": powers is not None,
-                "LIMIT": float(spec.limit),
+                "GATE_LIMIT": bounds(spec.limit)[0],
+                "LIMIT": bounds(spec.limit)[1],
                 "BLOCKS": BETWEEN,
             },
             4,

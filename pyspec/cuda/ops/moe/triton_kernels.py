@@ -178,7 +178,7 @@ def products(
 def between(
     part, powers, ids, factors, biases, h, h_powers, n_row,
     N_FF: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, N_EXPERT: tl.constexpr, N_USED: tl.constexpr, PIECES: tl.constexpr,
-    ACT: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, LIMIT: tl.constexpr, BLOCKS: tl.constexpr,
+    ACT: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, GATE_LIMIT: tl.constexpr, LIMIT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs, stretches of BLOCKS * 64 columns): the splits' sums, activated -> h [pair, WIDE] f16, of 64 columns over a power of
     two each. part: gates and, WIDE behind them, ups, or ups alone. factors [expert, 2]: of gates and ups. biases [expert, (gates and) ups, N_FF]."""
@@ -210,7 +210,7 @@ def between(
             y += tl.load(own_biases, mask=is_column, other=0.0)
             up += tl.load(own_biases + N_FF, mask=is_column, other=0.0)
         if LIMIT > 0.0:
-            y = tl.minimum(y, LIMIT)
+            y = tl.minimum(y, GATE_LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         if ACT == OAI:
             y = y * sigmoid(1.702 * y) * (up + 1.0)

@@ -89,19 +89,19 @@ def advance(
     state: Tensor,
     out: Tensor,
     short: Callable[[Tensor, Sequence[slice], int], Tensor],
-    long: Callable[[Tensor, slice], Tensor],
+    long: Callable[[Tensor, slice], Tensor] | None,
     chunked: int,
 ) -> None:
     """Run the batch's rows over `state` [seq, ...], which has its records folded; write `out` [row, head, dim] and the states.
 
     short(states, spans, width)  over several sequences at once, [seq, width, head, dim]: fewer rows than `chunked`, or a verify
-    long(state, span)            over one, [row, head, dim]
+    long(state, span)            over one, [row, head, dim]; None: there is no such form
     """
     spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
     few = [
         s
         for s, seq in enumerate(batch.seqs)
-        if current().is_exact or not (seq.keep and seq.width >= chunked)
+        if long is None or current().is_exact or not (seq.keep and seq.width >= chunked)
     ]
     for s, seq in enumerate(batch.seqs):
         if not seq.keep and not seq.late:  # the state of a verify is stored as it stands before its rows
@@ -114,6 +114,7 @@ def advance(
             if batch.seqs[s].keep:
                 layer.state[batch.seqs[s].slot] = part[i]
     for s in set(range(len(spans))) - set(few):
+        assert long is not None
         out[spans[s]] = long(state[s], spans[s])
         layer.state[batch.seqs[s].slot] = state[s]
 
@@ -143,7 +144,7 @@ def run_rows(
     batch: Batch,
     rows: Sequence[Tensor],
     query: Tensor,
-    long: Callable[[Tensor, slice], Tensor],
+    long: Callable[[Tensor, slice], Tensor] | None,
 ) -> Tensor:
     """Fold, then run a batch's rows, in the order of the records [row, head, ...], with `query` -> out [row, head, dim].
 

@@ -10,7 +10,7 @@ from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
 MAX_DIM = 1024
-_RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "15q" + "d")
+_RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "16q" + "d")
 
 
 def limits(spec: RopeKvSpec) -> str | None:
@@ -27,7 +27,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     sizes = (spec.n_q, spec.n_kv, spec.dim, spec.n_rot, int(spec.neox), spec.step)
     kinds = (
         *(spec.kv.k.kind, spec.kv.v.kind, spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim)),
-        *(int(spec.norms_v), int(spec.keys_are_values)),
+        *(int(spec.norms_v), int(spec.keys_are_values), int(spec.norm_behind)),
     )
 
     def rope_kv(

@@ -34,6 +34,7 @@ def defines(spec: RopeKvSpec) -> dict[str, int | str]:
         "N_ROT": spec.n_rot,
         "NEOX": int(spec.neox),
         "HAS_NORM": int(spec.has_norm),
+        "NORM_BEHIND": int(spec.norm_behind),
         "NORMS_V": int(spec.norms_v),
         "KEYS_ARE_VALUES": int(spec.keys_are_values),
         "Q_STEP": spec.step,

@@ -66,13 +66,16 @@ def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
 
 
 def shapes(device: torch.device) -> list[RopeKvSpec]:
-    """Heads of 27B, of 8B, of Nemotron 3 Super, which has no rope, and of gemma-4 31B; 27B with keys and values of 8 and 4 bits."""
+    """Heads of 27B, of 8B, of Nemotron 3 Super, which has no rope, of gemma-4 31B and of Hunyuan 7B; 27B with keys and values of 8 and 4 bits."""
     gemma = RopeKvSpec(device, 32, 4, 512, 512, neox=True, gated=False, has_norm=True, eps=1e-6)
     whole = [
         RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
         RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6),
         RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
         replace(gemma, norms_v=True, keys_are_values=True),
+        RopeKvSpec(
+            device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-5, norm_behind=True
+        ),
     ]
     few_bits = [KvFormat.both(Q8_0), KvFormat.both(F8), KvFormat(Q8_0, Q4_0)]
     return whole + [replace(whole[0], kv=kv) for kv in few_bits]

@@ -50,6 +50,14 @@ def bind(spec: RopeKvSpec) -> RopeKv:
     width = [spec.n_q * step, *([of_keys] if spec.keys_are_values else [of_keys, of_keys])]
     of_k, of_v = spec.kv.turned_k(spec.dim), spec.kv.turned_v(spec.dim)
 
+    def head(x: Tensor, norm: Tensor | None, angles: Angles) -> Tensor:
+        if norm is not None and not spec.norm_behind:
+            x = F.rms_norm(x, (spec.dim,), norm, spec.eps)
+        x = rotate(x, angles, spec.neox)
+        if spec.norm_behind:
+            x = F.rms_norm(x, (spec.dim,), norm, spec.eps)
+        return turned(x, of_k)
+
     def rope_kv(
         y: Tensor,
         q_norm: Tensor | None,
@@ -62,16 +70,12 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         q, k, *rest = y.split(width, -1)
         q = q.reshape(n, spec.n_q, step)[..., : spec.dim]
         k = k.reshape(n, spec.n_kv, spec.dim)
-        if q_norm is not None:
-            q = F.rms_norm(q, (spec.dim,), q_norm, spec.eps)
         if not spec.n_kv:
-            return turned(rotate(q, angles, spec.neox), of_k)
+            return head(q, q_norm, angles)
         v = rest[0].reshape(k.shape) if rest else k
         if spec.norms_v:
             v = F.rms_norm(v, (spec.dim,), None, spec.eps)
-        if k_norm is not None:
-            k = F.rms_norm(k, (spec.dim,), k_norm, spec.eps)
-        pool.write(rows, turned(rotate(k, angles, spec.neox), of_k), turned(v, of_v))
-        return turned(rotate(q, angles, spec.neox), of_k)
+        pool.write(rows, head(k, k_norm, angles), turned(v, of_v))
+        return head(q, q_norm, angles)
 
     return rope_kv

@@ -13,7 +13,8 @@
 // d + N_ROT / 2, otherwise 2d with 2d + 1. With N_ROT 0 no pair turns. Behind that, every TURN_K dims of q and k, and
 // every TURN_V of v, are turned together by hadamard.cuh; 0: none. One warp a head; bound by latency.
 // KEYS_ARE_VALUES: y has no values, they are the keys as they come. NORMS_V: values are normed, without weights.
-// Macros: DIM, N_ROT, NEOX, HAS_NORM, NORMS_V, KEYS_ARE_VALUES, Q_STEP, K_KIND, V_KIND, TURN_K, TURN_V, OP_ID.
+// NORM_BEHIND: heads are normed when they have turned, without weights unless HAS_NORM.
+// Macros: DIM, N_ROT, NEOX, HAS_NORM, NORM_BEHIND, NORMS_V, KEYS_ARE_VALUES, Q_STEP, K_KIND, V_KIND, TURN_K, TURN_V, OP_ID.
 #include "kv_types.cuh"
 #include "bounds.cuh"
 #include "hadamard.cuh"
@@ -21,6 +22,14 @@
 
 constexpr int kWarps = 4, kEach = DIM / 32, kHalf = N_ROT / 2;
 static_assert(DIM % 32 == 0 && N_ROT <= DIM && N_ROT % 2 == 0, "whole warps, whole pairs");
+
+// What makes the mean square of a head one.
+__device__ __forceinline__ float to_one(const float (&x)[kEach], float eps) {
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) squares = fmaf(x[i], x[i], squares);
+  return rsqrtf(warp_sum(squares) / DIM + eps);
+}
 
 // grid (row, heads of all kinds / 4)
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
@@ -72,12 +81,9 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   }
   if (is_v) {
 #if NORMS_V
-    float sum = 0.f;
+    const float scale = to_one(x, eps);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) sum = fmaf(x[i], x[i], sum);
-    const float to_one = rsqrtf(warp_sum(sum) / DIM + eps);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) x[i] *= to_one;
+    for (int i = 0; i < kEach; ++i) x[i] *= scale;
 #endif
 #if TURN_V
     turned<TURN_V>(x, lane);
@@ -91,11 +97,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     for (int i = 0; i < kEach; ++i) store_block<V_KIND, DIM>(v + at * n_code(V_KIND, DIM), factors, i, lane, x[i]);
     return;
   }
-#if HAS_NORM
-  float squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) squares = fmaf(x[i], x[i], squares);
-  const float scale = rsqrtf(warp_sum(squares) / DIM + eps);
+#if HAS_NORM && !NORM_BEHIND
+  const float scale = to_one(x, eps);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) x[i] *= scale * weight[i];
 #endif
@@ -115,6 +118,15 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     }
 #endif
   }
+#if NORM_BEHIND
+  const float scale = to_one(x, eps);
+#pragma unroll
+#if HAS_NORM
+  for (int i = 0; i < kEach; ++i) x[i] *= scale * weight[i];
+#else
+  for (int i = 0; i < kEach; ++i) x[i] *= scale;
+#endif
+#endif
 #if TURN_K
   turned<TURN_K>(x, lane);
 #endif

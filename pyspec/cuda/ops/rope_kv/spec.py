@@ -17,6 +17,7 @@ class RopeKvSpec:
     kv            the pool's format
     norms_v       values are normed, without weights
     keys_are_values  values are the products of keys, before their norm and rope
+    norm_behind   heads of q and k are normed behind the rope, and not before it; without weights where has_norm is False
     """
 
     device: torch.device
@@ -31,6 +32,7 @@ class RopeKvSpec:
     kv: KvFormat = PLAIN
     norms_v: bool = False
     keys_are_values: bool = False
+    norm_behind: bool = False
 
     @property
     def step(self) -> int:

@@ -37,6 +37,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         "NEOX": spec.neox,
         "STEP": spec.step,
         "HAS_NORM": spec.has_norm,
+        "NORM_BEHIND": spec.norm_behind,
         "NORMS_V": spec.norms_v,
         "KEYS_ARE_VALUES": spec.keys_are_values,
         "K_KIND": spec.kv.k.kind,

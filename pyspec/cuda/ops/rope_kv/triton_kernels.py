@@ -57,7 +57,7 @@ def rope_kv(
     y, q_norm, k_norm, cos, sin, rows, q, k, v, k_scale, v_scale, fault,
     y_stride, n_slot, eps,
     N_Q: tl.constexpr, N_KV: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr, N_ROT: tl.constexpr, NEOX: tl.constexpr,
-    STEP: tl.constexpr, HAS_NORM: tl.constexpr, NORMS_V: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr,
+    STEP: tl.constexpr, HAS_NORM: tl.constexpr, NORM_BEHIND: tl.constexpr, NORMS_V: tl.constexpr, KEYS_ARE_VALUES: tl.constexpr,
     K_KIND: tl.constexpr, V_KIND: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads of q, k and v). n_slot: rows of the pool; STEP: distance of q's heads; BLOCKS of 32 dims, and more."""
@@ -74,12 +74,13 @@ def rope_kv(
         if NORMS_V:
             x = x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / DIM + eps)
     else:
+        BEFORE: tl.constexpr = HAS_NORM and not NORM_BEHIND
         weight = q_norm if is_q else k_norm
         inverse = 1.0
-        if HAS_NORM:
+        if BEFORE:
             raw = tl.load(from_row + d, mask=d < DIM, other=0.0)
             inverse = tl.rsqrt(tl.sum(tl.sum(raw * raw, 1), 0) / DIM + eps)
-        x = normed(from_row, d, weight, eps, DIM, HAS_NORM, inverse)
+        x = normed(from_row, d, weight, eps, DIM, BEFORE, inverse)
         if N_ROT > 0:
             HALF: tl.constexpr = N_ROT // 2
             turns = d < N_ROT
@@ -87,10 +88,14 @@ def rope_kv(
                 other, angle, is_first = tl.where(d < HALF, d + HALF, d - HALF), d % HALF, d < HALF
             else:
                 other, angle, is_first = d ^ 1, d // 2, d % 2 == 0
-            pair = normed(from_row, tl.where(turns, other, DIM), weight, eps, DIM, HAS_NORM, inverse)
+            pair = normed(from_row, tl.where(turns, other, DIM), weight, eps, DIM, BEFORE, inverse)
             at = row.to(tl.int64) * HALF + angle
             c, s = tl.load(cos + at, mask=turns, other=1.0), tl.load(sin + at, mask=turns, other=0.0)
             x = tl.where(turns, tl.where(is_first, x * c - pair * s, x * c + pair * s), x)
+        if NORM_BEHIND:
+            x = x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / DIM + eps)
+            if HAS_NORM:
+                x = x * tl.load(weight + d, mask=d < DIM, other=0.0)
     if is_q:
         tl.store(q + (row.to(tl.int64) * N_Q + unit) * DIM + d, x, mask=d < DIM)
     else:

@@ -1,0 +1,264 @@
+"""What work costs: measured milliseconds by size, on machines that are busy with other work, too. Arithmetic only: no torch, and no clock."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to trust them
+N_AGREE = 3  # samples that settle a size if they agree:
+AGREE, SLACK = (
+    1.5,
+    0.1,
+)  # the median is at most this factor above the least, plus this share of a plain round
+CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy machine made those too slow, and drafts would rest [0 and 1: 0.997]
+FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it (tests/test_control_noise.py: offers are taken again)
+# a single sample above this factor of the straight line counts as noise [1.0: 0.99, 4: 0.98]
+LIKELY = 1.25
+
+
+def bucket(size: int) -> int:
+    """Sizes timed together: single ones below 64, then 32 per octave, named by their largest."""
+    step = 1 << max(size.bit_length() - 6, 0)
+    return -(-size // step) * step
+
+
+def half_octave(size: int) -> int:
+    """Sizes timed together: two buckets an octave, named by their largest."""
+    return int(2 ** (math.ceil(2 * math.log2(max(size, 1))) / 2))
+
+
+class Sample(NamedTuple):
+    ms: float
+    size: int
+
+
+def _agree(times: Sequence[float], slack: float) -> bool:
+    """Most of these times, ascending, are near the least."""
+    return times[len(times) // 2] <= AGREE * times[0] + slack
+
+
+class Timer:
+    """Milliseconds by size: the least of the last samples, because a busy machine only adds time.
+
+    A time rises only to samples that agree with each other: those of other work do not. A size is trusted from its second sample on, and
+    needs a new sample if it is not used for long. Costs between trusted sizes are interpolated. Kernels have steps; the warm-up has timed
+    every size of a graph. It may have done so on a busy machine, though: a size that only it has timed counts no more than the straight line
+    through sizes that were in use since. Without one (large models on a CPU), times beyond the trusted sizes lie on a straight line: through
+    the least of single samples there, or through the smallest and the largest trusted size. A constant would make drafts look free until
+    two drafts have had the same size.
+
+    sparse: sizes are seldom the same, and no warm-up times them. So one sample tells, those of half an octave count together, and each stands
+    at its own size. What is smaller than all that were measured counts as if half of the smallest were fixed; what is larger, as if nothing were.
+    """
+
+    def __init__(self, bucket: Callable[[int], int] = bucket, *, sparse: bool = False) -> None:
+        self.bucket, self.sparse = half_octave if sparse else bucket, sparse
+        self.samples: dict[int, deque[Sample]] = {}  # by bucket
+        self.fresh: set[int] = set()
+        self.stale: set[int] = set()  # expired: the old time is used until there is a new one
+        self.used: set[int] = set()  # sizes with samples since the warm-up
+        self._runs: dict[range | tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._sizes: list[int] = []  # trusted ones, ascending
+        self._ms: list[float] = []
+        self._was_warmed = False  # a warm-up timed sizes
+        self._slope = 0.0  # milliseconds of a further size, beyond them
+
+    def add(self, size: int, ms: float) -> None:
+        """Add a sample."""
+        at, size = size, self.bucket(size)
+        if self.knows(size) and FELL * ms < min(self.samples[size]).ms:
+            self._distrust(size)
+        samples = self.samples.setdefault(size, deque(maxlen=N_SAMPLE))
+        if len(samples) == N_SAMPLE:
+            newer = sorted([*(sample.ms for sample in samples), ms][1:])
+            if samples[0].ms < newer[0] and not _agree(newer, 0.0):
+                del samples[1]  # the least stands until newer ones agree that it is longer
+        samples.append(Sample(ms, at if self.sparse else size))
+        self.fresh.add(size)
+        if self._was_warmed and size not in self.used:
+            self.used.add(size)
+            self._tabulate()
+        self.used.add(size)
+        i = bisect.bisect_left(self._sizes, size)
+        if self._sizes[i : i + 1] == [size] and not self.sparse:
+            self._ms[i] = min(self.samples[size]).ms
+            self._slope = self._steepness()
+        elif self.knows(size) or i == len(self._sizes):
+            self._tabulate()
+
+    def _distrust(self, size: int) -> None:
+        """Other work had the machine when this size was timed before: forget larger ones that were not timed lately."""
+        for larger in [other for other in self.samples.keys() - self.fresh if other > size]:
+            del self.samples[larger]
+        self.stale &= self.samples.keys()
+        self._tabulate()
+
+    def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
+        """Most samples of a size are near the least."""
+        times = sorted(sample.ms for sample in self.samples.get(self.bucket(size), ()))
+        return len(times) >= n and _agree(times, slack)
+
+    def mark_unverified(self, slack: float) -> None:
+        """End the warm-up: forget sizes with few samples or with samples that do not agree."""
+        self._was_warmed = bool(self.samples)
+        self.samples = {
+            size: samples for size, samples in self.samples.items() if self.agrees(size, slack)
+        }
+        self.fresh.clear()
+        self.used.clear()
+        self._tabulate()
+
+    def known(self) -> dict[int, float]:
+        """Milliseconds of the trusted sizes that were in use, for `recall`."""
+        all_ = zip(self._sizes, self._ms, strict=True)
+        return {size: ms for size, ms in all_ if ms > 0 and size in self.used}
+
+    def recall(self, known: Mapping[int, float]) -> None:
+        """Take the times that an earlier start had in use in place of the warm-up's, whose texts are short and whose rounds are few."""
+        for size, ms in known.items():
+            if size == self.bucket(size):
+                self.samples[size] = deque([Sample(ms, size)] * N_TRUST, N_SAMPLE)
+                self._was_warmed = True
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        known = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
+        least = [min(self.samples[size]) for size in known]
+        self._sizes, self._ms = [sample.size for sample in least], [sample.ms for sample in least]
+        if self.sparse and known:  # a size that takes longer from now on says so of larger ones, too
+            self._sizes = [0, *self._sizes]
+            self._ms = list(itertools.accumulate([self._ms[0] / 2, *self._ms], max))
+        if self._was_warmed:
+            self._clip()
+        self._slope = self._steepness()
+
+    def _clip(self) -> None:
+        """Clip times that only the warm-up took to the line through the nearest sizes in use."""
+        known = [(size, ms) for size, ms in zip(self._sizes, self._ms, strict=True) if size in self.used]
+        if len(known) < 2:
+            return
+        for i, size in enumerate(self._sizes):
+            if size not in self.used:
+                k = min(max(bisect.bisect_left(known, (size, 0.0)), 1), len(known) - 1)
+                (a, low), (b, high) = known[k - 1], known[k]
+                line = low + (high - low) * (size - a) / (b - a)
+                self._ms[i] = min(self._ms[i], max(line, min(low, high)) if size > a else low)
+
+    def _steepness(self) -> float:
+        """Of the line beyond the trusted sizes. Noise only adds, so it is the flattest line, if there are two at least. A row
+        never takes longer than by itself."""
+        if not self._sizes:
+            return 0.0
+        if self.sparse:
+            return self._ms[-1] / self._sizes[-1]
+        last, ms = self._sizes[-1], self._ms[-1]
+        beyond = (size for size in self.samples if size > last)
+        found = [(min(self.samples[size]).ms - ms) / (size - last) for size in beyond]
+        if len(self._sizes) > 1:
+            found.append((ms - self._ms[0]) / (last - self._sizes[0]))
+        if len(found) < 2 and len(self._sizes) < 2:
+            return 0.0
+        return (CAUTION if self._was_warmed else 1.0) * max(
+            0.0, min(*found, self._ms[0] / self._sizes[0])
+        )
+
+    def knows(self, size: int) -> bool:
+        """Enough samples to trust."""
+        return self.n(size) >= (1 if self.sparse else N_TRUST)
+
+    @property
+    def has_trusted(self) -> bool:
+        """Times are known: those of some size, at least."""
+        return bool(self._sizes)
+
+    def n(self, size: int) -> int:
+        """Samples of this size."""
+        return len(self.samples.get(self.bucket(size), ()))
+
+    def expire(self) -> None:
+        """Mark sizes that were not used since the last call as expired.
+
+        Their last sample stands until there is a new one: without it, the largest sizes in use would define the time of larger ones.
+        """
+        self.stale |= {size for size in self.samples if self.knows(size)} - self.fresh
+        for size in self.stale - self.fresh:
+            samples = self.samples.get(size, deque[Sample]())
+            while len(samples) >= N_TRUST:
+                samples.popleft()
+        for size in self.samples.keys() - self.fresh - self.stale:
+            del self.samples[size]
+        self.fresh.clear()
+        self._tabulate()
+
+    def __call__(self, size: int) -> float:
+        size = size if self.sparse else self.bucket(size)
+        if not self._sizes:
+            return 1.0
+        i = bisect.bisect_left(self._sizes, size)
+        if i == len(self._sizes):
+            return self._ms[-1] + self._slope * (size - self._sizes[-1])
+        if i == 0 or self._sizes[i] == size:
+            return self._ms[i]
+        a, b = self._sizes[i - 1], self._sizes[i]
+        line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
+        least = min((sample.ms for sample in self.samples.get(size, ())), default=line)
+        return least if least < LIKELY * line and not self.sparse else line
+
+    @property
+    def largest(self) -> int:
+        """The largest size of which a time is known."""
+        return self._sizes[-1]
+
+    def most(self, ms: float) -> int:
+        """The largest size that takes no longer, of sparse ones; 0: none."""
+        at = bisect.bisect_right(self._ms, ms)
+        if not at:
+            return 0
+        a, low = self._sizes[at - 1], self._ms[at - 1]
+        slope = self._slope
+        if at < len(self._sizes):
+            slope = (self._ms[at] - low) / (self._sizes[at] - a)
+        return int(min(a + (ms - low) / max(slope, 1e-9), 1e9))
+
+    def of_all(self, sizes: range | tuple[int, ...]) -> NDArray[np.float64]:
+        """[size]: the time of each size. The indices are cached, because rounds ask for the same sizes."""
+        if sizes not in self._runs:
+            self._runs[sizes] = np.unique([self.bucket(size) for size in sizes], return_inverse=True)
+        buckets, which = self._runs[sizes]
+        return np.array([self(size) for size in buckets.tolist()])[which]
+
+
+@dataclass
+class Costs:
+    """What all work costs.
+
+    verify   rounds of decoding slots, by rows
+    draft    drafts, by drafting slots, a pass if chained; by rows for blocks
+    prompts  forwards that read prompts, by rows
+    alone    graphs of one prompt, by rows
+    """
+
+    verify: Timer = field(default_factory=Timer)
+    draft: Timer = field(default_factory=Timer)
+    prompts: Timer = field(default_factory=lambda: Timer(sparse=True))
+    alone: Timer = field(default_factory=lambda: Timer(sparse=True))
+
+    def end_warm_up(self) -> None:
+        """Keep only reliable times."""
+        slack = SLACK * self.verify(1)
+        self.verify.mark_unverified(slack)
+        self.draft.mark_unverified(slack)
+
+    def expire(self) -> None:
+        """Doubt times that were not used since the last call."""
+        self.verify.expire()
+        self.draft.expire()
