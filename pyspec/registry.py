@@ -31,6 +31,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "gpt-oss": "pyspec.models.arch.gpt_oss",
     "gemma4": "pyspec.models.arch.gemma4",
     "llama": "pyspec.models.arch.llama",
+    "llama4": "pyspec.models.arch.llama4",
     "qwen2": "pyspec.models.arch.qwen2",
     "qwen3": "pyspec.models.arch.qwen3",
     "qwen3moe": "pyspec.models.arch.qwen3moe",

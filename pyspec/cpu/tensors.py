@@ -13,7 +13,7 @@ from pyspec.cpu.kernels import CpuKernel, empty, here
 _ADD = CpuKernel("pyspec_add", "qqqqqqqd")
 _COPY = CpuKernel("pyspec_copy", "qqqqqqqqd")
 _NEXT = CpuKernel("pyspec_next_positions", "qqq")
-_FACTORS = CpuKernel("pyspec_query_factors", "qqqqd")
+_FACTORS = CpuKernel("pyspec_query_factors", "qqqqqd")
 _TIMES = CpuKernel("pyspec_times_rows", "qqqqq")
 _GATE = CpuKernel("pyspec_gate_times", "9q")
 
@@ -54,12 +54,13 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x * factor if here.tape is None else _copied(x, None, factor)
 
 
-def query_factors(positions: Tensor, scale: float, n_ctx: int) -> Tensor:
-    """1 + scale ln(floor(p / n_ctx) + 1) of positions p [row] int64. [row] f32"""
+def query_factors(positions: Tensor, scale: float, n_ctx: int, offset: int = 0) -> Tensor:
+    """1 + scale ln(floor((p + offset) / n_ctx) + 1) of positions p [row] int64. [row] f32"""
     if here.tape is None:
-        return (positions.div(n_ctx, rounding_mode="floor").double().log1p() * scale + 1).float()
+        n = (positions + offset).div(n_ctx, rounding_mode="floor")
+        return (n.double().log1p() * scale + 1).float()
     out = empty(len(positions))
-    _FACTORS(positions, out, len(positions), n_ctx, scale)
+    _FACTORS(positions, out, len(positions), n_ctx, offset, scale)
     return out
 
 

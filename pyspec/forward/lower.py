@@ -8,14 +8,17 @@ calls (`cuda/graph.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyspec.cpu.tensors import add, gate_times, scaled, side_by_side, times_rows
 from pyspec.cuda import fuse
+from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rows.ref import (
     RELU2,
@@ -36,12 +39,39 @@ def write_keys(pool: KVPool, rows: Tensor, keys: Tensor) -> None:
     pool.write(rows, keys, None)
 
 
+def weighed(x: Tensor, routes: Routes) -> Tensor:
+    """Rows x [row, n] times the weight of each of their experts [row * n_used, n]."""
+    n_used = routes.ids.shape[1]
+    every = x if n_used == 1 else side_by_side((x,) * n_used)
+    return times_rows(every.view(-1, 1, x.shape[1]), routes.weights)[:, 0]
+
+
+def unweighed(routes: Routes) -> Routes:
+    """The same experts, one for each of these rows, with a weight of one; not a number where it was none."""
+    weights = routes.weights.view(-1, 1)
+    one = torch.ones_like(weights) if weights.is_cuda else ONE
+    return replace(routes, ids=routes.ids.view(-1, 1), weights=add(scaled(weights, 0.0), one))
+
+
+def of_choices(y: Tensor, n_used: int) -> Tensor:
+    """Sums of y [row * n_used, n], in the order of choice."""
+    n, every = y.shape[1], y.view(-1, n_used * y.shape[1])
+    total = every[:, :n]
+    for i in range(1, n_used):
+        total = add(total, every[:, i * n : (i + 1) * n])
+    return total
+
+
+ONE = torch.ones(1)
 HELPERS = {
     "add": add,
     "side_by_side": side_by_side,
     "times_rows": times_rows,
     "gate_times": gate_times,
     "scaled": scaled,
+    "weighed": weighed,
+    "unweighed": unweighed,
+    "of_choices": of_choices,
     "HeadNorm": HeadNorm,
     "HeadGate": HeadGate,
     "GroupNorm": GroupNorm,

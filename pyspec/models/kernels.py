@@ -163,7 +163,10 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
 
 
 WINDOW = 3  # among the inputs of `attend`
-PLAIN = ("add", "rank_sum", "view", "scaled", "times_rows", "gate_times", "side_by_side", "write_keys")
+PLAIN = (
+    *("add", "rank_sum", "view", "scaled", "times_rows", "gate_times", "side_by_side", "write_keys"),
+    *("weighed", "unweighed", "of_choices"),
+)
 
 
 def is_streamed(t: TensorInfo, file: GGUFFile) -> bool:

@@ -226,10 +226,11 @@ def _tell_unread(file: GGUFFile, is_read: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class QueryTemperature:
-    """Queries at position p are multiplied with 1 + scale ln(floor(p / n_ctx) + 1), behind their rope: 1 within the old context."""
+    """Queries at position p are multiplied with 1 + scale ln(floor((p + offset) / n_ctx) + 1), behind their rope."""
 
     scale: float
     n_ctx: int
+    offset: int = 0
 
 
 def read_temperature(file: GGUFFile) -> QueryTemperature | None:
@@ -286,4 +287,4 @@ class RopeSpec:
         )
 
 
-NO_ROPE = RopeSpec(n_rot=0, base=1.0, neox=False)
+NO_ROPE = RopeSpec(n_rot=0, base=1.0, neox=False, divisors="")

@@ -93,7 +93,8 @@ class Ropes:
         """What each rope's queries are multiplied with, by places [row] f32; None: nothing."""
         found = [rope.queries for rope in self.bound.values()]
         return tuple(
-            None if own is None else query_factors(positions, own.scale, own.n_ctx) for own in found
+            None if own is None else query_factors(positions, own.scale, own.n_ctx, own.offset)
+            for own in found
         )
 
     def embedded(

@@ -253,7 +253,7 @@ def test_operations_between_kernels_are_torchs(n: int) -> None:
         lambda: tensors.side_by_side([x, y, x]),
         lambda: tensors.capped(x, 5.0),
         lambda: tensors.next_positions(rows),
-        lambda: tensors.query_factors(far, 0.1, 16),
+        lambda: tensors.query_factors(far, 0.1, 16, 1),
         lambda: tensors.times_rows(heads, factors),
         *(partial(tensors.gate_times, y, x, act) for act in tensors.GATE_ACTS),
         *(partial(tensors.gate_times, y[:, 4:7], x, act) for act in tensors.GATE_ACTS),

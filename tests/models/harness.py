@@ -68,6 +68,7 @@ ADDED = [
     "gemma2",
     "kimi-linear",
     "bailingmoe3",
+    "llama4",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

@@ -1,4 +1,4 @@
-"""Keys and shapes of granite, mistral3, glm4moe, minimax-m2, lfm2 and deepseek2 that their fixtures do not have."""
+"""Keys and shapes of granite, mistral3, glm4moe, minimax-m2, lfm2, deepseek2 and llama4 that their fixtures do not have."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import FIXTURES
+import torch.nn.functional as F
+from harness import DEVICE, FIXTURES, Bench
 from rewrite import rewrite
 
 from pyspec.cpu.tensors import query_factors
-from pyspec.cuda.ops.moe.ref import RouteSpec, choose
+from pyspec.cuda.ops.moe.ref import MoeSpec, Routes, RouteSpec, Stack, Stacks, bind, choose
 from pyspec.errors import BadGGUF, BadTensors, ModelError
+from pyspec.forward.lower import of_choices, unweighed, weighed
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
+from pyspec.models.arch import llama4
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mla import Mla
 from pyspec.models.blocks.mlp import Mlp
@@ -27,6 +30,8 @@ from pyspec.models.model import ModelSpec
 from pyspec.models.rope import NO_ROPE, QueryTemperature
 
 CPU = torch.device("cpu")
+ATOL = 1e-4 if DEVICE.type == "cpu" else 2e-2
+TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(40)]
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -85,6 +90,69 @@ def test_queries_are_as_they_are_within_the_old_context() -> None:
     got = query_factors(torch.tensor([0, 15, 16, 31, 32, 1_000_000]), 0.1, 16)
     want = [1 + 0.1 * math.log(p // 16 + 1) for p in (0, 15, 16, 31, 32, 1_000_000)]
     assert got.tolist() == pytest.approx(want) and got[:2].tolist() == [1.0, 1.0]
+    assert query_factors(torch.tensor([14, 15]), 0.1, 16, 1).tolist() == pytest.approx(want[1:3])
+
+
+def test_llama4s_chunks_end_where_the_file_of_far_rows_says() -> None:
+    """Rows at positions 8180 to 8203 without any before them, in two pieces. Angles so far out are 1e-4 off in f32."""
+    found = np.load(FIXTURES / "llama4.npz")
+    first, tokens, bench = (
+        int(found["far_first"]),
+        found["far"].tolist(),
+        Bench(FIXTURES / "llama4.gguf", n_ctx=8448),
+    )
+    bench.table.slots[0].tokens.extend([0] * first)
+    for part in (slice(0, 9), slice(9, 24)):
+        seq = replace(bench.seq(0, tokens[part]), first_key=first)
+        want = torch.from_numpy(found["far_logits"][part])
+        assert (bench.forward(seq).logits.cpu() - want).abs().max() < max(ATOL, 5e-4)
+        bench.commit(seq, seq.width)
+
+
+@pytest.mark.parametrize("n_used", [1, 2])
+def test_llama4s_rows_in_pieces_of_any_size_behind_many_chunks(
+    n_used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = FIXTURES / "llama4.gguf"
+    path = rewrite(path, tmp_path / "m.gguf", change={"llama4.expert_used_count": n_used})
+    found = []
+    for chunk in (8192, 8):
+        monkeypatch.setattr(llama4, "CHUNK", chunk)
+        for n in (40, 7, 1):
+            bench = Bench(path)
+            found.append(torch.cat([bench.feed(0, TOKENS[i : i + n]) for i in range(0, 40, n)]))
+            assert (found[-1] - found[chunk // 8192 - 1]).abs().max() < ATOL or n == 40
+    assert (found[0] - found[3])[:8].abs().max() < ATOL < (found[0] - found[3])[8:].abs().max()
+
+
+def test_llama4_without_chunks_turns_and_norms_all_heads_and_the_largest_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mixers(**keys: object) -> list[Attention]:
+        blocks = changed("llama4", tmp_path / "m.gguf", **keys).blocks
+        return [block.parts[0].spec for block in blocks]  # type: ignore[misc]
+
+    (own,) = set(mixers(attention__sliding_window=0))
+    assert (own.window, own.norm_behind, own.rope.n_rot) == (0, True, 16)
+    assert [(x.window, x.norm_behind) for x in mixers()[2:4]] == [(-8192, True), (0, False)]
+    monkeypatch.setattr(llama4, "MAVERICK", 5)
+    assert [(x.window, x.norm_behind) for x in mixers()[2:4]] == [(-8192, False), (0, False)]
+
+
+def test_weights_before_experts_multiply_what_those_read() -> None:
+    gen = torch.Generator().manual_seed(0)
+    gate, up, down = (torch.randn(4, *shape, generator=gen) for shape in ((5, 6), (5, 6), (6, 5)))
+    stacks = Stacks(*(Stack(x, None, *x.shape[1:]) for x in (gate, up, down)))
+    x, weights = torch.randn(3, 6, generator=gen), torch.rand(3, 2, generator=gen)
+    ids = torch.tensor([[0, 3], [2, 1], [3, 2]], dtype=torch.int32)
+    rows, routes = weighed(x, Routes(ids, weights)), unweighed(Routes(ids, weights))
+    made = bind(MoeSpec(CPU, 1, 6, 5, "swiglu", None, None))(stacks)(rows, routes.ids, routes.weights)
+    want = torch.zeros(3, 6)
+    for row in range(3):
+        for e, by in zip(ids[row].tolist(), weights[row], strict=True):
+            inner = F.silu(gate[e] @ (by * x[row])) * (up[e] @ (by * x[row]))
+            want[row] += down[e] @ inner
+    assert torch.allclose(of_choices(made, 2), want, atol=1e-5)
 
 
 def test_mistral3_may_have_experts(tmp_path: Path) -> None:

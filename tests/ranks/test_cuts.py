@@ -63,6 +63,7 @@ DIVIDED = {  # a file and its numbers of ranks
     "gemma2": 2,
     "kimi-linear": 3,
     "bailingmoe3": 3,
+    "llama4": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

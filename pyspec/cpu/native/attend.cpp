@@ -58,7 +58,9 @@ int64_t floats_of(const Args &a) { return 2 * MOST + MOST * width_of(a); }
 
 Range range_of(const Args &a, int64_t row) {
   int64_t lo = a.lo[row], hi = a.hi[row];
-  if (a.window > 0 && lo < a.positions[row] - (a.window - 1)) lo = a.positions[row] - (a.window - 1);
+  const int64_t at = a.positions[row];
+  if (a.window > 0 && lo < at - (a.window - 1)) lo = at - (a.window - 1);
+  if (a.window < 0 && lo < at - at % -a.window) lo = at - at % -a.window;  // of chunks of as many positions
   lo = lo < 0 ? 0 : lo;
   const int64_t end = a.n_col * a.page_size;
   return {lo, hi < end ? hi : end};

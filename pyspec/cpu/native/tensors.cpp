@@ -33,7 +33,7 @@ struct NextArgs {
 struct FactorArgs {
   const int64_t *positions;
   float *out;
-  int64_t n, n_ctx;
+  int64_t n, n_ctx, offset;
   double scale;
 };
 
@@ -103,7 +103,7 @@ extern "C" void pyspec_next_positions(const NextArgs *p) {
 
 extern "C" void pyspec_query_factors(const FactorArgs *p) {
   for (int64_t i = 0; i < p->n; i++) {
-    p->out[i] = float(std::log1p(double(p->positions[i] / p->n_ctx)) * p->scale + 1);
+    p->out[i] = float(std::log1p(double((p->positions[i] + p->offset) / p->n_ctx)) * p->scale + 1);
   }
 }
 

@@ -29,7 +29,7 @@ GATE = "attn_gate.weight"
 class Attention(Plain):
     """Attention as data. Optional tensors (fused q, k, v, biases, sinks) are found in the file.
 
-    window   a row sees itself and the window - 1 rows before it; 0: all rows before it
+    window   a row sees itself and the window - 1 rows before it; 0: all rows before it; negative: those of its chunk of -window positions
     qk_norm  heads of q and k are normed before they are turned
     norm_behind  heads of q and k are normed behind the rope: with weights where the file has them
     row_norm  instead all heads of q are normed at once, and all of k
@@ -146,7 +146,7 @@ class Attention(Plain):
     def memory(self) -> LayerParts:
         if self.reads is not None:
             return {}
-        return {KV: Paged(self.shape.n_kv_head, self.shape.head_dim, window=self.window)}
+        return {KV: Paged(self.shape.n_kv_head, self.shape.head_dim, window=abs(self.window))}
 
     def share(self, n: int) -> Attention:
         return replace(self, shape=self.shape.share(n))
@@ -216,7 +216,7 @@ class Attention(Plain):
         self, f: Forward, y: Value, stream: Value | None, n_out: int, gate: Value | None = None
     ) -> Value:
         """Of products q, k, v of rows, side by side. gate: of the result"""
-        s, at, is_near = self.shape, f.at, self.window > 0
+        s, at, is_near = self.shape, f.at, self.window != 0
         norms = [None if self.norms_apart else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
         pool = f.pool(self.reads)
         given = *norms, f.angles(self.rope, is_near=is_near), pool, f.kv_rows(pool)
@@ -245,7 +245,7 @@ class Attention(Plain):
         spec = replace(self.rope_spec(f.device, f.eps, f.kv, f.at.has), n_q=0, gated=False)
         n_key = 2 * self.shape.n_kv_head * self.shape.head_dim
         kv = f.product(c, "attn_k.weight", "attn_v.weight", n_out=n_key)
-        given = None, f.optional("attn_k_norm.weight"), f.angles(self.rope, is_near=self.window > 0)
+        given = None, f.optional("attn_k_norm.weight"), f.angles(self.rope, is_near=self.window != 0)
         return f.op("rope_kv", spec, kv, *given, f.pool(), rows, shape=())
 
 

@@ -34,6 +34,7 @@ class Experts(Plain):
     shifted      scores of the router and products of experts have biases
     limit        of gates and ups (`cuda/cut.py`); limit_shared: of the shared expert's
     block        columns of `ffn_down_exps` that stand together in the file; block_shared: of the shared expert's
+    weighs_input  weights of a row multiply what its experts read, and not what they make
     router_norm  the router reads rows behind a norm of its own, whose weights are this tensor's over sqrt(n_embd); "": behind the experts'
     """
 
@@ -53,6 +54,7 @@ class Experts(Plain):
     limit: float = 0.0
     limit_shared: float = 0.0
     router_norm: str = ""
+    weighs_input: bool = False
     block: int = 1
     block_shared: int = 1
 
@@ -159,7 +161,7 @@ class Experts(Plain):
         )
         spec = MoeSpec(
             at.device,
-            self.n_used,
+            1 if self.weighs_input else self.n_used,
             self.latent or at.n_embd,
             self.n_ff,
             self.act,
@@ -178,7 +180,8 @@ class Experts(Plain):
     def joins_shared(self, at: Site, spec: MoeSpec) -> bool:
         """Whether one launch may take the shared expert as further experts: of their input, their types, and as wide as a number of them, in
         whole blocks of the type of `down`."""
-        if not self.n_ff_shared or self.latent or spec.down is None or self.n_ff_shared % self.n_ff:
+        reads_others = self.latent or self.weighs_input
+        if not self.n_ff_shared or reads_others or spec.down is None or self.n_ff_shared % self.n_ff:
             return False
         if self.limit != self.limit_shared:
             return False
@@ -193,7 +196,8 @@ class Experts(Plain):
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """What needs no choice comes before it."""
-        spec, n, stream = self.spec(f.at), f.normed(x), stream if f.at.leads else None
+        spec, stream = self.spec(f.at), stream if f.at.leads else None
+        n = f.norm_apart(x, f.vector(f"{f.at.norm}.weight")) if self.weighs_input else f.normed(x)
         shared, v = None, n
         if self.n_ff_shared and not spec.pieces:
             shared, v = self._shared(f, n)
@@ -201,7 +205,13 @@ class Experts(Plain):
             v = f.product(n, LATENT, n_out=self.latent)
         if shared is not None and not self.shared_gate:
             stream, shared = f.add(stream, shared), None
-        y = f.experts(spec, v, self._routed(f, x), shared, self._stacks(f, spec))
+        routes = self._routed(f, x)
+        if self.weighs_input:
+            v = f.op("weighed", None, v, routes, shape=(self.n_used * v.width,))
+            routes = f.op("unweighed", None, routes, shape=routes.shape)
+        y = f.experts(spec, v, routes, shared, self._stacks(f, spec))
+        if self.weighs_input and self.n_used > 1:
+            y = f.op("of_choices", None, y, self.n_used, shape=(spec.n_in,))
         if self.latent:
             y = f.product(y, "ffn_latent_up.weight", n_out=x.width)
         return f.over_ranks(f.add(stream, y))

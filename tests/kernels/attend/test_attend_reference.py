@@ -20,12 +20,15 @@ PAIRS = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(("window", "block"), [(0, False), (7, False), (0, True), (16, True)])
+@pytest.mark.parametrize(
+    ("window", "block", "cap"),
+    [(0, False, 0.0), (7, False, 2.0), (-8, False, 0.0), (0, True, 1.5), (16, True, 0.0)],
+)
 @pytest.mark.parametrize("kv", [*map(KvFormat.both, TYPES.values()), *PAIRS], ids=lambda kv: kv.name)
 def test_rows_are_weighted_means_of_what_they_see(
-    kv: KvFormat, window: int, block: bool, sinks: bool
+    kv: KvFormat, window: int, block: bool, cap: float, sinks: bool
 ) -> None:
-    case = Case(6, 2, 64, kv.k, SEQS, 16, window, block, sinks=sinks, v_dtype=kv.v)
+    case = Case(6, 2, 64, kv.k, SEQS, 16, window, block, sinks=sinks, cap=cap, v_dtype=kv.v)
     made = make(case, CPU)
     b, spec = made.plain, spec_of(case, CPU)
     got = attend_ref.bind(spec)(made.q, made.pool, b, window, made.sinks)
@@ -34,12 +37,12 @@ def test_rows_are_weighted_means_of_what_they_see(
         for i in range(b.starts[s], b.starts[s + 1]):
             p = seq.n_past + i - b.starts[s]
             first, end = (
-                max(0, p - window + 1) if window else 0,
+                max(0, p - window + 1) if window > 0 else p // 8 * 8 if window else 0,
                 seq.n_past + seq.width if block else p + 1,
             )
             for head in range(6):
                 logits = (k[first:end, head // 3] @ made.q[i, head].double()) / math.sqrt(64)
-                weights = logits.exp()
+                weights = (cap * (logits / cap).tanh() if cap else logits).exp()
                 below = weights.sum() + (
                     made.sinks[head].double().exp() if made.sinks is not None else 0
                 )

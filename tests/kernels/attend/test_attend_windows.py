@@ -37,7 +37,12 @@ class Planned:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("window", "sinks"),
-    [(window, sinks) for window in (0, 1, 8, 100, 1000) for sinks in (False, True) if window or sinks],
+    [
+        (window, sinks)
+        for window in (0, 1, 8, 100, 1000, -8, -100, -1024)
+        for sinks in (False, True)
+        if window or sinks
+    ],
 )
 @pytest.mark.parametrize(
     "seqs",
@@ -67,3 +72,10 @@ def test_pieces_read_the_pages_of_their_window_only() -> None:
     attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, 128)
     assert [n for n, _ in own.pieces] == [MANY, MANY, 16]
     assert max(n_key for _, n_key in own.pieces) < 128 + made.plain.page_size + MANY
+
+
+def test_pieces_read_the_pages_of_their_chunks_only() -> None:
+    made = make(Case(*HEADS, torch.float16, [(6 * SPLIT, 400)], window=-128, scale=0.125), CPU)
+    own = Planned(AttendSpec(CPU, *HEADS, 0.125))
+    attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, -128)
+    assert own.pieces == [(MANY, MANY), (MANY, MANY + 64), (16, 16)]

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
         replace(GATED, gated=False, norms_v=True, keys_are_values=True),
         replace(GATED, gated=False, norms_v=True, n_q=2, n_kv=1, dim=96),
         replace(GATED, gated=False, n_kv=0),
-        replace(GATED, gated=False, norm_behind=True, dim=48, neox=False),
+        replace(GATED, gated=False, norm_behind=True, dim=96, neox=False),
         replace(GATED, norm_behind=True, has_norm=False, norms_v=True),
         pytest.param(
             RopeKvSpec(CPU, 4, 2, 96, 96, neox=False, gated=False, has_norm=False, eps=1e-6),

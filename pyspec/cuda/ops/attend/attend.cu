@@ -4,7 +4,7 @@
 //   k, v         [pool row, n_kv, ...]       codes  K_KIND and V_KIND, see kv_kinds.cuh: any but f32
 //   k_scale, v_scale  [pool row, n_kv, ...]  f16    factors of kinds that have any
 //   page_table   [seq, n_page_col]           int64
-//   positions, lo, hi  [row]                 int64  row sees lo <= p < hi, and p > position - window if window > 0
+//   positions, lo, hi  [row]                 int64  row sees lo <= p < hi, and those of `window`, see seen_by
 //   row_seq      [row]                       int32  -1: padding, skipped here and written as zeros by the merge
 //   seq_start    [seq + 1]                   int32
 //   part         [item, column, dim]         f32    unnormalised sums of an item

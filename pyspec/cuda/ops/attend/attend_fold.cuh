@@ -54,7 +54,11 @@ struct Seen {
 
 // The positions a row sees, cut to the pages there are.
 __device__ __forceinline__ Seen seen_by(i64 position, i64 lo, i64 hi, int window, int max_key) {
-  if (window > 0 && position - (window - 1) > lo) lo = position - (window - 1);
+  if (window != 0) {  // negative: of chunks of as many positions
+    const u32 chunk = static_cast<u32>(-window);
+    const i64 first = window > 0 ? position - (window - 1) : position - static_cast<u32>(position) % chunk;
+    if (first > lo) lo = first;
+  }
   if (lo < 0) lo = 0;
   if (hi > max_key) hi = max_key;
   if (lo >= hi) return {0x7fffffff, 0};

@@ -4,7 +4,7 @@
 //   k            [pool row, ...]         codes  K_KIND, see kv_kinds.cuh: any but f32
 //   k_scale      [pool row, ...]         f16    factors of kinds that have any
 //   page_table   [seq, n_page_col]       int64
-//   positions, lo, hi  [row]             int64  row sees lo <= p < hi, and p > position - window if window > 0
+//   positions, lo, hi  [row]             int64  row sees lo <= p < hi, and those of `window`, see seen_by
 //   row_seq      [row]                   int32  -1: padding; comes out as zeros
 //   seq_start    [seq + 1]               int32
 //   part         [tile - first_tile, max_part, COLS, N_VALUE]  f32, part_ml [tile - first_tile, max_part, COLS, 2] f32: sums over a

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.attend.ref import AttendSpec, first_seen
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, KvType, type_of
@@ -75,6 +75,7 @@ CASES: dict[str, Case] = {
         32, 8, 128, torch.float16, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)
     ),
     "small window": Case(32, 8, 128, torch.bfloat16, [(600, 5), (127, 2), (9, 4)], 16, 7),
+    "chunks": Case(8, 2, 128, torch.float16, [(600, 5), (127, 2), (96, 70), (9, 4)], 16, -48),
     "window of one": Case(8, 2, 64, torch.float16, [(600, 5), (128, 1)], 16, 1),
     "wide rows": Case(24, 4, 256, torch.float16, [(40, 200), (0, 33)], 64, pad=(7, 1)),
     "f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1)),
@@ -174,8 +175,8 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
         rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
         k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
         pool.write(rows, k, None if case.alone else v)
-        if case.window and past >= case.window:
-            spoil(pool, rows[: past - case.window + 1])
+        if case.window and (hidden := first_seen(past, case.window)) > 0:
+            spoil(pool, rows[:hidden])
     plain = _batch(case, [own.tolist() for own in pages], device)
     q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
     q *= usual(case.scale, case.dim)

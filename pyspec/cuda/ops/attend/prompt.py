@@ -11,6 +11,7 @@ its bits do not depend on its neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend.cases import usual
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
-from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
+from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, first_seen, key_rows
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import type_of
@@ -221,11 +222,14 @@ _pieces = per_device(_Pieces)
 
 def piece_rows(n_key: int, window: int, page_size: int) -> int:
     """Rows of a piece whose partial sums have room, of a sequence of `n_key` keys."""
-    if window and not current().is_exact:
-        n_key = min(
-            n_key, window + page_size + MANY
-        )  # what such a piece sees, from the first of its pages on
+    if window and not current().is_exact:  # what such a piece sees, from the first of its pages on
+        n_key = min(n_key, abs(window) + _step(window, page_size) + MANY)
     return max(FEW, MANY // -(-n_key // SPLIT))
+
+
+def _step(window: int, page_size: int) -> int:
+    """Positions that may be left out at once: whole pages, and whole chunks."""
+    return math.lcm(page_size, -window) if window < 0 else page_size
 
 
 def piece(batch: Batch, i: int, first: int, n: int, window: int = 0) -> Batch:
@@ -233,10 +237,9 @@ def piece(batch: Batch, i: int, first: int, n: int, window: int = 0) -> Batch:
     where keys are summed from the first one on as they are for few rows."""
     seq, start = batch.seqs[i], batch.starts[i] + first
     rows, device, at = slice(start, start + n), batch.positions.device, seq.n_past + first
-    hidden = (
-        max(0, at - window + 1) // batch.page_size if window and not current().is_exact else 0
-    )  # pages
-    past = hidden * batch.page_size
+    past, step = 0, _step(window, batch.page_size)
+    if window and not current().is_exact:
+        past = max(0, first_seen(at, window)) // step * step
     own = replace(seq, n_past=at - past, tokens=seq.tokens[first : first + n], n_out=0)
     return replace(
         batch,
@@ -245,7 +248,7 @@ def piece(batch: Batch, i: int, first: int, n: int, window: int = 0) -> Batch:
         positions=batch.positions[rows] - past,
         lo=(batch.lo[rows] - past).clamp_(min=0),
         hi=batch.hi[rows] - past,
-        page_table=batch.page_table[i : i + 1, hidden:],
+        page_table=batch.page_table[i : i + 1, past // batch.page_size :],
         seq_start=torch.tensor([0, n], dtype=torch.int32, device=device),
         row_seq=torch.zeros(n, dtype=torch.int32, device=device),
         max_hi=[at + n + seq.slack - past],

@@ -14,7 +14,7 @@ A sink is one more key of its head for the softmax, with this logit and no value
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, TypeAlias
+from typing import TYPE_CHECKING, Concatenate, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pyspec.slots.batch import Batch
 
 GUARD = Guard(4)
+P = TypeVar("P", int, Tensor)
 
 Attend: TypeAlias = "Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]"
 """attend(q, pool, batch, window=0, sinks=None) -> out; one that fetches ahead takes `after`, too (fuse.py)"""
@@ -40,6 +41,11 @@ def key_rows(batch: Batch, seq: int, first: int = 0) -> Tensor:
     pages = batch.page_table[seq, hidden : -(-n // size)]
     rows = (pages[:, None] * size + torch.arange(size, device=pages.device)).view(-1)
     return rows[first - hidden * size : n - hidden * size]
+
+
+def first_seen(position: P, window: int) -> P:
+    """The first position that a row at `position` may see: of the last `window` up to its own, or of its chunk of -window positions."""
+    return position - (window - 1) if window > 0 else position - position % -window
 
 
 def bind(spec: AttendSpec) -> Attend:
@@ -57,12 +63,14 @@ def bind(spec: AttendSpec) -> Attend:
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
-        """`window` > 0 narrows each row's range to the last `window` positions up to its own."""
+        """`window` narrows each row's range, see `first_seen`."""
         out = q.new_empty(len(q), spec.n_head, spec.value_dim)
-        lo = batch.lo if window == 0 else torch.maximum(batch.lo, batch.positions - (window - 1))
+        lo = batch.lo if window == 0 else torch.maximum(batch.lo, first_seen(batch.positions, window))
         for s, seq in enumerate(batch.seqs):
             rows = slice(batch.starts[s], batch.starts[s + 1])
-            first = max(0, seq.n_past - window + 1) if window else 0  # keys before it are not read
+            first = (
+                max(0, first_seen(seq.n_past, window)) if window else 0
+            )  # keys before it are not read
             k, v = pool.read(key_rows(batch, s, first), q.dtype)
             v = v[..., : spec.value_dim]
             if current().is_exact and q.device.type == "cpu":

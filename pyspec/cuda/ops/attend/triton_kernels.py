@@ -40,6 +40,9 @@ def seen_by(positions, lo, hi, row, mask, window, n_key):
     first = tl.load(lo + row, mask=mask, other=0)
     if window > 0:
         first = tl.maximum(first, tl.load(positions + row, mask=mask, other=0) - (window - 1))
+    if window < 0:  # of chunks of as many positions
+        position = tl.load(positions + row, mask=mask, other=0)
+        first = tl.maximum(first, position - position % -window)
     end = tl.load(hi + row, mask=mask, other=0)
     first = tl.minimum(tl.maximum(first, 0), n_key).to(tl.int32)
     end = tl.minimum(tl.maximum(end, 0), n_key).to(tl.int32)
