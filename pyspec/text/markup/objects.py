@@ -106,15 +106,20 @@ class BareObjects(Objects):
 
 
 def as_schema(tools: Tools) -> Schema:
-    """A call of Llama 3 as a JSON Schema. Beside other JSON, a literal for its start would be one lexeme, and the lexer could not choose."""
+    """A call of Llama 3 as a JSON Schema. Beside other JSON, a literal for its start would be one lexeme, and the lexer could not choose.
+
+    References of each tool's schema lead into that schema, because it has an address of its own."""
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"type": "object", **closed(schema)}},
+            "properties": {
+                "name": {"const": name},
+                "parameters": {"$id": f"http://tools/{i}", "type": "object", **closed(schema)},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in tools.items()
+        for i, (name, schema) in enumerate(tools.items())
     ]
     return {"anyOf": calls}
 
