@@ -366,13 +366,18 @@ def test_nested_values_of_gemma4_are_held_to_their_schemas() -> None:
         "g{}",
     ]
     bad = [
-        "f{}",
-        "f{at:{y:1.5}}",
-        "f{at:{X:1}}",
-        f"f{{at:{{y:1}},list:[{q}c{q}]}}",
-        "f{at:{y:1},maybe:2}",
-        "h{}",
-    ]
+        "f{}", "f{at:{y:1.5}}", "f{at:{X:1}}", f"f{{at:{{y:1}},list:[{q}c{q}]}}", "f{at:{y:1},maybe:2}", "h{}",
+    ]  # fmt: skip
     assert [takes(source, call(text)) for text in good] == [True] * len(good)
     assert [takes(source, call(text)) for text in bad] == [False] * len(bad)
     assert takes(source, "".join(map(call, good)))
+
+
+def test_schemas_of_several_tools_may_refer_to_definitions_of_one_name_beside_a_text() -> None:
+    own = {"properties": {"a": {"$ref": "#/$defs/p"}}, "required": ["a"]}
+    tools = {kind: {**own, "$defs": {"p": {"type": kind}}} for kind in ("integer", "string")}
+    for name in ("llama3_json", "hermes", "lfm2", "gemma4"):
+        source, _ = dialects.dialect(name).in_place(tools, is_single=True, control={})
+        for kind, value in itertools.product(tools, (1, "x")):
+            is_right = isinstance(value, str) == (kind == "string")
+            assert takes(source, written(name, [(kind, {"a": value})])) == is_right

@@ -322,13 +322,8 @@ def test_gemma4_with_other_openers_brackets_and_quotes() -> None:
     )
 
 
-KIMI = (
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_calls_section_end|>",
-)
+WORDS = "calls_section_begin call_begin call_argument_begin call_end calls_section_end"
+KIMI = tuple(f"<|tool_{word}|>" for word in WORDS.split())
 DEEPSEEK = tuple(
     f"<｜tool▁{word}｜>" for word in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )

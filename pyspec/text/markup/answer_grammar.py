@@ -53,10 +53,14 @@ def control_tokens(tokenizer: Tokenizer, spoken: Dialect) -> dict[str, int]:
     """The dialect's marks that are control tokens. Bare dialects have none: their free text ends at marks in text form."""
     if spoken.is_bare:
         return {}
-    encode = partial(tokenizer.encode, add_special=False)
-    found = {mark: encode(mark, parse_special=True) for mark in spoken.marks}
-    plain = {mark: encode(mark, parse_special=False) for mark in found}
-    return {mark: ids[0] for mark, ids in found.items() if len(ids) == 1 and plain[mark] != ids}
+    found = ((mark, *_ids(tokenizer, mark)) for mark in spoken.marks)
+    return {mark: ids[0] for mark, ids, plain in found if len(ids) == 1 and plain != ids}
+
+
+def _ids(tokenizer: Tokenizer, mark: str) -> tuple[list[int], list[int]]:
+    """The tokens of a mark, and those of the same characters as plain text."""
+    encode = partial(tokenizer.encode, mark, add_special=False)
+    return encode(parse_special=True), encode(parse_special=False)
 
 
 def shown_tokens(tokenizer: Tokenizer, markup: AnswerMarkup) -> tuple[int, ...]:
@@ -65,8 +69,7 @@ def shown_tokens(tokenizer: Tokenizer, markup: AnswerMarkup) -> tuple[int, ...]:
         *(markup.calls.marks if markup.calls else ()),
         *([markup.think.start, markup.think.end, *markup.think.marks] if markup.think else []),
     ]
-    encode = partial(tokenizer.encode, add_special=False)
-    found = [(encode(mark, parse_special=True), encode(mark, parse_special=False)) for mark in marks]
+    found = [_ids(tokenizer, mark) for mark in marks]
     return tuple(sorted({ids[0] for ids, plain in found if len(ids) == 1 or ids[:1] != plain[:1]}))
 
 

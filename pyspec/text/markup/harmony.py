@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import Lookahead, Step
+from pyspec.text.markup.ahead import Step
 from pyspec.text.markup.call_grammar import CallRules, Lark, concat, either, literal
 from pyspec.text.markup.json_text import read_arguments
 from pyspec.text.markup.prose import Syntax
@@ -45,16 +45,6 @@ class HarmonyCalls(Syntax):
     """Calls of Harmony. The end of a message ends reasoning, whatever follows, so no call's beginning does."""
 
     inner: Step = MARKS
-
-    def call(
-        self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
-    ) -> Steps[str | None]:
-        """None: `read` reads calls."""
-        return None
-        yield
-
-    def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
-        return ()
 
     def bodies(self, lark: Lark, tools: Tools) -> list[str]:
         """From the name on: the recipient may stand in either place of the header."""

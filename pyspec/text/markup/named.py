@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pyspec.text.markup.ahead import AHEAD, GAP, NAME, NUMBER, OVER, Found, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import Lark, concat, literal
@@ -130,16 +131,14 @@ def _deepseek(name: str) -> list[tuple[str, str]]:
     return [(literal(f"{name}{DEEPSEEK_SEP}"), literal(DEEPSEEK_END)), fenced]
 
 
-DEEPSEEK = NamedCalls(
+_section = partial(NamedCalls, is_section=True, between="SPACE?", gap="")
+DEEPSEEK = _section(
     open=(DEEPSEEK_OPEN, DEEPSEEK_CALL),
     close=("<｜tool▁calls▁end｜>",),
     end=(DEEPSEEK_END,),
     inner=(DEEPSEEK_SEP, DEEPSEEK_END),
     mark=DEEPSEEK_CALL,
     lead=literal(DEEPSEEK_CALL),
-    gap="",
-    is_section=True,
-    between="SPACE?",
     before=((f"function{DEEPSEEK_SEP}", ""), GAP),
     separators=(DEEPSEEK_SEP,),
     written=_deepseek,
@@ -150,16 +149,13 @@ KIMI_CALL, KIMI_SEP, KIMI_END = (
     "<|tool_call_argument_begin|>",
     "<|tool_call_end|>",
 )
-KIMI = NamedCalls(
+KIMI = _section(
     open=("<|tool_calls_section_begin|>", KIMI_CALL),
     close=("<|tool_calls_section_end|>",),
     end=(KIMI_END,),
     inner=(KIMI_SEP, KIMI_END),
     mark=KIMI_CALL,
     lead=literal(KIMI_CALL),
-    gap="",
-    is_section=True,
-    between="SPACE?",
     before=(("functions", "function", ""), (".", "_", ":", "")),
     separators=(KIMI_SEP,),
     prefix="functions.",

@@ -106,15 +106,20 @@ class BareObjects(Objects):
 
 
 def as_schema(tools: Tools) -> Schema:
-    """A call of Llama 3 as a JSON Schema. Beside other JSON, a literal for its start would be one lexeme, and the lexer could not choose."""
+    """A call of Llama 3 as a JSON Schema. Beside other JSON, a literal for its start would be one lexeme, and the lexer could not choose.
+
+    References of each tool's schema lead into that schema, because it has an address of its own."""
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"type": "object", **closed(schema)}},
+            "properties": {
+                "name": {"const": name},
+                "parameters": {"$id": f"http://tools/{i}", "type": "object", **closed(schema)},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in tools.items()
+        for i, (name, schema) in enumerate(tools.items())
     ]
     return {"anyOf": calls}
 
@@ -209,15 +214,11 @@ def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool) -> Steps[st
 def _object(call: _Call, *, is_inside: bool) -> Steps[None]:
     """is_inside: this is the object that OpenAI's form has in "function"."""
     reader = call.reader
-    yield from take(reader, "{")
-    call.hold("{")
+    yield from _sign(call, "{")
     while True:
-        call.hold((yield from reader.take_spaces()))
         key = yield from _string(call)
         call.hold((yield from reader.take_spaces()))
-        yield from take(reader, ":")
-        call.hold(":")
-        call.hold((yield from reader.take_spaces()))
+        yield from _sign(call, ":")
         is_object = (yield from reader.peek()) == "{"
         if key == "function" and is_object and not (is_inside or call.has_begun):
             yield from _object(call, is_inside=True)
@@ -240,13 +241,17 @@ def _object(call: _Call, *, is_inside: bool) -> Steps[None]:
             reader.skip(0 if is_over else 1)
             call.hold("" if is_over else "}")
             break
-        yield from take(reader, ",")
-        call.hold(",")
+        yield from _sign(call, ",")
     if call.has_begun and not call.is_whole:
         known = names_of(call.tools.get(call.name, {}))
         pairs = (f"{json.dumps(k)}: {v}" for k, v in call.more.items() if k in known and v)
         reader.arguments(f"{{{', '.join(pairs)}}}")
         call.is_whole = True
+
+
+def _sign(call: _Call, sign: str) -> Steps[None]:
+    yield from take(call.reader, sign)
+    call.hold(sign + (yield from call.reader.take_spaces()))
 
 
 def _string(call: _Call) -> Steps[str]:

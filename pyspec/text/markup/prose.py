@@ -50,7 +50,6 @@ class Syntax(ABC):
         """All texts that may be control tokens, which answers otherwise hide."""
         return (*self.open, *self.close, *self.inner)
 
-    @abstractmethod
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
@@ -59,10 +58,12 @@ class Syntax(ABC):
         opened   the mark of `open` directly before
         is_open  one stands somewhere before, and its end does not: there may be calls of tools that are not offered, too
         """
+        return None
+        yield
 
-    @abstractmethod
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
-        """Beginnings of calls of these tools."""
+        """Beginnings of calls of these tools, which end reasoning; none if something else ends it first."""
+        return ()
 
     @abstractmethod
     def bodies(self, lark: Lark, tools: Tools) -> list[str]:
