@@ -79,7 +79,7 @@ def limits(spec: GdnSpec) -> str | None:
         return f"the convolution has {shape.n_conv} taps; the kernel is built for {TAPS}"
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
-    if shape.n_v_head % (4 if shape.by_key else 2):  # strengths stand behind what is in fours
+    if shape.n_v_head % 2 and not shape.by_key:
         return (
             f"{shape.n_v_head} value heads: rows with their gates do not begin at multiples of 16 bytes"
         )

@@ -101,8 +101,8 @@ def check_kept(
     assert all(t.data_ptr() % (4 * unit) == 0 for t in whole), (
         f"tensors of {op} start at {4 * unit} bytes"
     )
-    sizes = [(n * layer.state.shape[1],) for n in per_head]
-    sizes += [(n_channel, layer.shape.n_conv), (n_channel,)]
+    of_heads = [(n * layer.state.shape[1],) for n in per_head]
+    sizes = [*of_heads, (n_channel, layer.shape.n_conv), (n_channel,)]
     assert [tuple(t.shape) for t in weights] == sizes[: len(weights)]
 
 
