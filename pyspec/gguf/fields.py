@@ -119,7 +119,7 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "ssm.inner_size": SIZE,
     "ssm.conv_kernel": Whole(2, 64),
     "kda.head_dim": SIZE,
-    "kda.gate_lower_bound": Real(-100, 0),
+    "kda.gate_lower_bound": Real(-100, -1e-6),
     "embedding_length_per_layer_input": COUNT,  # 0: none
     "embedding_scale": Real(0, 1e6),  # 0: 1
     "final_logit_softcapping": Real(0, 1e6),  # 0: none

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -140,18 +141,18 @@ def _attend(case: attend_cases.Case) -> None:
 
 
 def gdn() -> Iterator[Callable[[], object]]:
-    def run() -> None:
-        shape, n = GdnShape(16, 48, 128, 4, (2 * 16 + 48) * 128), 140
+    def run(shape: GdnShape) -> None:
+        n, n_v = 140, shape.n_v_head
         layer, batch = (
             StateLayer(shape, 2, 6, CPU),
             lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * n, SeqMode.KEEP)], CPU),
         )
-        gates = torch.zeros(n, 48)
-        weights = torch.zeros(48), torch.zeros(48), torch.zeros(shape.n_channel, 4)
-        launch = gdn_triton.bind(GdnSpec(CPU, shape, 1e-6))
-        launch(torch.zeros(n, shape.n_channel), gates, gates, *weights, layer, batch)
+        m, alpha, beta = (torch.zeros(n, k) for k in (shape.n_channel, n_v * shape.n_decay, n_v))
+        weights = torch.zeros(n_v), alpha[0], torch.zeros(shape.n_channel, 4)
+        gdn_triton.bind(GdnSpec(CPU, shape, 1e-6))(m, alpha, beta, *weights, layer, batch)
 
-    yield run
+    yield partial(run, GdnShape(16, 48, 128, 4, (2 * 16 + 48) * 128))
+    yield partial(run, GdnShape(32, 32, 128, 4, 96 * 128, by_key=True))
 
 
 def mamba2() -> Iterator[Callable[[], object]]:

@@ -26,7 +26,7 @@ pytestmark = [
     needs_compiler,
     pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"),
 ]
-SHAPES = {"state": 128, "mamba_heads": 4}
+SHAPES = {"state": 128, "mamba_heads": 4, "kda": 128}
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(12)]
 ALL = tuple(all_ops())
 

@@ -65,21 +65,22 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
             assert torch.equal(a, b), f"{name} of {widths} differs from one block"
 
 
-def test_random_walk_of_prefill_verify_and_reject_follows_the_plain_path() -> None:
-    rng = np.random.default_rng(3)
-    want = torch.from_numpy(np.load(FIXTURES / "qwen35.npz")["logits"])
-    bench, at = Bench(MODEL), 0
-    while at < 110:
+@pytest.mark.parametrize(("name", "end"), [("qwen35", 110), ("kimi-linear", 28), ("bailingmoe3", 28)])
+def test_random_walk_of_prefill_verify_and_reject_follows_the_plain_path(name: str, end: int) -> None:
+    rng, found = np.random.default_rng(3), np.load(FIXTURES / f"{name}.npz")
+    tokens, want = found["tokens"].tolist(), torch.from_numpy(found["logits"])
+    bench, at = Bench(FIXTURES / f"{name}.gguf"), 0
+    while at < end:
         kind = rng.integers(3)
         if kind == 0:
-            n = int(rng.integers(1, 40))
-            n = min(n, 110 - at)
-            rows, kept = bench.feed(0, TOKENS[at : at + n]), n
+            n = int(rng.integers(1, end // 3))
+            n = min(n, end - at)
+            rows, kept = bench.feed(0, tokens[at : at + n]), n
         else:
             width = int(rng.integers(1, 12))
             kept = int(rng.integers(1, width + 1))
-            tail = rng.integers(0, 300, width - kept).tolist()
-            seq = bench.seq(0, TOKENS[at : at + kept] + tail, keep=False)
+            tail = rng.integers(0, 280, width - kept).tolist()
+            seq = bench.seq(0, tokens[at : at + kept] + tail, keep=False)
             rows = bench.forward(seq).logits[:kept].cpu()
             bench.commit(seq, kept)
         assert (rows - want[at : at + kept]).abs().max() < 1e-3, f"at {at}"

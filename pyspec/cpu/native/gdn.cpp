@@ -75,10 +75,7 @@ void decays(const Args &p, const float *alpha, int64_t head, float *out) {
   }
   for (int64_t j = 0; j < p.dim; j += 8) {
     const f8 z = load(alpha + head * p.dim + j) + load(p.dt_bias + head * p.dim + j), a = all(p.a[head]);
-    f8 y;
-    if (p.floor != 0) y = all(float(p.floor)) * sigmoid(a * z);
-    else for (int i = 0; i < 8; i++) y[i] = p.a[head] * softplus(z[i]);
-    store(out + j, y);
+    store(out + j, p.floor != 0 ? all(float(p.floor)) * sigmoid(a * z) : a * softplus(z));
   }
 }
 

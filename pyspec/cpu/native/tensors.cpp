@@ -3,7 +3,6 @@
 
 #include "pool.h"
 #include "prep.h"
-#include "recurrent.h"
 
 using namespace pyspec;
 
@@ -56,18 +55,13 @@ inline f8 tanh(f8 x) {
   return (e - all(1.0f)) / (e + all(1.0f));
 }
 
-inline f8 softplus(f8 x, float unit) {  // log(1 + e^(unit x)) / unit
-  f8 y;
-  for (int i = 0; i < 8; i++) y[i] = pyspec::softplus(x[i] * unit) / unit;
-  return y;
-}
-
 inline f8 activated(f8 x, int64_t act) {
   if (act == NONE) return x;
   if (act == GELU) return gelu(x);
   if (act == SILU) return silu(x);
   if (act == SIGMOID) return sigmoid(x);
-  return softplus(x, act == SOFTPLUS ? 1.0f : 0.69314718f);
+  const f8 unit = all(act == SOFTPLUS ? 1.0f : 0.69314718f);
+  return softplus(x * unit) / unit;
 }
 
 }  // namespace

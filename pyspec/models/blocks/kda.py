@@ -67,8 +67,12 @@ class Kda(Plain):
         s, inner, heads = self.shape, self._inner, (self.shape.n_v_head, self.shape.dim)
         second = {x: f.at.has(f"ssm_{x}_b.weight") for x in "fg"}
         widths = s.n_channel, *(s.dim if second[x] else inner for x in "fg"), s.n_v_head
-        names = [f"{name}.weight" for name in PROJECTIONS]
-        m, *ways, beta = f.split(f.product(f.normed(x), *names, n_out=sum(widths)), widths)
+        names, n = [f"{name}.weight" for name in PROJECTIONS], f.normed(x)
+        if s.n_v_head % 4:  # kernels of GPUs take rows of the others that begin at multiples of 16 bytes
+            m, *ways = f.split(f.product(n, *names[:-1], n_out=sum(widths[:-1])), widths[:-1])
+            beta = f.product(n, names[-1], n_out=widths[-1])
+        else:
+            m, *ways, beta = f.split(f.product(n, *names, n_out=sum(widths)), widths)
         z, gate = (
             f.product(way, f"ssm_{x}_b.weight", n_out=inner) if second[x] else way
             for x, way in zip("fg", ways, strict=True)

@@ -15,20 +15,25 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 pytest.importorskip("cuda.core")
 
 SHAPE = GdnShape(16, 48, 128, 4, 10240)
+BY_KEY = GdnShape(32, 32, 128, 4, 96 * 128, by_key=True, floor=-5.0)
 
 
-@pytest.mark.sampled(most=1)
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("arch", jit.ARCHS)
-def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
+@pytest.mark.parametrize("shape", [SHAPE, BY_KEY], ids=["one decay", "by key"])
+def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(
+    shape: GdnShape, arch: str
+) -> None:
     for columns in gdn_cuda.COLUMNS:
-        found = compiled("gdn", arch, gdn_cuda.defines(SHAPE, arch, columns))
-        clusters = not arch.startswith("sm_8")
+        defines = gdn_cuda.defines(shape, arch, columns)
+        found = compiled("gdn", arch, defines)
+        clusters = not arch.startswith("sm_8") and not shape.by_key
         assert set(found) == {"gdn_conv", "gdn_conv_many", "gdn_rows"} | (
             {"gdn_rows_into"} if clusters else set()
         )
         assert all(r.shared_bytes <= 48 * 1024 for r in found.values()), found
         rows = [r.registers for name, r in found.items() if name.startswith("gdn_rows")]
-        assert max(rows) * gdn_cuda.THREADS * gdn_cuda.blocks_for(arch, columns) <= 65536, found
+        assert max(rows) * gdn_cuda.THREADS * int(defines["BLOCKS"]) <= 65536, found
 
 
 @pytest.mark.slow

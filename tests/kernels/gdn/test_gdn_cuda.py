@@ -41,6 +41,10 @@ def op_of(n_k: int, n_v: int, grouped: bool = False, **how: int) -> Op:
     return Op(replace(gdn_shape(n_k, n_v), grouped=grouped), how=how)
 
 
+def by_key(n_head: int, floor: float = 0.0, **how: int) -> Op:
+    return Op(gdn_shape(n_head, n_head, by_key=True, floor=floor), how=how)
+
+
 ROUNDS = [
     [seq(0, 5, True), seq(2, 1), seq(3, 3, True)],
     [seq(0, 6), seq(2, 3, fold=1), seq(3, 1)],
@@ -81,12 +85,14 @@ def within(chunked: int) -> Any:
     emulated=[
         (op_of(*heads, columns=columns, chunked=NEVER), ROUNDS)
         for heads, columns in (((1, 1), 2), ((2, 4), 4))
-    ],
+    ]
+    + [(by_key(1, columns=2), ROUNDS), (by_key(2, -5.0, columns=4), ROUNDS)],
     card=[
         (op_of(*heads, columns=columns), ROUNDS_OF_A_CARD)
         for heads in ((1, 1), (2, 6), (3, 3), (16, 48))
         for columns in gdn_cuda.COLUMNS
-    ],
+    ]
+    + [(by_key(n, floor), ROUNDS_OF_A_CARD) for n, floor in ((4, -5.0), (32, 0.0))],
     seeds=SEEDS,
 )
 def test_ragged_rounds_follow_the_reference(
@@ -153,7 +159,7 @@ def test_chunked_prompts_follow_the_reference_on_hostile_rows(machine: Machine, 
 
 
 @pytest.mark.sampled(most=1)
-@cases("op", emulated=[op_of(1, 1), op_of(2, 4)])
+@cases("op", emulated=[op_of(1, 1), op_of(2, 4), by_key(1), by_key(2, -5.0)])
 def test_a_warp_for_each_sequence_makes_the_bits_that_a_block_makes(machine: Machine, op: Op) -> None:
     """Rows, folds, windows and records of ragged rounds, a sequence of padding and one that is only folded among them."""
     gen, w, layers = torch.Generator().manual_seed(1), op.weights(), [op.unwritten() for _ in "ab"]

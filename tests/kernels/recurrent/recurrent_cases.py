@@ -95,7 +95,7 @@ class Op:
         gen = torch.Generator().manual_seed(gen) if isinstance(gen, int) else gen
         s = self.shape
         if self.name == "gdn":
-            sizes, scales = [s.n_channel, s.n_v_head, s.n_v_head], (1.0, 3.0, 3.0)
+            sizes, scales = [s.n_channel, s.n_v_head * s.n_decay, s.n_v_head], (1.0, 3.0, 3.0)
         else:
             sizes = [s.n_channel, s.n_head] if self.name == "mamba2" else [3 * s.n_channel]
             scales = (1.0, 1.0)
@@ -114,7 +114,8 @@ class Op:
         if self.name == "short_conv":
             return [torch.randn(s.n_channel, s.n_conv, generator=gen).to(self.device)]
         scale = torch.tensor([0.0, 0.1, 1.0, 30.0])[torch.arange(s.n_v_head) % 4]
-        a, bias = -scale * torch.rand(s.n_v_head, generator=gen), torch.randn(s.n_v_head, generator=gen)
+        a = -scale * torch.rand(s.n_v_head, generator=gen)
+        bias = torch.randn(s.n_v_head * s.n_decay, generator=gen)
         return [x.to(self.device) for x in (a, bias, torch.randn(s.n_channel, 4, generator=gen))]
 
     def layer(self, n_slot: int = N_SLOT, width: int = WIDTH) -> StateLayer:
@@ -170,8 +171,8 @@ def doubled(x: Any) -> Any:
     return Params(*(getattr(x, name).double().cpu() for name in Params.__slots__))
 
 
-def gdn_shape(n_k: int, n_v: int) -> GdnShape:
-    return GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+def gdn_shape(n_k: int, n_v: int, **more: Any) -> GdnShape:
+    return GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v), **more)
 
 
 def seq(slot: int, n: int, keep: bool = False, fold: int = 0, late: bool = False) -> Seq:

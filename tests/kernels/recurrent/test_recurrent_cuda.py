@@ -44,7 +44,8 @@ GDN, MAMBA2 = Op(gdn_shape(1, 2)), Op(Mamba2Shape(4, 64, 1, 128, 4))
 SHORT_CONV = Op(ShortConvShape(140, 3))  # of its second block twelve channels are real
 SUPER, NANO, PUZZLE = (Op(Mamba2Shape(h, 64, 8, n, 4)) for h, n in ((128, 128), (64, 128), (128, 96)))
 SMALL, LFM2 = Op(Mamba2Shape(8, 64, 2, 128, 4)), Op(ShortConvShape(2048, 3))
-OPS = (GDN, MAMBA2, SHORT_CONV)
+BY_KEY = Op(gdn_shape(1, 1, by_key=True))
+OPS = (GDN, BY_KEY, MAMBA2, SHORT_CONV)
 
 
 def with_columns(*shapes: Mamba2Shape, all: Sequence[int] | None = None) -> list[Op]:
@@ -55,11 +56,13 @@ def with_columns(*shapes: Mamba2Shape, all: Sequence[int] | None = None) -> list
     "op",
     emulated=[
         slow(Op(gdn_shape(1, 2))),
+        slow(Op(gdn_shape(1, 1, by_key=True, floor=-5.0))),
         *map(slow, with_columns(MAMBA2.shape, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 4, 96, 4))),
         *(Op(s) for s in (SHORT_CONV.shape, ShortConvShape(4, 2), ShortConvShape(256, 4), ShortConvShape(132, 5))),
     ],
     card=[
         *(Op(replace(gdn_shape(*heads), grouped=grouped)) for heads in ((2, 6), (16, 48)) for grouped in (False, True)),
+        *(Op(gdn_shape(n, n, by_key=True, floor=floor)) for n, floor in ((4, -5.0), (32, 0.0))),
         *with_columns(SUPER.shape, NANO.shape, PUZZLE.shape, SMALL.shape, Mamba2Shape(8, 128, 4, 64, 4), all=COLUMNS),
         *(Op(s) for s in (LFM2.shape, SHORT_CONV.shape, ShortConvShape(1536, 2), ShortConvShape(132, 5))),
     ],
@@ -128,6 +131,14 @@ CAME: dict[str, tuple[int, int, list[tuple[Op, Plan, bool]]]] = {
             )
         ],
     ),
+    "gdn by key": (
+        15,
+        WIDTH,
+        [
+            (replace(BY_KEY, how={"columns": columns}), plan, False)
+            for columns, plan in ((2, kept(15)), (4, late(15)), (2, verified([6] * 14, [1] * 14)))
+        ],
+    ),
     "mamba2": (78, 17, [(replace(MAMBA2, how={"columns": 2}), plan, False) for plan in LONG]),
     "mamba2, four columns": (
         78,
@@ -147,7 +158,7 @@ CAME: dict[str, tuple[int, int, list[tuple[Op, Plan, bool]]]] = {
 
 @cases(
     "name",
-    emulated=[slow("gdn"), "mamba2", slow("mamba2, four columns"), "short_conv"],
+    emulated=[slow("gdn"), slow("gdn by key"), "mamba2", slow("mamba2, four columns"), "short_conv"],
     card=["gdn of 6 heads", "mamba2 of 8 heads", "LFM2"],
     seeds=(0, 1),
 )
@@ -167,7 +178,7 @@ def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_t
 @cases(
     "op, fold, width",
     emulated=[
-        *(slow(Op(gdn_shape(2, 4)), fold, WIDTH) for fold in (1, 3, WIDTH)),
+        *(slow(op, fold, WIDTH) for op in (Op(gdn_shape(2, 4)), BY_KEY) for fold in (1, 3, WIDTH)),
         *((MAMBA2, fold, 17) for fold in (1, 3, 17)),
         *((SHORT_CONV, fold, 17) for fold in (1, 2, 17)),
     ],

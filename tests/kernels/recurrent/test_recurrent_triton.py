@@ -23,6 +23,7 @@ from pyspec.slots.table import SlotTable
 
 OPS = {
     "gdn": Op(GdnShape(1, 2, 32, 4, 4 * 32), kernels=gdn_triton),
+    "gdn by key": Op(GdnShape(1, 2, 32, 4, 4 * 32, by_key=True, floor=-5.0), kernels=gdn_triton),
     "mamba2": Op(Mamba2Shape(2, 32, 1, 16, 4), kernels=mamba2_triton),
     "short_conv": Op(ShortConvShape(72, 3), kernels=short_conv_triton),
 }
@@ -73,7 +74,7 @@ def test_state_and_outputs_have_the_same_bits_however_tokens_came(name: str) -> 
 @pytest.mark.parametrize(("field", "value"), [("seq_slot", 9), ("seq_fold", 7)])
 def test_a_bad_index_is_reported_and_its_sequence_is_skipped(name: str, field: str, value: int) -> None:
     op = OPS[name]
-    assert guarded_ops()[op.number].name == name
+    assert guarded_ops()[op.number].name == op.name
     check_wild(op, field, value, (value, 4 if field == "seq_slot" else 7), INTERPRETED, (1, 1, 1))
 
 

@@ -18,7 +18,7 @@ DIM, CHUNK, VALUES, THREADS = 128, 64, 64, 128  # VALUES of a block of gdn_chunk
 RECORD = 3 * 2 * CHUNK * CHUNK + 2 * 4 * CHUNK  # bytes gdn_chunk_solve leaves for a chunk and value head
 KEYS = 2 * CHUNK * DIM  # bytes of a chunk of f16 keys
 COUNTS = "pppp" + "iiiii"
-CONV_ARGS = "plpplppp" + "ppp" + "pp" + "pppppp" + COUNTS + "fp"
+CONV_ARGS = "plplplppp" + "ppp" + "pp" + "pppppp" + COUNTS + "fp"
 SOLVE_ARGS = "ppp" + "pp" + "p" + COUNTS + "p"
 STATE_ARGS = "p" + "ppp" + "p" + "pp" + COUNTS + "ip"
 

@@ -7,6 +7,8 @@ The bits of a state do not depend on the split of its tokens into verifies and k
 rows. Longer kept sequences are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs within 1e-3, because their
 last products are one pass of f16). These do not depend on the neighbours, but another cut rounds otherwise.
 
+With a decay for each dimension of keys (`GdnShape.by_key`) all rows go one by one, and outputs to their own memory.
+
 If rows are few, outputs go directly into the next product's rows (`GdnLaunch.prepared`), with the bits of rows_cuda.
 """
 
@@ -62,7 +64,7 @@ MANY, MANY_ROWS = 24, 4  # sequences from which one warp convolves each, and the
 # States (value heads of all sequences) up to which saving a launch is worth its registers (docs/log.md)
 MOST_PREPARED = 1536
 FEW_ROWS = 2  # mean rows, if some may have more: a graph has empty sequences, too, and one warp takes 2 us a row
-CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
+CONV_ARGS = "plplplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
 
@@ -77,7 +79,7 @@ def limits(spec: GdnSpec) -> str | None:
         return f"the convolution has {shape.n_conv} taps; the kernel is built for {TAPS}"
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
-    if shape.n_v_head % 2:
+    if shape.n_v_head % 2 and not shape.by_key:
         return (
             f"{shape.n_v_head} value heads: rows with their gates do not begin at multiples of 16 bytes"
         )
@@ -86,8 +88,9 @@ def limits(spec: GdnSpec) -> str | None:
 
 def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of gdn.cu for 2 or 4 columns a lane; both give the same bits."""
-    blocks = blocks_for(arch, columns)
-    alone = blocks + (arch == "sm_90a" and columns == 2)  # of gdn_rows: Hopper's registers hold one more
+    blocks = blocks_for(arch, columns) - shape.by_key  # decays of keys take registers
+    is_roomy = arch == "sm_90a" and columns == 2 and not shape.by_key
+    alone = blocks + is_roomy  # of gdn_rows: Hopper's registers hold one more
     return {
         "N_K": shape.n_k_head,
         "N_V": shape.n_v_head,
@@ -117,7 +120,8 @@ def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.K
     capability = torch.cuda.get_device_capability(device)
     arch = jit.arch_of(capability)
     code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
-    into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if capability >= (9, 0) else []
+    has_into = capability >= (9, 0) and not shape.by_key
+    into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if has_into else []
     convs = code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_conv_many", CONV_ARGS + "i")
     return *convs, code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
 
@@ -136,14 +140,15 @@ class GdnLaunch:
             np.float32(spec.eps),
         )
         capability = torch.cuda.get_device_capability(spec.device)
-        self.overlap = self.clusters = capability >= (9, 0)
+        self.overlap = capability >= (9, 0)
+        self.prepares = self.overlap and not self.shape.by_key
         self.arch = jit.arch_of(capability)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.spec, self.many = spec, (MANY, MANY_ROWS)
         ways = [columns] if columns else COLUMNS
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.fault = faults.record(spec.device)
-        self.chunks = gdn_chunk.kernels(spec.device, spec.shape)
+        self.chunks = None if self.shape.by_key else gdn_chunk.kernels(spec.device, spec.shape)
         self.seen: tuple[Tensor, StateLayer] | None = None  # of the layer called last
 
     def __call__(
@@ -163,14 +168,15 @@ class GdnLaunch:
         return out
 
     def prepared(self, *given: *Given, into: GatedRowBuffer) -> Rows:
-        """into.rows(o, into.prep) of the outputs o of a call; without a launch of its own if there are clusters, no chunks and few states.
+        """into.rows(o, into.prep) of the outputs o of a call; without a launch of its own if there are clusters, no chunks and few states, and
+        heads have one decay.
 
         The path does not depend on the contents of a batch in a graph, and changes no bit. Rows without a sequence keep
         their old contents.
         """
         *tensors, layer, batch = given
         many = batch.seq_slot.shape[0] * self.shape.n_v_head > MOST_PREPARED
-        if not self.clusters or many or chunked_of(batch, self.chunked):
+        if not self.prepares or many or chunked_of(batch, self.chunked):
             return into.rows(self(*given).flatten(1), into.prep)
         m, alpha, beta, a, dt_bias, conv_w = tensors
         self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)
@@ -187,12 +193,11 @@ class GdnLaunch:
         batch: Batch,
         out: Tensor | GatedRowBuffer,
     ) -> None:
-        (m, alpha, beta), (a, dt_bias, conv_w), shape = raw, weights, self.shape
+        m, (a, dt_bias, conv_w), shape = raw[0], weights, self.shape
         n_row, n_v = m.shape[0], shape.n_v_head
-        check_rows("gdn", raw, layer, UNIT)
-        assert alpha.stride(0) == beta.stride(0), "gdn takes gates of one stride"
+        check_rows("gdn", raw, layer, UNIT, per_head=(shape.n_decay, 1))
         if self.seen is None or self.seen[0] is not conv_w or self.seen[1] is not layer:
-            check_kept("gdn", weights, 2, layer, UNIT)
+            check_kept("gdn", weights, (1, shape.n_decay), layer, UNIT)
             assert shape.n_channel == DIM * (2 * shape.n_k_head + n_v)
             self.seen = conv_w, layer
         own = divided(batch, layer, n_row, self.chunked, gdn_chunk.CHUNK, self.fault)
@@ -201,8 +206,8 @@ class GdnLaunch:
         )
         conv, many, rows, *rows_into = self.kernels[cols]
         old, new = buffers(m, shape, own.n_seq * layer.width, n_row)
-        gates: list[jit.Arg] = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
-        inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), *gates, conv_w]
+        of_rows = (x for t in raw for x in (t, np.int64(t.stride(0))))
+        inputs: list[jit.Arg] = [*of_rows, a, dt_bias, conv_w]
         if not own.only_long:
             grid = (shape.n_k_head + n_v, own.n_seq, stretches(n_row, own.n_seq, layer.width))
             args = conv_args(inputs, layer, old, new, own.counts, self.eps, self.fault)
@@ -212,7 +217,7 @@ class GdnLaunch:
                 many.launch(grid, CONV_THREADS, [*args, np.int32(own.n_seq)], overlap=self.overlap)
             else:
                 conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
-        if own.n_long:
+        if own.n_long and self.chunks is not None:
             here = new[2], new[3], new[4]  # v, e, b
             qk = self.chunks.prepare(inputs, [layer.conv, *layer.records()], old, here, own, self.eps)
         if own.runs_rows:
@@ -220,7 +225,7 @@ class GdnLaunch:
             kernel = rows if isinstance(out, Tensor) else rows_into[0]
             args = [*rows_args(layer, old, new, own.counts, self.fault), *to]
             kernel.launch(rows_grid(n_v, DIM, cols, own.n_seq), THREADS, args, overlap=self.overlap)
-        if own.n_long:
+        if own.n_long and self.chunks is not None:
             assert isinstance(out, Tensor)
             overlaps = self.overlap and not own.runs_rows, self.overlap
             self.chunks.run(qk, here, layer.state, out, own, overlap=overlaps)
@@ -231,9 +236,10 @@ def buffers(
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Room for conv's results: of records that are folded (k, v, e, b), and of rows (q, k, v, e, b, kq)."""
     kd, vd, n_k, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_k_head, shape.n_v_head
+    decays = n_v * shape.n_decay
     sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
-    sizes += [n_row * n_v, n_row * n_v, n_row * n_k, n_old * n_v, n_old * n_v]
-    fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
+    sizes += [n_row * decays, n_old * decays, n_row * n_v, n_row * n_k, n_old * n_v]
+    fold_k, fold_v, q, k, v, e, fold_e, b, kq, fold_b = m.new_empty(sum(sizes)).split(sizes)
     return (fold_k, fold_v, fold_e, fold_b), (q, k, v, e, b, kq)
 
 
@@ -279,6 +285,8 @@ def _place(into: GatedRowBuffer, n_row: int, n_in: int) -> list[jit.Arg]:
 def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
     for columns in COLUMNS:
         yield target.program("gdn", defines(spec.shape, target.arch, columns))
+    if spec.shape.by_key:
+        return
     yield target.program("gdn_chunk", gdn_chunk.defines(spec.shape, target.arch))
     n_in = spec.shape.n_v_head * DIM
     yield from rows_builds(n_in, PrepKind.HEADS, DIM, BLOCKED, target)  # the check needs both
@@ -288,7 +296,8 @@ def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
     """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
     from how many rows a kept sequence is chunked."""
-    return GdnLaunch(spec, columns, NEVER if current().is_exact else chunked)
+    is_sequential = current().is_exact or spec.shape.by_key
+    return GdnLaunch(spec, columns, NEVER if is_sequential else chunked)
 
 
 def folder(spec: GdnSpec) -> Fold:
@@ -297,7 +306,7 @@ def folder(spec: GdnSpec) -> Fold:
     overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     conv, _, rows, *_ = _kernels(device, shape, COLUMNS[0])
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
-    inputs: list[jit.Arg] = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
+    inputs: list[jit.Arg] = [*(unread, np.int64(0)) * 3, unread, unread, unread]
 
     def run(layer: StateLayer, meta: Meta) -> None:
         (old, _), new, counts = (
@@ -323,6 +332,8 @@ def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     launch.many = MANY, MANY_ROWS
     if why is not None:
         return f"with a warp for each sequence, {why}"
+    if spec.shape.by_key:
+        return None
     n_in, gen = spec.shape.n_v_head * DIM, torch.Generator().manual_seed(1)
     rows, norm = (
         RowsLaunch(spec.device, n_in, (8, 16, 256)),

@@ -44,6 +44,7 @@
 #include "bulk.cuh"
 #endif
 
+constexpr int DECAYS = kByKey ? VD : N_V;     // of a row
 constexpr int TILE = THREADS / LANES * COLS;  // columns of a block
 constexpr int QUADS = DIM / 4 / LANES;        // float4 of one column in a lane
 
@@ -62,10 +63,29 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 struct ConvArgs {
   const float *m, *alpha, *beta, *a, *dt_bias, *conv_w;
   float *conv, *rec_k, *rec_v, *rec_g, *rec_b, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *b, *kq;
-  i64 m_stride, gate_stride;
+  i64 m_stride, alpha_stride, beta_stride;
   int width;
   float eps;
 };
+
+// BY_KEY: decays of the keys of a lane's 4 channels.
+__device__ __forceinline__ float log_decay(float z, float slope) {
+  return kFloor != 0.0f ? kFloor * sigmoid(slope * z) : slope * softplus(z);
+}
+
+__device__ __forceinline__ float4 log_decays(float4 z, float4 bias, float slope) {
+  return make_float4(log_decay(z.x + bias.x, slope), log_decay(z.y + bias.y, slope), log_decay(z.z + bias.z, slope),
+                     log_decay(z.w + bias.w, slope));
+}
+
+__device__ __forceinline__ float4 exp4(float4 x) { return make_float4(expf(x.x), expf(x.y), expf(x.z), expf(x.w)); }
+
+// Of records that are folded: a warp's share, whose first is `t`.
+__device__ __forceinline__ void fold_decays(const ConvArgs& a, i64 slot_row, i64 fold_row, int at, int t, int step, int n) {
+#pragma unroll 2
+  for (; t < n; t += step)
+    quad(a.fold_e + (fold_row + t) * VD + at) = exp4(quad(static_cast<const float*>(a.rec_g) + (slot_row + t) * VD + at));
+}
 
 // VALUES: one v head, 128 channels of v. Otherwise one key head: 128 channels of q and as many of k.
 template <bool VALUES>
@@ -86,11 +106,13 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
   Raw<GROUP> raw[PARTS_OF_HEAD];
   float4 moved[PARTS_OF_HEAD], old[EARLY];
   float old_g = 0.0f, old_b = 0.0f, alpha = 0.0f, beta = 0.0f;
+  float4 z[GROUP], biases;  // BY_KEY
 
   // The model's, and what the forward before this one left: nothing since then has written window and records.
   const Taps taps0(a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS);
   const Taps taps1(a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS);
-  const float scale = VALUES ? a.a[head] : 0.0f, bias = VALUES ? a.dt_bias[head] : 0.0f;
+  const float scale = VALUES ? a.a[head] : 0.0f, bias = VALUES && !kByKey ? a.dt_bias[head] : 0.0f;
+  if (VALUES && kByKey) biases = quad(a.dt_bias + at);
 #pragma unroll
   for (int p = 0; p < PARTS_OF_HEAD; p++) {
     const int channel = (VALUES ? 2 * KD : p * KD) + at;
@@ -110,15 +132,21 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     }
     if (VALUES && threadIdx.x < seq.fold) {
       const i64 at = (slot_row + threadIdx.x) * N_V + head;
-      old_g = a.rec_g[at], old_b = a.rec_b[at];
+      if (!kByKey) old_g = a.rec_g[at];
+      old_b = a.rec_b[at];
     }
   }
   wait_for_predecessor();
 
-  auto load_gates = [&] {  // a lane makes the gates of a row
-    if (!VALUES || lane >= count) return;
-    const i64 at = (seq.start + first + lane) * a.gate_stride + head;
-    alpha = a.alpha[at], beta = a.beta[at];
+  auto load_gates = [&] {  // a lane makes the gates of a row; BY_KEY: the decays of its channels
+    if (!VALUES) return;
+#pragma unroll
+    for (int j = 0; j < GROUP; j++)
+      if (kByKey && j < count) z[j] = quad(a.alpha + (seq.start + first + j) * a.alpha_stride + at);
+    if (lane >= count) return;
+    const i64 row = seq.start + first + lane;
+    if (!kByKey) alpha = a.alpha[row * a.alpha_stride + head];
+    beta = a.beta[row * a.beta_stride + head];
   };
   load_gates();
 #pragma unroll
@@ -140,9 +168,10 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
       for (int t = threadIdx.x; t < seq.fold; t += CONV_WARPS * 32) {
         const i64 from = (slot_row + t) * N_V + head, to = (fold_row + t) * N_V + head;
         const bool is_early = t == threadIdx.x;
-        a.fold_e[to] = expf(is_early ? old_g : a.rec_g[from]);
+        if (!kByKey) a.fold_e[to] = expf(is_early ? old_g : a.rec_g[from]);
         a.fold_b[to] = is_early ? old_b : a.rec_b[from];
       }
+      if (kByKey) fold_decays(a, slot_row, fold_row, at, warp, CONV_WARPS, seq.fold);
     }
   }
   __syncthreads();  // everything old is read; what follows overwrites it
@@ -155,10 +184,21 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     float4 y[GROUP];
     if (VALUES && lane < count) {
       const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + seq.first + first + lane) * N_V + head;
-      const float g = scale * softplus(alpha + bias), b = sigmoid(beta);
-      a.e[at] = expf(g);
+      const float b = sigmoid(beta);
       a.b[at] = b;
-      if (!seq.keep) a.rec_g[to] = g, a.rec_b[to] = b;
+      if (!seq.keep) a.rec_b[to] = b;
+      if (!kByKey) {
+        const float g = scale * softplus(alpha + bias);
+        a.e[at] = expf(g);
+        if (!seq.keep) a.rec_g[to] = g;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < GROUP; j++) {
+      if (!VALUES || !kByKey || j >= count) break;
+      const float4 g = log_decays(z[j], biases, scale);
+      quad(a.e + (seq.start + first + j) * static_cast<i64>(VD) + at) = exp4(g);
+      if (!seq.keep) quad(a.rec_g + (slot_row + seq.first + first + j) * VD + at) = g;
     }
 #pragma unroll
     for (int j = 0; j < GROUP; j++) {
@@ -198,13 +238,14 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
 }
 
 // grid (N_K + N_V, sequences, stretches), 128 threads.
-//   m [row, m_stride], alpha beta [row, gate_stride], a dt_bias [v_head], conv_w [channel, TAPS];
+//   m [row, m_stride], alpha beta [row, their stride], a dt_bias [v_head], conv_w [channel, TAPS];
 //   conv [slot, TAPS - 1 + width, channel] in place;
 //   rec_* [slot, width, ..] in place; fold_k fold_v fold_e fold_b [seq, width, ..], q k v e b [row, ..] written (e is
-//   the decay, b the write strength), and kq [row, k_head], the dot product of each row's key and query.
+//   the decay, b the write strength), and kq [row, k_head], the dot product of each row's key and query. BY_KEY: alpha,
+//   dt_bias, decays and their records have DIM numbers a head.
 extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
-    gdn_conv(const float* m, i64 m_stride, const float* alpha, const float* beta, i64 gate_stride, const float* a,
-             const float* dt_bias, const float* conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g,
+    gdn_conv(const float* m, i64 m_stride, const float* alpha, i64 alpha_stride, const float* beta, i64 beta_stride,
+             const float* a, const float* dt_bias, const float* conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g,
              float* rec_b, float* fold_k, float* fold_v, float* fold_e, float* fold_b, float* q, float* k, float* v,
              float* e, float* b, float* kq, const int* seq_slot, const int* seq_start, const int* seq_fold,
              const int* seq_keep, int n_slot, int width, int n_row, int chunked, float eps, int* fault) {
@@ -217,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
     wait_for_predecessor();  // whoever starts after this kernel counts on the one before
   } else {  // waits when it has loaded what was there before the forward
     const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
-                           fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, gate_stride, width, eps};
+                           fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, alpha_stride, beta_stride, width, eps};
     if (head < N_K) {
       conv_head<false>(args, seq, s, head);
     } else {
@@ -230,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
 
 // The same, for many sequences of few rows: grid (N_K + N_V, n_seq / CONV_WARPS), a sequence for each warp.
 extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 5)
-    gdn_conv_many(const float* m, i64 m_stride, const float* alpha, const float* beta, i64 gate_stride, const float* a,
-                  const float* dt_bias, const float* conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g,
+    gdn_conv_many(const float* m, i64 m_stride, const float* alpha, i64 alpha_stride, const float* beta, i64 beta_stride,
+                  const float* a, const float* dt_bias, const float* conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g,
                   float* rec_b, float* fold_k, float* fold_v, float* fold_e, float* fold_b, float* q, float* k, float* v,
                   float* e, float* b, float* kq, const int* seq_slot, const int* seq_start, const int* seq_fold,
                   const int* seq_keep, int n_slot, int width, int n_row, int chunked, float eps, int* fault, int n_seq) {
@@ -244,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 5)
     return;
   }
   const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
-                         fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, gate_stride, width, eps};
+                         fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, alpha_stride, beta_stride, width, eps};
   if (head < N_K) {
     conv_warp<false>(args, seq, s, head);
   } else {
@@ -257,6 +298,9 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 5)
 struct Stage {
   float k[STAGE][DIM], q[STAGE][DIM], v[STAGE][TILE];
   float4 scalars[STAGE];  // decay, write strength, key times query
+#ifdef BY_KEY
+  float e[STAGE][DIM];  // decays; none among the scalars
+#endif
 };
 
 struct Tokens {  // a run of records or of rows, pointers at this block's head and columns
@@ -270,12 +314,19 @@ __device__ __forceinline__ void fetch(Stage& stage, const Tokens& from, int coun
     copy16(&stage.k[t][x], from.k + t * KD + x);
     if (from.q != nullptr) copy16(&stage.q[t][x], from.q + t * KD + x);
     if (x < TILE) copy16(&stage.v[t][x], from.v + t * VD + x);
+#ifdef BY_KEY
+    copy16(&stage.e[t][x], from.e + t * VD + x);
+#endif
   }
   if (tid < count) {
-    copy4(&stage.scalars[tid].x, from.e + tid * N_V);
+    if (!kByKey) copy4(&stage.scalars[tid].x, from.e + tid * N_V);
     copy4(&stage.scalars[tid].y, from.b + tid * N_V);
     if (from.q != nullptr) copy4(&stage.scalars[tid].z, from.kq + tid * N_K);
   }
+}
+
+__device__ __forceinline__ float4 times4(float4 a, float4 b) {
+  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
 }
 
 struct Slice {  // the lane's share of its COLS columns: keys (i * LANES + lane % LANES) * 4 .. + 3
@@ -289,6 +340,7 @@ __device__ __forceinline__ void load_keys(float4 (&out)[QUADS], const float (&fr
 
 // Tokens over the slice: S <- e S; d = b (v - S k); S <- S + d k^T. With EMIT also o = S q, as e (S q) + d (k q) with
 // the S before the token, so that both products of the state are summed at once and o is off the chain of tokens.
+// With a decay for each key, S is multiplied with e k and e q instead.
 // STRIDE is what rows of `out` lie apart; without EMIT there are none.
 template <bool EMIT, int STRIDE = 0>
 __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int count, float* out) {
@@ -298,17 +350,31 @@ __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int co
   const float* values = stage.v[0] + threadIdx.x / LANES * COLS + own;
   out += threadIdx.x / LANES * COLS + own;
   float4 k[QUADS], q[QUADS];
+#ifdef BY_KEY
+  float4 decays[QUADS];
+  load_keys(decays, stage.e[0]);
+#endif
   load_keys(k, stage.k[0]);
   if (EMIT) load_keys(q, stage.q[0]);
 #pragma unroll 1
   for (int t = 0; t < count; t++) {
     const int next = min(t + 1, count - 1);
     const float4 scalars = stage.scalars[t];
-    const float e = scalars.x, b = scalars.y, v = values[t * TILE];
+    const float e = kByKey ? 1.0f : scalars.x, b = scalars.y, v = values[t * TILE];
     float y[N], d[COLS];
+#ifdef BY_KEY
+    float4 decayed[QUADS];
+#pragma unroll
+    for (int i = 0; i < QUADS; i++) {
+      decayed[i] = times4(k[i], decays[i]);
+      if (EMIT) q[i] = times4(q[i], decays[i]);
+    }
+#else
+    const float4(&decayed)[QUADS] = k;
+#endif
 #pragma unroll
     for (int c = 0; c < COLS; c++) {
-      y[c] = dot(slice.s[c], k);
+      y[c] = dot(slice.s[c], decayed);
       if (EMIT) y[COLS * (N / COLS - 1) + c] = dot(slice.s[c], q);
     }
     if (EMIT) load_keys(q, stage.q[next]);
@@ -321,11 +387,17 @@ __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int co
 #pragma unroll
       for (int i = 0; i < QUADS; i++) {
         float4& s = slice.s[c][i];
+#ifdef BY_KEY
+        s = times4(s, decays[i]);
+#endif
         s = make_float4(fmaf(k[i].x, d[c], e * s.x), fmaf(k[i].y, d[c], e * s.y), fmaf(k[i].z, d[c], e * s.z),
                         fmaf(k[i].w, d[c], e * s.w));
       }
     }
     load_keys(k, stage.k[next]);
+#ifdef BY_KEY
+    load_keys(decays, stage.e[next]);
+#endif
     if (EMIT) {
       const float o = fmaf(e, sum, d_own * scalars.z) * 0.08838834764831845f;  // DIM ** -0.5
       if (sub >= LANES / 2 && sub % SHARE == 0) *out = o;
@@ -395,7 +467,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
       const i64 k_at = at * KD + KEY_HEAD(h) * DIM, v_at = at * VD + h * DIM + column;
       const Tokens from = {(in_place ? a.rec_k : folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
                            (in_place ? a.rec_v : folds ? a.fold_v : kept ? a.v : a.rec_v) + v_at,
-                           (folds ? a.fold_e + old * N_V : a.e + row * N_V) + h,
+                           (folds ? a.fold_e + old * DECAYS : a.e + row * DECAYS) + h * (DECAYS / N_V),
                            (folds ? a.fold_b + old * N_V : a.b + row * N_V) + h,
                            folds ? nullptr : a.q + row * KD + KEY_HEAD(h) * DIM,
                            a.kq + row * N_K + KEY_HEAD(h)};
@@ -445,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ALONE)
   run_rows({state, rec_k, rec_v, fold_k, fold_v, fold_e, fold_b, q, k, v, e, kq, b, meta}, Stored{out}, fault);
 }
 
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !defined(BY_KEY)
 #include "gdn_into.cuh"
 
 // As gdn_rows, in clusters of a head's blocks. gate [row, gate_stride] from v_head 0 on, norm [value];

@@ -13,6 +13,13 @@
 #else
 #define KEY_HEAD(h) ((h) % N_K)
 #endif
+#ifdef BY_KEY  // a head has a decay for each dimension of its keys, not below FLOOR if that is not 0
+constexpr bool kByKey = true;
+constexpr float kFloor = FLOOR;
+#else
+constexpr bool kByKey = false;
+constexpr float kFloor = 0.0f;
+#endif
 #define OP_GDN 3  // this op's number in fault records
 
 constexpr int KD = N_K * DIM, VD = N_V * DIM, CHANNELS = 2 * KD + VD;

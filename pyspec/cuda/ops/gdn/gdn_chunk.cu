@@ -64,12 +64,12 @@ __device__ __forceinline__ float4 convolved(const float4* x, const float4 (&w)[4
   return make_float4(silu(y.x), silu(y.y), silu(y.z), silu(y.w));
 }
 
-// grid (CHANNELS / DIM, chunks), 128 threads: heads of q, of k, of v. m [row, m_stride], alpha beta [row, gate_stride];
+// grid (CHANNELS / DIM, chunks), 128 threads: heads of q, of k, of v. m [row, m_stride], alpha beta [row, their stride];
 // conv [slot, TAPS - 1 + width, channel]: its first TAPS - 1 rows are replaced by the sequence's last rows of m.
 // Gates of accepted records go to fold_* (see gdn_conv); their keys and values are read where they are.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    gdn_chunk_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ alpha,
-                   const float* __restrict__ beta, i64 gate_stride, const float* __restrict__ a,
+    gdn_chunk_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ alpha, i64 alpha_stride,
+                   const float* __restrict__ beta, i64 beta_stride, const float* __restrict__ a,
                    const float* __restrict__ dt_bias, const float* __restrict__ conv_w, float* conv,
                    const float* rec_g, const float* rec_b, float* fold_e, float* fold_b, u16* q, u16* k_hi, u16* k_lo, float* v, float* g,
                    float* b, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep,
@@ -115,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (head >= 0 && t + lane < end) {
       const i64 row = seq.start + t + lane;
-      g[row * N_V + head] = fmaxf(a[head] * softplus(alpha[row * gate_stride + head] + dt_bias[head]), MIN_LOG);
-      b[row * N_V + head] = sigmoid(beta[row * gate_stride + head]);
+      g[row * N_V + head] = fmaxf(a[head] * softplus(alpha[row * alpha_stride + head] + dt_bias[head]), MIN_LOG);
+      b[row * N_V + head] = sigmoid(beta[row * beta_stride + head]);
     }
     for (; t < end; t += GROUP) {
       Window next;

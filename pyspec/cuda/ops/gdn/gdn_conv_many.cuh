@@ -19,7 +19,7 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
 
   const float* const taps0 = a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS;  // read for each row, for registers are few
   const float* const taps1 = a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS;
-  const float scale = VALUES ? a.a[head] : 0.0f, bias = VALUES ? a.dt_bias[head] : 0.0f;
+  const float scale = VALUES ? a.a[head] : 0.0f, bias = VALUES && !kByKey ? a.dt_bias[head] : 0.0f;
 #pragma unroll
   for (int p = 0; p < PARTS_OF_HEAD; p++) {
     const int channel = (VALUES ? 2 * KD : p * KD) + at;
@@ -48,15 +48,20 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   if (VALUES) {  // a lane makes the gates of a row
     for (int t = lane; t < seq.fold; t += 32) {
       const i64 from = (slot_row + t) * N_V + head, to = (fold_row + t) * N_V + head;
-      a.fold_e[to] = expf(a.rec_g[from]);
+      if (!kByKey) a.fold_e[to] = expf(a.rec_g[from]);
       a.fold_b[to] = a.rec_b[from];
     }
+    if (kByKey) fold_decays(a, slot_row, fold_row, at, 0, 1, seq.fold);
     for (int t = lane; t < seq.n; t += 32) {
       const i64 row = seq.start + t, to = (slot_row + seq.first + t) * N_V + head;
-      const float g = scale * softplus(a.alpha[row * a.gate_stride + head] + bias), b = sigmoid(a.beta[row * a.gate_stride + head]);
-      a.e[row * N_V + head] = expf(g);
+      const float b = sigmoid(a.beta[row * a.beta_stride + head]);
       a.b[row * N_V + head] = b;
-      if (!seq.keep) a.rec_g[to] = g, a.rec_b[to] = b;
+      if (!seq.keep) a.rec_b[to] = b;
+      if (!kByKey) {
+        const float g = scale * softplus(a.alpha[row * a.alpha_stride + head] + bias);
+        a.e[row * N_V + head] = expf(g);
+        if (!seq.keep) a.rec_g[to] = g;
+      }
     }
   }
   auto store_window = [&] {
@@ -72,6 +77,12 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++) x[p][TAPS - 1] = next[p];
     load(t + 1);
+    if (VALUES && kByKey) {
+      const float4 z = quad(a.alpha + row * a.alpha_stride + at);
+      const float4 g = log_decays(z, quad(a.dt_bias + at), scale);
+      quad(a.e + row * VD + at) = exp4(g);
+      if (!seq.keep) quad(a.rec_g + (slot_row + seq.first + t) * VD + at) = g;
+    }
     const float4 y = Taps(taps0)(x[0]);
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++)

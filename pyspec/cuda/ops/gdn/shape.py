@@ -31,8 +31,8 @@ class GdnShape:
 
     def macros(self) -> dict[str, int | str]:
         """Of gdn.cuh, beside the numbers of heads."""
-        by_key = {"BY_KEY": 1, "FLOOR": f"{self.floor}f"} if self.by_key else {}
-        return by_key | ({"GROUPED": 1} if self.grouped else {})
+        macros: dict[str, int | str] = {"GROUPED": 1} if self.grouped else {}
+        return macros | {"BY_KEY": 1, "FLOOR": f"{self.floor}f"} if self.by_key else macros
 
     @property
     def n_decay(self) -> int:

@@ -69,9 +69,8 @@ class GdnTriton:
         shape = self.spec.shape
         out = m.new_empty(m.shape[0], shape.n_v_head, shape.dim)
         if m.shape[0]:
-            check_rows("gdn", (m, alpha, beta), layer)
-            check_kept("gdn", (a, dt_bias, conv_w), 2, layer)
-            assert alpha.stride(0) == beta.stride(0), "gdn takes gates of one stride"
+            check_rows("gdn", (m, alpha, beta), layer, per_head=(shape.n_decay, 1))
+            check_kept("gdn", (a, dt_bias, conv_w), (1, shape.n_decay), layer)
             self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, meta_of(batch), out)
         return out
 
@@ -99,11 +98,11 @@ class GdnTriton:
             shape.n_v_head,
         )
         n_all = n_seq * layer.width + n_row
-        sizes = [n_row * kd, n_all * kd, n_all * vd, n_all * n_v, n_all * n_v]
+        sizes = [n_row * kd, n_all * kd, n_all * vd, n_all * n_v * shape.n_decay, n_all * n_v]
         buffers = layer.state.new_empty(sum(sizes)).split(sizes)
         counts = (n_seq, layer.state.shape[0], layer.width, n_row)
-        strides, eps = (m.stride(0), alpha.stride(0)), self.spec.eps
-        heads = {"N_K": shape.n_k_head, "N_V": n_v, "DIM": shape.dim, "OP": OP_ID}
+        strides, eps = [t.stride(0) for t in rows], self.spec.eps
+        heads = {"N_K": shape.n_k_head, "N_V": n_v, "DIM": shape.dim, "OP": OP_ID, "N_D": shape.n_decay}
         of_rows = {**heads, "GROUPED": shape.grouped}
         tri.launch(
             kernels.gdn_conv,
@@ -122,7 +121,7 @@ class GdnTriton:
                 *counts,
                 eps,
             ),
-            {**heads, "ROWS": ROWS},
+            {**heads, "FLOOR": shape.floor, "ROWS": ROWS},
             4,
         )
         tri.launch(

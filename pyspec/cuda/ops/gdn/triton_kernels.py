@@ -22,6 +22,7 @@ from pyspec.cuda.ops.recurrent.triton_kernels import (
 )
 from pyspec.cuda.tri_guards import kernel
 
+# N_D is the number of decays of a head: one, or one for each dimension of its keys. Log decays are not below FLOOR if that is not 0.
 # Buffers of rows and records: [sequences * width + rows, ...]; records of sequence s from s * width on.
 
 
@@ -29,8 +30,8 @@ from pyspec.cuda.tri_guards import kernel
 def gdn_conv(
     m, alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v, rec_g, rec_b, q, k, v, g, b,
     seq_slot, seq_start, seq_fold, seq_keep, fault,
-    m_stride, gate_stride, n_seq, n_slot, width, n_row, eps,
-    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OP: tl.constexpr,
+    m_stride, alpha_stride, beta_stride, n_seq, n_slot, width, n_row, eps,
+    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, N_D: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (key heads + value heads, sequences, stretches of rows)."""
     KD: tl.constexpr = N_K * DIM
@@ -77,10 +78,11 @@ def gdn_conv(
     else:
         head = unit - N_K
         own = head * DIM + d
+        decays = head * N_D + tl.arange(0, N_D)
         v0, v1, v2 = window_of(window, fold, 2 * KD + own, CHANNELS)
         if z == 0:
             copied(rec_v, v, slot_row, old_row, fold, own, d >= 0, VD, ROWS)
-            copied(rec_g, g, slot_row, old_row, fold, head + one, one == 0, N_V, ROWS)
+            copied(rec_g, g, slot_row, old_row, fold, decays, decays >= 0, N_V * N_D, ROWS)
             copied(rec_b, b, slot_row, old_row, fold, head + one, one == 0, N_V, ROWS)
             moved = moved_window(window, fold, rows, m_stride, n, kept, 2 * KD + own, CHANNELS)
             tl.debug_barrier()
@@ -88,18 +90,22 @@ def gdn_conv(
         # a program that only folds gets no weights
         slope, bias = (
             tl.load(a + head, mask=n > 0, other=0.0),
-            tl.load(dt_bias + head, mask=n > 0, other=0.0),
+            tl.load(dt_bias + decays, mask=(decays >= 0) & (n > 0), other=0.0),
         )
         for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
             t = t0 + tl.arange(0, ROWS)
             is_row = t < n
             is_verified = is_row & (kept == 0)
-            gate = (start + t).to(tl.int64) * gate_stride + head
-            decay = slope * softplus(tl.load(alpha + gate, mask=is_row, other=0.0) + bias)
-            strength = sigmoid(tl.load(beta + gate, mask=is_row, other=0.0))
-            tl.store(g + (new_row + t) * N_V + head, decay, mask=is_row)
+            row = (start + t).to(tl.int64)
+            at = row[:, None] * alpha_stride + decays[None, :]
+            raw = tl.load(alpha + at, mask=is_row[:, None], other=0.0) + bias[None, :]
+            decay = FLOOR * sigmoid(slope * raw) if FLOOR != 0.0 else slope * softplus(raw)
+            strength = sigmoid(tl.load(beta + row * beta_stride + head, mask=is_row, other=0.0))
+            at = (new_row + t)[:, None] * (N_V * N_D) + decays[None, :]
+            tl.store(g + at, decay, mask=is_row[:, None])
             tl.store(b + (new_row + t) * N_V + head, strength, mask=is_row)
-            tl.store(rec_g + (record_row + t) * N_V + head, decay, mask=is_verified)
+            at = (record_row + t)[:, None] * (N_V * N_D) + decays[None, :]
+            tl.store(rec_g + at, decay, mask=is_verified[:, None])
             tl.store(rec_b + (record_row + t) * N_V + head, strength, mask=is_verified)
             y, x = convolved(rows, m_stride, t, n, v0, v1, v2, conv_w, 2 * KD + own, none)
             tl.store(v + (new_row + t)[:, None] * VD + own[None, :], y, mask=is_row[:, None])
@@ -113,21 +119,23 @@ def gdn_conv(
 
 @triton.jit
 def token(
-    q, k, v, g, b, j, fold, old_row, new_row, start, h, key_head, column, d, N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr
+    q, k, v, g, b, j, fold, old_row, new_row, start, h, key_head, column, d,
+    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, N_D: tl.constexpr,
 ):  # fmt: skip
-    """(key, value, query, log decay, strength) of record or row j; records have no query."""
+    """(key, value, query, log decays, strength) of record or row j; records have no query."""
     at = tl.where(j < fold, old_row, new_row) + j
     row = start.to(tl.int64) + j - fold
     key, value = tl.load(k + (at * N_K + key_head) * DIM + d), tl.load(v + (at * N_V + h) * DIM + column)
     query = tl.load(q + (row * N_K + key_head) * DIM + d, mask=(d >= 0) & (j >= fold), other=0.0)
-    return key, value, query, tl.load(g + at * N_V + h), tl.load(b + at * N_V + h)
+    decays = tl.load(g + (at * N_V + h) * N_D + tl.arange(0, N_D))
+    return key, value, query, decays, tl.load(b + at * N_V + h)
 
 
 @kernel
 def gdn_rows(
     state, q, k, v, g, b, out, seq_slot, seq_start, seq_fold, seq_keep, fault,
     n_seq, n_slot, width, n_row, scale,
-    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr, GROUPED: tl.constexpr,
+    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, N_D: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Grid (value heads, parts of a head, sequences)."""
     h, s = tl.program_id(0), tl.program_id(2)
@@ -148,20 +156,37 @@ def gdn_rows(
     key_head = h // (N_V // N_K) if GROUPED else h % N_K
     last = fold + n - 1
     key, value, query, log_decay, strength = token(
-        q, k, v, g, b, 0, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
+        q, k, v, g, b, 0, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM, N_D
     )
     later = tl.minimum(1, last)
     next_key, next_value, next_query, next_decay, next_strength = token(
-        q, k, v, g, b, later, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
+        q, k, v, g, b, later, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM, N_D
     )
     for j in range(fold + n):
         if (j == fold) & (fold > 0) & (kept == 0) & (first == 0):
             tl.store(own, part)  # a verify's rows never touch it
         later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
         later_key, later_value, later_query, later_decay, later_strength = token(
-            q, k, v, g, b, later, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
+            q,
+            k,
+            v,
+            g,
+            b,
+            later,
+            fold,
+            old_row,
+            new_row,
+            start,
+            h,
+            key_head,
+            column,
+            d,
+            N_K,
+            N_V,
+            DIM,
+            N_D,
         )
-        part = part * tl.exp(log_decay)
+        part = part * tl.exp(log_decay)[None, :]
         delta = strength * (value - tl.sum(part * key[None, :], 1))
         part = tl.fma(tl.zeros_like(part) + delta[:, None], tl.zeros_like(part) + key[None, :], part)
         y = tl.sum(part * query[None, :], 1) * scale

@@ -60,29 +60,37 @@ def counts_of(meta: Meta, layer: StateLayer, n_row: int = 0, chunked: int = NEVE
 
 
 def check_rows(
-    op: str, rows: Sequence[Tensor], layer: StateLayer, unit: int = 1, n_part: int = 1
+    op: str,
+    rows: Sequence[Tensor],
+    layer: StateLayer,
+    unit: int = 1,
+    n_part: int = 1,
+    per_head: Sequence[int] = (1, 1),
 ) -> None:
     """Assert dtypes, shapes and alignment of m [row, n_part * channel] and of gates [row, head], which only our own code can get wrong.
 
-    unit  values; rows of m begin at multiples of it
+    unit      values; rows of m begin at multiples of it, and so do gates with as many numbers a head
+    per_head  numbers of each gate
     """
     m, *gates = rows
     assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in rows), (
         f"{op} takes float32"
     )
     assert all(t.stride(1) == 1 for t in rows), f"{op} takes rows in one piece"
-    assert m.stride(0) % unit == 0 and m.data_ptr() % (4 * unit) == 0, (
+    wide = [m, *(t for t, n in zip(gates, per_head, strict=False) if n > 1)]
+    assert all(t.stride(0) % unit == 0 and t.data_ptr() % (4 * unit) == 0 for t in wide), (
         f"rows of {op} start at {4 * unit} bytes"
     )
     assert m.shape[1] == n_part * layer.shape.n_channel and all(
-        t.shape == (len(m), layer.state.shape[1]) for t in gates
+        t.shape == (len(m), n * layer.state.shape[1]) for t, n in zip(gates, per_head, strict=False)
     )
 
 
 def check_kept(
-    op: str, weights: Sequence[Tensor], n_vector: int, layer: StateLayer, unit: int = 1
+    op: str, weights: Sequence[Tensor], per_head: Sequence[int], layer: StateLayer, unit: int = 1
 ) -> None:
-    """The same for the layer's own tensors: `n_vector` weights of the heads, the convolution's weights, and its bias if it has one."""
+    """The same for the layer's own tensors: weights of the heads (of each so many numbers a head), the convolution's weights, and its bias
+    if it has one."""
     whole, n_channel = (*weights, *layer.tensors()), layer.shape.n_channel
     assert all(t.dtype == torch.float32 and t.device == layer.state.device for t in whole), (
         f"{op} takes float32"
@@ -93,7 +101,8 @@ def check_kept(
     assert all(t.data_ptr() % (4 * unit) == 0 for t in whole), (
         f"tensors of {op} start at {4 * unit} bytes"
     )
-    sizes = [(layer.state.shape[1],)] * n_vector + [(n_channel, layer.shape.n_conv), (n_channel,)]
+    of_heads = [(n * layer.state.shape[1],) for n in per_head]
+    sizes = [*of_heads, (n_channel, layer.shape.n_conv), (n_channel,)]
     assert [tuple(t.shape) for t in weights] == sizes[: len(weights)]
 
 

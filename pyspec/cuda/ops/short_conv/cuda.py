@@ -66,7 +66,7 @@ class ShortConvLaunch:
 
     def __call__(self, m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
         check_rows("short_conv", (m,), layer, UNIT, n_part=3)
-        check_kept("short_conv", (w,), 0, layer, UNIT)
+        check_kept("short_conv", (w,), (), layer, UNIT)
         out = m.new_empty(len(m), self.spec.shape.n_channel)
         if len(m):
             self._run(m, w, layer, meta_of(batch), out, overlap=self.overlap)

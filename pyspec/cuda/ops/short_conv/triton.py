@@ -43,7 +43,7 @@ class TritonShortConv:
         out = m.new_empty(m.shape[0], self.spec.shape.n_channel)
         if m.shape[0]:
             check_rows("short_conv", (m,), layer, n_part=3)
-            check_kept("short_conv", (w,), 0, layer)
+            check_kept("short_conv", (w,), (), layer)
             self._run(m, w, layer, meta_of(batch), out)
         return out
 
