@@ -182,8 +182,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-WATCHER = 'trap "" HUP INT TERM; read _; kill -TERM 0; sleep 0.2; rm -rf -- "$1"'
-"""Reads until its input ends, with the block or with this process, whatever ends that; then ends the compilers, which are of its group."""
+WATCHER = 'trap "" HUP INT TERM; read _; kill -TERM 0; sleep 0.2; kill -TERM 0; rm -rf -- "$1"'
+"""Reads until its input ends, with the block or with this process, whatever ends that; then ends the compilers, which are of its group,
+and once more those that a thread was about to start."""
 
 
 @contextmanager

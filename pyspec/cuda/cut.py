@@ -6,18 +6,16 @@ silu rises beyond its minimum, which is negative, so that cutting it at c is cut
 from __future__ import annotations
 
 import math
-from functools import cache
 
 from torch import Tensor
 
 
-@cache
 def bounds(limit: float) -> tuple[float, float]:
     """Of gates before silu, from above, and of ups, from both sides; zeros: none."""
     if limit >= 0:
         return limit, limit
     most = gate = -limit
-    for _ in range(60):  # gate = c (1 + e^-gate), whose slope is flat beyond the root
+    for _ in range(20):  # gate = c (1 + e^-gate), whose slope is flat beyond the root
         share = 1 / (1 + math.exp(-gate))
         gate -= (gate * share - most) / (share * (1 + gate * (1 - share)))
     return gate, most

@@ -60,7 +60,7 @@ def test_help_imports_no_command():
     code = "import sys\nfrom pyspec.cli import main\nmain(['--help'], standalone_mode=False)\nprint(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found = {name for name in done.stderr.split() if name.startswith("pyspec")}
-    assert found <= {"pyspec", "pyspec.cli", "pyspec.streams", "pyspec.errors"}
+    assert found <= {"pyspec", "pyspec.cli", "pyspec.streams", "pyspec.errors", "pyspec.version"}
 
 
 def test_no_flag_is_spelled_twice_in_a_command():
