@@ -8,6 +8,7 @@ name is that of the GGUF file and whose value is a module with `read(file) -> Mo
 
 from __future__ import annotations
 
+import difflib
 import sys
 from functools import cache
 
@@ -73,8 +74,6 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "deepseek2": "pyspec.models.arch.deepseek2",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
-ARCHITECTURE_NAMES = ", ".join(ARCHITECTURES)
-"""For messages."""
 NEXT_STEP = "llama-server runs most others; CONTRIBUTING.md describes how to add one"
 GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"
 RESERVED = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
@@ -83,7 +82,12 @@ SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alon
 
 def not_run(what: str, arch: str) -> str:
     """The message for a file or a catalogue entry of another architecture."""
-    return f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {ARCHITECTURE_NAMES}. {NEXT_STEP}"
+    near = difflib.get_close_matches(arch, ARCHITECTURES, 3)
+    like = f", with names like this one: {', '.join(near)}" if near else ""
+    return (
+        f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {len(ARCHITECTURES)} others "
+        f"(docs/features.md){like}. {NEXT_STEP}"
+    )
 
 
 def _entry_points(group: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pyspec.draft.drafter import NO_DRAFTER, ONLY_SUFFIXES, DraftPlan, TargetFil
 from pyspec.errors import ConfigError, PairError, PyspecError
 from pyspec.gguf import GGUFFile
 from pyspec.ranges import quoted
-from pyspec.registry import ARCHITECTURE_NAMES, drafters
+from pyspec.registry import drafters
 
 
 def checked_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
@@ -49,7 +49,7 @@ def _plan_drafter(file: GGUFFile | None, target: TargetFile, settings: EngineSet
             known = ", ".join(drafters())
             raise PairError(
                 f"the draft file ({file.architecture}) is for none of the drafters there are ({known}), and no model that pyspec "
-                f"runs: {ARCHITECTURE_NAMES}. --spec-type ngram needs no file"
+                "runs. --spec-type ngram needs no file"
             )
     if kind is None or kind == "none":
         refuse_file(settings.spec_type if settings.n_suffix else "none", file)
