@@ -74,7 +74,6 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "deepseek2": "pyspec.models.arch.deepseek2",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
-NEXT_STEP = "llama-server runs most others; CONTRIBUTING.md describes how to add one"
 GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"
 RESERVED = ("auto", "none")  # other values of --spec-type: chosen at load, and no drafter
 SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alone, or beside a drafter as "NAME,suffix"
@@ -82,11 +81,10 @@ SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alon
 
 def not_run(what: str, arch: str) -> str:
     """The message for a file or a catalogue entry of another architecture."""
-    near = difflib.get_close_matches(arch, ARCHITECTURES, 3)
-    like = f", with names like this one: {', '.join(near)}" if near else ""
+    near = ", ".join(difflib.get_close_matches(arch, ARCHITECTURES, 3))
     return (
         f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {len(ARCHITECTURES)} others "
-        f"(docs/features.md){like}. {NEXT_STEP}"
+        f"(docs/features.md){near and f', with names like this one: {near}'}. llama-server runs most; CONTRIBUTING.md describes how to add one"
     )
 
 
