@@ -172,8 +172,9 @@ def test_rounds_behind_a_prompt_in_a_graph_leave_the_text_and_wait_for_nothing(
     """Prompts that find a graph, which QUESTIONS do not. No call on the way to the next launch waits for the device, which reads the prompt."""
     with load(draft, 3, n_draft_fixed=True) as engine:
         loop, vocab, behind = engine.loop, engine.info.n_vocab, []
-        if not loop.worker.arena.prompts:
+        if not loop.worker.arena.prompts and KERNELS != "auto":
             pytest.skip("prompts are captured with our own kernels only")
+        assert loop.worker.arena.prompts, "the demo's layers may be captured"
         prompts = [[(n * i + i // n) % vocab for i in range(n)] for n in (193, 250, 301, 389, 440, 511)]
         lengths = (24, 17, 11, 20, 14, 9)  # so that they join and leave one by one
 

@@ -33,11 +33,9 @@ FIRST_DIVISORS = "rope_freqs_first.weight"  # the first half of the file's
 
 def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, _) = file.hparams, trunk_layers(file)
-    n_ff, experts = (
-        h.integer("feed_forward_length", 0),
-        read_experts(
-            file, "sigmoid", n_ff_shared=shared_width(file), renorm=h.flag("expert_weights_norm", False)
-        ),
+    n_ff = h.integer("feed_forward_length", 0)
+    experts = read_experts(
+        file, "sigmoid", n_ff_shared=shared_width(file), renorm=h.flag("expert_weights_norm", False)
     )
     if DIVISORS in file.tensors:
         file.split(DIVISORS, (FIRST_DIVISORS, "rope_freqs_rest.weight"))

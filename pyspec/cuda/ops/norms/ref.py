@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cpu.tensors import add, scaled
+from pyspec.cpu.tensors import add, picked, scaled, side_by_side
 from pyspec.cuda.guard import Guard
 from pyspec.cuda.ops.norms.spec import NormsSpec as NormsSpec
 
@@ -55,10 +54,10 @@ class TorchNorms:
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         y = self(x, weight)
-        return y, y[rows]
+        return y, picked(y, rows)
 
     def paired(self, a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
-        return torch.cat([self(a, a_weight), self(b, b_weight)], -1)
+        return side_by_side([self(a, a_weight), self(b, b_weight)])
 
 
 def bind(spec: NormsSpec) -> TorchNorms:
