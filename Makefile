@@ -60,9 +60,9 @@ check-gpu:
 	@$(PYTHON) -c "import torch; exit(not torch.cuda.is_available())" 2>/dev/null || \
 	  { echo "make check-gpu wants a GPU and a Python whose torch finds it, with what this repository needs: PYTHON=python3"; exit 2; }
 	$(PYTHON) -m pyspec doctor --kernels $(KERNELS)
-	$(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark -m card tests/kernels/test_*_gpu.py tests/kernels/*/test_*_gpu.py tests/kernels/*/test_*_cuda.py
+	$(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark -m card $(filter-out %_triton.py,$(wildcard tests/kernels/test_*_gpu.py tests/kernels/*/test_*.py))
 	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark tests/models
-	$(PYTHON) -m pytest -p no:benchmark tests/engine/test_on_gpu.py  # alone: it watches the free memory of the GPU
+	$(PYTHON) -m pytest -p no:benchmark $(wildcard tests/engine/test_*on_gpu.py) tests/vision/test_pictures_on_gpu.py  # alone: they watch the GPU's memory, and times
 
 # As check-gpu, with compute-sanitizer on the path or named: make sanitize PYTHON=python3 SANITIZER=.../compute-sanitizer
 SANITIZER ?= compute-sanitizer

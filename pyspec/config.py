@@ -45,6 +45,7 @@ MAX_ROWS = 65536  # of a forward
 MAX_MIB = 1 << 24
 MAX_RANKS = 64
 MAX_REPLICAS = 64
+MAX_IMAGE = 1 << 14  # tokens of an image
 UBATCH = 512  # rows of a forward with decoding slots that are not too many anywhere
 MAX_THREADS = 1024  # torch accepts more, and crashes
 EVENT_FORMATS = ("map", "array")
@@ -52,9 +53,11 @@ _PORT = r"(\*|\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 ENDPOINT = rf"(|(ipc|inproc)://[!-~]{{1,100}}|tcp://[!-~]{{1,200}}:{_PORT})"
 ENDPOINT_WANTED = "an address as tcp://*:5557"
 RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
+TENSORS = Many(Text(r".{1,400}=[^=]{1,40}", "REGEX=CPU or REGEX=CUDA0"))
 
 MODEL, ROPE, SLOTS = "Model", "Longer contexts", "Slots, context and cache"
 DEVICE, DRAFTS, SERVING = "Device", "Drafts", "Serving"
+OFFLOAD = "Memory of GPU and host"
 """Headings in help. Those of SERVING are options of `pyspec server` alone."""
 
 
@@ -80,6 +83,10 @@ class EngineSettings:
     """
 
     # fmt: off
+    mmproj: Annotated[Path | None, Of((Path, str)), Flag("-mm --mmproj $MMPROJ", MODEL), Doc("GGUF file of the model's projector, with which it sees images")] = None
+    mmproj_offload: Annotated[bool, SWITCH, Flag("--mmproj-offload $MMPROJ_OFFLOAD", MODEL), Doc("images are encoded on the model's device, or on the CPU")] = True
+    image_min_tokens: Annotated[int, Whole(0, MAX_IMAGE, "0: as its type has"), Flag("--image-min-tokens $IMAGE_MIN_TOKENS", MODEL), Doc("scale smaller images up to this number of tokens, where sizes differ. 0: as the projector's type has")] = 0
+    image_max_tokens: Annotated[int, Whole(0, MAX_IMAGE, "0: as its type has"), Flag("--image-max-tokens $IMAGE_MAX_TOKENS", MODEL), Doc("scale larger images down to this number of tokens, where sizes differ. 0: as the projector's type has")] = 0
     np: Annotated[int, Whole(1, MAX_SLOTS), Flag("-np --parallel $N_PARALLEL", MODEL, help="Number of slots. -1: 4 in the server, else 1."), Doc("slots: requests that run at once")] = 1
     ctx: Annotated[int, Whole(0, MAX_CTX, "0: as fits"), Flag("-c --ctx-size $CTX_SIZE", MODEL), Doc("context size per request, prompt and answer. 0: as much as fits, up to the model's length")] = 0
     rope_scaling: Annotated[str, OneOf(ROPE_SCALINGS), Flag("--rope-scaling $ROPE_SCALING_TYPE", ROPE), Doc("how positions beyond the trained context are reached. Default, here and in the next eight: as the model's file says")] = ""
@@ -126,6 +133,20 @@ class EngineSettings:
     device: Annotated[str, Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda, cuda:1 ..."), Flag("-dev --device $DEVICE", DEVICE, help="auto, cpu, cuda, cuda:1 ..."), Doc("where the model runs. auto: the first GPU, if there is one")] = "auto"
     threads: Annotated[int, Whole(-1, MAX_THREADS, "0, -1: by measured times"), Flag("-t --threads $THREADS", DEVICE), Doc("CPU threads. 0 or -1: by measured times")] = 0
     tp: Annotated[int, Whole(0, MAX_RANKS, "0: every GPU"), Flag("--tp", DEVICE), Doc("tensor-parallel ranks, each with its own process and GPU. 0: all GPUs")] = 1
+    vram: Annotated[int, Whole(0, 1 << 50, "bytes; 0: all that is free"), Flag("--vram", OFFLOAD, "SIZE"), Doc("most memory of each GPU that is planned and taken, as 24G; bytes in a program. 0: all that is free")] = 0
+    fit: Annotated[str, OneOf(("on", "off")), Flag("-fit --fit $FIT", OFFLOAD, "on|off"), Doc("put experts into host memory if a model does not fit on the GPU")] = "on"
+    fit_target: Annotated[str, Text(r"(|\d{1,8}(,\d{1,8}){0,63})", "MiB as 1024, or as 1024,512 for several GPUs"), Flag("-fitt --fit-target $FIT_TARGET", OFFLOAD, "MIB,..."), Doc("memory that stays free on the GPU, or on each, in MiB. Default: 4 % of what is free")] = ""
+    fit_ctx: Annotated[int, Whole(0, MAX_CTX, "0: 8192"), Flag("-fitc --fit-ctx $FIT_CTX", OFFLOAD), Doc("context size per request without -c, where feed-forwards are in host memory. 0: 8192")] = 0
+    n_gpu_layers: Annotated[int, Whole(-1, INT32, "-1: as fits"), Flag("-ngl --gpu-layers --n-gpu-layers $N_GPU_LAYERS", OFFLOAD, "N"), Doc("keep feed-forwards and experts of the last N blocks on the GPU, those before in host memory; attention is always on the GPU. -1: as fits")] = -1
+    n_cpu_moe: Annotated[int, Whole(0, INT32), Flag("-ncmoe --n-cpu-moe $N_CPU_MOE", OFFLOAD), Doc("keep experts of the first N blocks in host memory")] = 0
+    cpu_moe: Annotated[bool, SWITCH, Flag("-cmoe --cpu-moe $CPU_MOE", OFFLOAD), Doc("keep all experts in host memory")] = False
+    n_cpu_ffn: Annotated[int, Whole(0, INT32), Flag("-ncffn --n-cpu-ffn $N_CPU_FFN", OFFLOAD), Doc("keep feed-forwards without experts of the first N blocks in host memory")] = 0
+    override_tensor: Annotated[tuple[str, ...], TENSORS, Flag("-ot --override-tensor $OVERRIDE_TENSOR", OFFLOAD, "REGEX=CPU|CUDA0,..."), Doc("place experts and feed-forwards whose names match. The first match decides, and goes before the flags above")] = ()
+    moe_cache_mib: Annotated[int, Whole(-1, MAX_MIB, "-1: what is left"), Flag("--moe-cache-mib", OFFLOAD, "N"), Doc("memory of the GPU for copies of experts that are in host memory, in MiB: those that are used most, without --exact. -1: what is left, and each stays where it is; 0: none")] = -1
+    draft_n_gpu_layers: Annotated[int, Whole(-1, INT32, "-1: as fits"), Flag("-ngld --spec-draft-ngl --gpu-layers-draft --n-gpu-layers-draft $N_GPU_LAYERS_DRAFT", OFFLOAD, "N"), Doc("as -ngl, for the drafter")] = -1
+    draft_n_cpu_moe: Annotated[int, Whole(0, INT32), Flag("-ncmoed --spec-draft-n-cpu-moe --spec-draft-ncmoe --n-cpu-moe-draft $SPEC_DRAFT_N_CPU_MOE", OFFLOAD), Doc("as -ncmoe, for the drafter")] = 0
+    draft_cpu_moe: Annotated[bool, SWITCH, Flag("-cmoed --spec-draft-cpu-moe --cpu-moe-draft $SPEC_DRAFT_CPU_MOE", OFFLOAD), Doc("as -cmoe, for the drafter")] = False
+    draft_override_tensor: Annotated[tuple[str, ...], TENSORS, Flag("-otd --spec-draft-override-tensor --override-tensor-draft $", OFFLOAD, "REGEX=CPU|CUDA0,..."), Doc("as -ot, for the drafter")] = ()
     weights: Annotated[str, OneOf(WEIGHTS), Flag("--weights", DEVICE), Doc("keep weights as they are in the file (packed), or unpack them (dense)")] = "auto"
     cpu_activations: Annotated[str, OneOf(CPU_ACTIVATIONS), Flag("--cpu-activations", DEVICE), Doc("on CPUs: bits of the rows that packed matrices multiply. q8 is faster and less exact")] = "q16"
     warm_up: Annotated[bool, SWITCH, Flag("--warmup $", DEVICE), Doc("on GPUs, run a few rounds before the first request, or leave that to the first requests")] = True
@@ -142,6 +163,7 @@ class EngineSettings:
     kv_events_buffer: Annotated[int, Whole(1, 1_000_000), Flag("--kv-events-buffer", SERVING), Doc("batches kept for replays")] = 10_000
     seed: Annotated[int, Whole(-1, 2**32 - 1), Doc("of the simulated acceptance (synth_len), and of nothing else: the draws of a text are repeated by the `seed` of its request")] = -1
     check_tap_shift: bool = True
+    parks: bool = False  # weights and slots on a GPU have memory that `Engine.park` can take from it
     demoted: Annotated[tuple[str, ...], Many(Text())] = ()  # modules whose implementations failed at run time: the next one is used
     # fmt: on
 
@@ -149,6 +171,10 @@ class EngineSettings:
         check(self, ConfigError, by_flag=True)
         if self.synth_len and self.synth_rates:
             raise ConfigError("--spec-synth-len and --spec-synth-rates exclude each other")
+        if 0 < self.image_max_tokens < self.image_min_tokens:
+            raise ConfigError(
+                f"--image-max-tokens is {self.image_max_tokens}; want --image-min-tokens ({self.image_min_tokens}) at least"
+            )
         if self.rope_scale and self.rope_freq_scale:
             raise ConfigError("--rope-scale and --rope-freq-scale exclude each other")
         if self.kv_events and not self.prefix_cache:
@@ -198,6 +224,10 @@ class LoadOptions(TypedDict, total=False):
     """Arguments of `Engine.load`, for type checkers: the fields of EngineSettings without a parameter of it
     (tests/engine/test_options.py compares them)."""
 
+    mmproj: Path | None
+    mmproj_offload: bool
+    image_min_tokens: int
+    image_max_tokens: int
     rope_scaling: str
     rope_scale: float
     rope_freq_base: float
@@ -242,6 +272,20 @@ class LoadOptions(TypedDict, total=False):
     device: str
     threads: int
     tp: int
+    vram: int
+    fit: str
+    fit_target: str
+    fit_ctx: int
+    n_gpu_layers: int
+    n_cpu_moe: int
+    cpu_moe: bool
+    n_cpu_ffn: int
+    override_tensor: tuple[str, ...]
+    moe_cache_mib: int
+    draft_n_gpu_layers: int
+    draft_n_cpu_moe: int
+    draft_cpu_moe: bool
+    draft_override_tensor: tuple[str, ...]
     weights: str
     cpu_activations: str
     warm_up: bool

@@ -5,13 +5,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 MAPS = Path("/proc/self/smaps")
 LEAST_KIB = 256  # of a library's mapping that is worth a call
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)")
+
+
+Pages = TypeVar("Pages", bound=mmap.mmap)
 
 
 def own_pages(n_bytes: int, *, huge: bool = False) -> mmap.mmap:
@@ -19,8 +24,13 @@ def own_pages(n_bytes: int, *, huge: bool = False) -> mmap.mmap:
 
     huge: in pages of two MiB where the system has them, for memory that is written as a whole.
     """
+    return pages_of(mmap.mmap, n_bytes, huge=huge)
+
+
+def pages_of(kind: type[Pages], n_bytes: int, *, huge: bool = False) -> Pages:
+    """`own_pages` as another kind of object."""
     # shared ones would stay with a forked child
-    pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = kind(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -31,6 +41,20 @@ def give_back_memory() -> None:
     """Return freed memory to the system: after megabytes of text, glibc keeps hundreds of megabytes. Does nothing without glibc."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back_pages(address: int, n_bytes: int) -> tuple[int, int]:
+    """Have the system take the whole pages of this memory of our own, which then reads as zeros. Returns the part of it that it took, as (begin, end):
+    the rest is as before."""
+    page = mmap.PAGESIZE
+    first = min(-address % page, n_bytes)
+    end = first + (n_bytes - first) // page * page
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    if sys.platform != "linux" or advice is None or end == first:
+        return 0, 0
+    libc = ctypes.CDLL(None)
+    failed = libc.madvise(ctypes.c_void_p(address + first), ctypes.c_size_t(end - first), advice)
+    return (0, 0) if failed else (first, end)
 
 
 def unmap_idle_pages() -> int:

@@ -45,6 +45,11 @@ def quoted(text: str) -> str:
     return shown(text, QUOTED)
 
 
+def no_number(name: str) -> float:
+    """For `json.loads`: JSON has no NaN and no infinity. Raises ValueError."""
+    raise ValueError(f"{name} is not JSON")
+
+
 def printable(text: str, most: int = 1 << 30) -> str:
     """External text made safe for a line of output: at most `most` characters, with characters that control a terminal as U+FFFD."""
     cut = text if len(text) <= most else text[: most - 3] + "..."

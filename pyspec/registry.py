@@ -37,8 +37,10 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "qwen3": "pyspec.models.arch.qwen3",
     "qwen3moe": "pyspec.models.arch.qwen3moe",
     "qwen3next": "pyspec.models.arch.qwen3next",
+    "qwen3vl": "pyspec.models.arch.qwen3vl",
     "qwen35": "pyspec.models.arch.qwen35",
     "qwen35moe": "pyspec.models.arch.qwen35moe",
+    "qwen4exp": "pyspec.models.arch.qwen4exp",
     "nemotron_h": "pyspec.models.arch.nemotron",
     "nemotron_h_moe": "pyspec.models.arch.nemotron",
     "granite": "pyspec.models.arch.granite",
@@ -65,6 +67,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "hunyuan-dense": "pyspec.models.arch.hunyuan",
     "hunyuan-moe": "pyspec.models.arch.hunyuan",
     "kimi-linear": "pyspec.models.arch.kimi_linear",
+    "kimi-k3": "pyspec.models.arch.kimi_k3",
     "bailingmoe3": "pyspec.models.arch.kimi_linear",
     "mistral3": "pyspec.models.arch.mistral3",
     "glm4moe": "pyspec.models.arch.glm4moe",
@@ -72,6 +75,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "lfm2moe": "pyspec.models.arch.lfm2",
     "lfm2": "pyspec.models.arch.lfm2",
     "deepseek2": "pyspec.models.arch.deepseek2",
+    "glm-dsa": "pyspec.models.arch.glm_dsa",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"
@@ -81,6 +85,8 @@ SUFFIX = "suffix"  # drafts from the text itself and from finished answers: alon
 
 def not_run(what: str, arch: str) -> str:
     """The message for a file or a catalogue entry of another architecture."""
+    if arch == "clip":
+        return f"{what} is a projector, which reads images for a model: give the model's file with -m, and this one with --mmproj"
     near = ", ".join(difflib.get_close_matches(arch, ARCHITECTURES, 3))
     return (
         f"{what} is a model of the architecture {arch!r}, which pyspec does not run. It runs {len(ARCHITECTURES)} others "

@@ -10,7 +10,8 @@ from math import inf
 from typing import Annotated, Literal, TypedDict
 
 from pyspec.errors import PyspecError, RequestError
-from pyspec.ranges import INT32, Doc, Flag, Ids, Key, Many, OneOf, Pair, Real, Text, Whole, check
+from pyspec.ranges import INT32, Doc, Flag, Ids, Key, Many, Of, OneOf, Pair, Real, Text, Whole, check
+from pyspec.vision.picture import Placed
 
 Finish = Literal["eos", "stop", "length", "cancelled", "error"]
 """How a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
@@ -244,6 +245,8 @@ class Request:
 
     resumed  tokens after the prompt that an earlier engine generated and delivered: the request continues after them as if it had
              generated them, and reports only later ones. With a seed, or greedy, the text is the first engine's.
+    images   pictures of the prompt, in order. Each of their rows has the id `slots.images.IMAGE` in `prompt`, because handles are an engine's
+             own: it fills in ids that tell rows apart. Positions elsewhere (`n_system`, say) count rows.
     """
 
     # fmt: off
@@ -267,6 +270,7 @@ class Request:
     shown: Annotated[tuple[int, ...], Ids()] = ()  # control tokens shown in the text: tokens that mark a call
     think_budget: ThinkBudget | None = None
     prompt_logprobs: Count | None = None  # n: report those of the prompt tokens, and of the n best in their places
+    images: Annotated[tuple[Placed, ...], Many(Of(Placed))] = ()
     # fmt: on
 
 
@@ -369,6 +373,8 @@ class PromptLogprobs:
     """Log probabilities of the prompt tokens from `first` on, given the tokens before them. The prompt's first token has none.
 
     ranks  for each token, the number of tokens that are at least as likely, itself included
+
+    A row of a picture has the token `slots.images.IMAGE`, no log probability (NaN), and the rank 0.
     """
 
     request: str
@@ -473,6 +479,9 @@ class SlotInfo:
     draft_window: Annotated[int, Doc("tokens of the text that drafts see; 0: all")] = 0
     draft_window_reason: Annotated[str, Doc("the reason for it, with the last alarm of falling acceptance")] = ""
     acceptance: Annotated[float, Doc("moving average of accepted / drafted tokens")] = 0.0
+    experts_per_row: Annotated[float, Doc("experts, of all layers, that a row of it adds to a round, where some are in host memory; otherwise 0")] = 0.0
+    miss_rate: Annotated[float, Doc("share of them that have no place on the GPU")] = 0.0
+    row_ms: Annotated[float, Doc("milliseconds that the experts of its next draft are expected to add to a round")] = 0.0
     draft_n: Annotated[int, Doc("drafted tokens of this request that were verified")] = 0
     draft_n_accepted: Annotated[int, Doc("of these, accepted")] = 0
     drafted_per_pos: Annotated[tuple[int, ...], Doc("of this request: times that draft position i was verified")] = ()
@@ -522,6 +531,10 @@ class Metrics:
     disk_written_bytes: Annotated[int, Doc("bytes of the prefix cache written to disk")] = 0
     draft_ms: Annotated[float, Doc("milliseconds spent drafting")] = 0.0
     verify_ms: Annotated[float, Doc("milliseconds spent verifying")] = 0.0
+    expert_hits: Annotated[int, Doc("experts of rounds that had a place on the GPU, of those in host memory")] = 0
+    expert_misses: Annotated[int, Doc("experts of rounds that the host computed")] = 0
+    expert_uploads: Annotated[int, Doc("experts that came to the GPU behind rounds")] = 0
+    expert_caches_frozen: Annotated[int, Doc("engines whose experts stay where they are")] = 0
     sample_ms: Annotated[float, Doc("milliseconds spent sampling")] = 0.0
     host_ms: Annotated[float, Doc("milliseconds spent between launches")] = 0.0
     guard_trips: Annotated[int, Doc("indices a kernel refused")] = 0
@@ -589,7 +602,15 @@ class EngineInfo:
     draft_sampling: Annotated[str, Doc("drafts of sampled requests: argmax, coupled or probabilistic")] = "argmax"
     sampling: Annotated[SamplingParams, Doc("defaults of requests: those that the file recommends")] = field(default_factory=SamplingParams)
     rope: Annotated[str, Doc("how flags stretch rope, and longrope's divisors in use; \"\" as the file says")] = ""
+    mmproj: Annotated[str, Doc("the projector's file; \"\": it sees no images")] = ""
+    image_min_tokens: Annotated[int, Doc("fewest tokens of an image; 0: as the projector's type has")] = 0
+    image_max_tokens: Annotated[int, Doc("most tokens of an image; 0: as the projector's type has")] = 0
     # fmt: on
+
+    @property
+    def sees(self) -> bool:
+        """Requests may have images."""
+        return bool(self.mmproj)
 
     @property
     def room(self) -> int:

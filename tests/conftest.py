@@ -83,6 +83,15 @@ def _same_numbers_every_time() -> None:
         )  # the other notes the stack for devices that are not there
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny models on a busy machine: a second torch thread waits more than it computes."""
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
 @pytest.fixture(autouse=True)
 def _kernels_as_before() -> Iterator[None]:
     """A test may set this thread's context; the next has its own again."""

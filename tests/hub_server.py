@@ -76,11 +76,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             if data is None:
                 self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
                 return
-            about = {
-                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-                "X-Repo-Commit": COMMIT,
-                "Accept-Ranges": "bytes",
-            }
+            about = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}  # fmt: skip
             sent = bytes(b ^ 1 for b in data) if name in hub.lies else data
             first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last or len(sent)), len(sent) - 1)

@@ -64,7 +64,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        compiles = item.path.stem.endswith("_compiles") or "compile" in item.name.partition("[")[0]
+        compiles = "compile" in item.name.partition("[")[0]
         if compiles and item.callspec.params.get("arch") in NEIGHBOURS:
             item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("sampled")

@@ -8,16 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pyspec.engine.policy import plan
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.estimate import Acceptance, Certainty, log_odds
+from pyspec.engine.policy.estimate import Acceptance, DraftVerdict, log_odds
+from pyspec.engine.policy.plan import RoundState
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from budget import DECIDERS, TRACES, Machine, Traces, card_for, rates
 
 
-def learned(slope: float, bias: float, n_round: int = 400, n_slot: int = 8) -> tuple[Certainty, float]:
+def learned(slope: float, bias: float, n_round: int = 400, n_slot: int = 8) -> tuple[Acceptance, float]:
     """A curve after drafts whose chance is that of a line over the drafter's log-odds; and how far it is off in the mean."""
-    rng, found, off = np.random.default_rng(0), Certainty(3), []
+    rng, found, off = np.random.default_rng(0), Acceptance(1, 3), []
     for i in range(n_round):
         probs = rng.uniform(0.02, 0.98, (n_slot, 3))
         true = 1 / (1 + np.exp(-(slope * log_odds(probs) + bias)))
@@ -25,7 +27,7 @@ def learned(slope: float, bias: float, n_round: int = 400, n_slot: int = 8) -> t
         x = found.features(probs, np.full((n_slot, 3), 0.5).cumprod(axis=1))
         if i >= n_round // 2:
             off.append(np.abs(found.chances(x) - true).mean())
-        found.learn(x, [3] * n_slot, right.cumprod(axis=1).sum(axis=1).tolist())
+        found.fit(x, [3] * n_slot, right.cumprod(axis=1).sum(axis=1).tolist())
     return found, float(np.mean(off))
 
 
@@ -39,23 +41,22 @@ def test_a_curve_finds_the_chance_of_a_drafter_that_is_too_sure_or_says_nothing(
 
 def test_one_surprise_does_not_throw_the_curve_over() -> None:
     """All seemed certain, and sixty slots are wrong at once."""
-    found = Certainty(1)
+    found = Acceptance(1, 1)
     sure = found.features(np.full((60, 1), 0.999), np.full((60, 1), 0.98))
     for _ in range(20):
-        found.learn(sure, [1] * 60, [1] * 60)
+        found.fit(sure, [1] * 60, [1] * 60)
     before = float(found.chances(sure)[0, 0])
-    found.learn(sure, [1] * 60, [0] * 60)
+    found.fit(sure, [1] * 60, [0] * 60)
     assert before > 0.95 and found.chances(sure)[0, 0] > 0.5
-    assert np.isfinite(found.weights).all() and np.abs(found.weights).max() <= 4
+    assert np.isfinite(found.curves).all() and np.abs(found.curves).max() <= 4
 
 
 def test_only_judged_tokens_teach() -> None:
-    found = Certainty(4)
+    found = Acceptance(1, 4)
     x = found.features(np.full((1, 4), 0.5), np.full((1, 4), 0.5).cumprod(axis=1))
-    was = found.weights.copy()
-    found.learn(x, [2], [0])
-    assert found.n_verdict == 1
-    assert (found.weights[1:] == was[1:]).all() and (found.weights[0] != was[0]).any()
+    was = found.curves.copy()
+    found.fit(x, [2], [0])
+    assert (found.curves[1:] == was[1:]).all() and (found.curves[0] != was[0]).any()
 
 
 def controller(n_slot: int = 4) -> Controller:
@@ -90,7 +91,7 @@ def test_cuts_that_cost_more_than_they_promise_rest_and_are_tried_again_by_a_sha
     for gain, most in ((0.5, 0.25), (2.5, 1.0)):
         c, n_cut = controller(), 0
         for _ in range(20_000):
-            c.ms += 26.0
+            c.timed_beside(26.0)
             if c.cuts:
                 c.cut_gain_ms, c.cut_unit, n_cut = gain, 26.0, n_cut + 1
                 c.cut_took(1.0)
@@ -98,10 +99,15 @@ def test_cuts_that_cost_more_than_they_promise_rest_and_are_tried_again_by_a_sha
 
 
 def test_drafts_are_asked_for_as_long_as_they_cost_no_more() -> None:
-    c = controller()
-    assert c.whole([(0, 4), (1, 2), (2, 4)], [1, 1, 0]) == [4, 2, 0]
+    c, caps = controller(), [(0, 4), (1, 2), (2, 4)]
+    assert plan._whole(plan.Table(c, caps), caps, [1, 1, 0]) == [(0, 4), (1, 2), (2, 0)]
     c.chained = True
-    assert c.whole([(0, 4), (1, 2), (2, 4)], [3, 1, 0]) == [3, 2, 0]
+    assert plan._whole(plan.Table(c, caps), caps, [3, 1, 0]) == [(0, 3), (1, 2), (2, 0)]
+    for _ in range(5):
+        c.record(0, 4, 4)
+    c.fixed = True
+    made = c.plan(RoundState(c, caps, tells=True))
+    assert made.asked == made.drafts, "fixed lengths are not cut"
 
 
 def test_a_belief_is_not_biased_by_verifying_sure_tokens_only() -> None:
@@ -111,7 +117,8 @@ def test_a_belief_is_not_biased_by_verifying_sure_tokens_only() -> None:
         rng, texts = np.random.default_rng(1), Acceptance(1, 4)
         for _ in range(200):
             n = int((rng.random(4) < 0.5).cumprod().sum())
-            texts.add(0, n, n, 0.05 if beyond else -1.0)
+            texts.learn()
+            texts.pending[0] = DraftVerdict(0, n, n, beyond=0.05 if beyond else -1.0)
         return float(texts.survive([0])[0, 0])
 
     assert abs(believed(True) - 0.5) < 0.12

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from plans import choose
 from sampling import few
 
 from pyspec.engine.policy.controller import TRY_LAST, Controller
@@ -50,12 +51,10 @@ class Start:
 
     def round(self, slots: range) -> tuple[int, int]:
         """Tokens drafted, and tokens gained."""
-        picked = self.controller.choose([(slot, N_MAX) for slot in slots])
+        picked = choose(self.controller, [(slot, N_MAX) for slot in slots])
         rows, live = len(slots) + sum(picked), sum(n > 0 for n in picked)
-        verify, draft = (
-            10 + 0.4 * (rows - 1),
-            self.draft_ms * bool(live) * (max(picked) if self.chained else 1),
-        )
+        verify = 10 + 0.4 * (rows - 1)
+        draft = self.draft_ms * bool(live) * (max(picked) if self.chained else 1)
         told = self.told(verify), self.told(draft)
         gained = 0
         for slot, n in zip(slots, picked, strict=True):
@@ -128,7 +127,7 @@ def test_a_try_that_was_right_is_repeated_whole() -> None:
     told(c.costs.draft, 1, 30.0, 30.0, 30.0)
     tried = []
     for i in range(18):
-        (n,) = c.choose([(0, N_MAX)])
+        (n,) = choose(c, [(0, N_MAX)])
         tried += [(i, n)] if n else []
         c.record(0, n, n)
         c.timed(1 + n, 10.0 + n / 4 + 80 * (n == N_MAX), int(n > 0), n, 30.0 if n else 0.0)
@@ -166,11 +165,8 @@ def test_a_request_begins_with_a_little_of_what_was_known_of_its_slot() -> None:
     for _ in range(30):
         c.record(1, 3, 3)
         c.record(2, 3, 0)
-    was, others, common = (
-        c.texts.survive([1, 2])[:, 0],
-        c.texts.free.seen.copy(),
-        c.texts.free.common @ LEVELS,
-    )
+    was, others = c.texts.survive([1, 2])[:, 0], c.texts.free.seen.copy()
+    common = c.texts.free.common @ LEVELS
     c.begin(1)
     assert c.texts.free.seen.tolist() == others.tolist(), "what is known of everyone stays"
     now = c.texts.survive([1])[0, 0]
@@ -182,7 +178,7 @@ def test_rounds_in_which_nobody_may_draft_are_not_silent() -> None:
     c.begin(0)
     before = c.silent, c.try_in
     for _ in range(3 * TRY_LAST):
-        assert c.choose([(0, 0)]) == [0]
+        assert choose(c, [(0, 0)]) == [0]
     assert (c.silent, c.try_in) == before
 
 
@@ -209,7 +205,7 @@ def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> Non
     told(c.costs.draft, 1, 500.0, 1500.0, 4000.0)
     drafted = []
     for i in range(60):
-        (n,) = c.choose([(0, N_MAX)])
+        (n,) = choose(c, [(0, N_MAX)])
         drafted += [i] if n else []
         c.record(0, n, 0)
         c.timed(1 + n, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
@@ -224,7 +220,7 @@ def test_a_plain_round_never_seems_to_take_longer_than_one_of_many_rows() -> Non
     told(c.costs.verify, 1, 100.0, 110.0)
     told(c.costs.verify, N_MAX + 1, 12.0, 12.0, 12.0)
     told(c.costs.draft, 1, 60.0, 60.0, 60.0)
-    assert c.choose([(0, N_MAX)]) == [0]
+    assert choose(c, [(0, N_MAX)]) == [0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -242,7 +238,7 @@ def test_lengths_that_a_noisy_warm_up_made_dear_are_tried(seed: int, inflated: f
     c.forget_acceptance()
     ms = tokens = 0.0
     for i in range(400):
-        picked = c.choose([(slot, n_max) for slot in range(n_slot)])
+        picked = choose(c, [(slot, n_max) for slot in range(n_slot)])
         rows, draft_ms = n_slot + sum(picked), 2.5 * any(picked)
         took = 10 + 0.115 * rows
         for slot, n in enumerate(picked):
@@ -278,7 +274,7 @@ def offered(seed: int, chances: tuple[float, float], n_round: int, *, takes: boo
         busy = min(8, 1 + i // 3)
         right = {slot: rng.uniform(*chances) for slot in range(busy) if rng.random() < 0.33}
         offers = {slot: [p**k for k in range(1, 16)] for slot, p in right.items()}
-        picked = c.choose([(slot, 0) for slot in range(busy)], offers if takes else {})
+        picked = choose(c, [(slot, 0) for slot in range(busy)], offers if takes else {})
         rows = busy + sum(picked)
         ms = (20.0 + 10.0 * rows) * (1 + 0.1 * rng.expovariate(3))
         for slot, n in enumerate(picked):
@@ -309,7 +305,7 @@ def test_offers_are_taken_again_when_times_that_spoke_against_them_have_gone() -
     c.costs.verify.expire()
     offers = {0: [0.98**k for k in range(1, 16)]}
     for _ in range(6 * TRY_LAST):
-        picked = c.choose([(slot, 0) for slot in range(8)], offers)
+        picked = choose(c, [(slot, 0) for slot in range(8)], offers)
         taken.append(sum(picked))
         c.timed(8 + sum(picked), 30.0 + 0.5 * sum(picked), 0, 0, 0.0)
     assert taken[:4] == [0] * 4 and sum(taken[-50:]) > 50 * 8

@@ -10,16 +10,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pyspec"
 PUBLIC = [  # modules that programs import, and the rooms that everything else is built on
-    *(
-        PACKAGE / name
-        for name in ("__init__.py", "config.py", "errors.py", "ranges.py", "registry.py", "request.py")
-    ),
-    *(
-        path
-        for name in ("draft", "slots", "device", "engine")
-        for path in sorted((PACKAGE / name).glob("*.py"))
-    ),
-]
+    *(PACKAGE / name for name in ("__init__.py", "config.py", "errors.py", "ranges.py", "registry.py", "request.py")),
+    *(path for name in ("draft", "slots", "device", "engine") for path in sorted((PACKAGE / name).glob("*.py"))),
+]  # fmt: skip
 Named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 

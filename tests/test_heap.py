@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import pickle
 import re
 import subprocess
@@ -10,10 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from pyspec.gguf import GGMLType, Strings, ValueType, open_gguf
 from pyspec.gguf.write import GGUFWriter
 from pyspec.heap import LEAST_KIB, _unwritten
+from pyspec.slots.mapped import empty, mapped
 
 LINES = """\
 7f0000000000-7f0000400000 r-xp 00100000 fe:00 77   {path}
@@ -98,3 +101,23 @@ def test_texts_of_a_file_are_packed_and_can_be_written_again(tmp_path: Path) -> 
         with open_gguf(path) as file:
             found = file.metadata["some.texts"]
         assert isinstance(found, Strings) and found == TEXTS and re.fullmatch("<.*7 texts>", repr(found))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the pages")
+def test_an_emptied_tensor_reads_as_zeros_and_takes_no_pages() -> None:
+    whole = mapped(9 << 20)
+    whole.fill_(7)
+    part = whole[1000:-1000]
+    before = resident()
+    empty(part)
+    assert before - resident() > 8 << 20
+    assert not part.any() and bool((whole[:1000] == 7).all()) and bool((whole[-1000:] == 7).all())
+    small = torch.ones(3, 5)
+    empty(small)
+    empty(small.t())
+    assert not small.any()
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

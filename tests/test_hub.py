@@ -108,19 +108,8 @@ NAMES = [
 @pytest.mark.parametrize(
     "beside",
     [
-        *(
-            "Model.mmproj-Q8_0.gguf",
-            "MMPROJ-Model-Q4_K_M.gguf",
-            "model-mm-proj.Q8_0.gguf",
-            "a/vision_projector-Q8_0.gguf",
-        ),
-        *(
-            "Model.imatrix.gguf",
-            "Model-IMatrix.gguf",
-            "mtp-Model-Q8_0.gguf",
-            "q/MTP_Model-Q4_K_M.gguf",
-            "mtp.gguf",
-        ),
+        *("Model.mmproj-Q8_0.gguf", "MMPROJ-Model-Q4_K_M.gguf", "model-mm-proj.Q8_0.gguf", "a/vision_projector-Q8_0.gguf"),
+        *("Model.imatrix.gguf", "Model-IMatrix.gguf", "mtp-Model-Q8_0.gguf", "q/MTP_Model-Q4_K_M.gguf", "mtp.gguf"),
         *(
             "dflash-Model-Q8_0.gguf",
             "Model-DFlash2-Q8_0.gguf",
@@ -128,14 +117,9 @@ NAMES = [
             "Model-0.5B-draft-Q4_K_M.gguf",
             "draft/Model-Q8_0.gguf",
         ),
-        *(
-            "Model.Draft.Q8_0.gguf",
-            "EAGLE3-Model-Q8_0.gguf",
-            "Model-eagle-Q4_K_M.gguf",
-            "dspark-Model-Q8_0.gguf",
-        ),
+        *("Model.Draft.Q8_0.gguf", "EAGLE3-Model-Q8_0.gguf", "Model-eagle-Q4_K_M.gguf", "dspark-Model-Q8_0.gguf"),
     ],
-)
+)  # fmt: skip
 def test_what_goes_beside_a_model_is_never_taken_for_one(beside: str):
     for model in ("Model.Q2_K.gguf", "Model-MTP-Q5_0.gguf", "Draftsman-Q6_K.gguf", "Seagle-Q6_K.gguf"):
         assert hub.choose([beside, model]) == [model]
@@ -218,11 +202,7 @@ def test_a_target_whose_mtp_block_was_removed_takes_the_sidecar(tmp_path: Path, 
 
 
 def test_pull_brings_target_and_drafter_and_says_why(there: FakeHub, tmp_path: Path):
-    made = {
-        "m-Q8_0.gguf": {"mtp": False},
-        "mtp-m-Q8_0.gguf": {"sidecar": True},
-        "dflash-m-Q8_0.gguf": {"drafter": True},
-    }
+    made = {"m-Q8_0.gguf": {"mtp": False}, "mtp-m-Q8_0.gguf": {"sidecar": True}, "dflash-m-Q8_0.gguf": {"drafter": True}}  # fmt: skip
     there.files = {
         name: synth.write("qwen35", tmp_path / name, tiny=True, **options).read_bytes()
         for name, options in made.items()

@@ -22,7 +22,7 @@ from pyspec.catalog import catalogue, find
 from pyspec.cli import main
 from pyspec.engine.plan.look import smaller_model
 from pyspec.errors import ConfigError, DoesNotFit, DownloadError
-from pyspec.hub import network
+from pyspec.hub import questions as network
 from pyspec.progress import listening
 
 HEAD = 60_000  # bytes that are fetched of a file here: tiny models' metadata and lists of tensors
@@ -68,11 +68,7 @@ def renamed(path: Path, arch: bytes) -> bytes:
 def test_a_model_that_no_machine_runs_is_refused_by_its_head(
     there: FakeHub, tmp_path: Path, command: tuple[str, ...]
 ):
-    there.files = {
-        "m-Q8_0.gguf": renamed(
-            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9"
-        )
-    }
+    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}  # fmt: skip
     done = call(*command)
     assert done.exit_code == 3, done.output
     said = done.stderr
@@ -83,11 +79,7 @@ def test_a_model_that_no_machine_runs_is_refused_by_its_head(
 
 def test_an_unknown_model_with_an_mtp_block_is_no_drafter(there: FakeHub, tmp_path: Path):
     """GLM-4.5's and DeepSeek-V3's files have an MTP block: calling them drafters would mislead."""
-    there.files = {
-        "m-Q8_0.gguf": renamed(
-            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=True), b"glm4me"
-        )
-    }
+    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=True), b"glm4me")}  # fmt: skip
     done = call("fit", "-hf", REPO)
     assert (
         done.exit_code == 3 and "m-Q8_0.gguf is a model of the architecture 'glm4me'" in done.stderr
@@ -100,7 +92,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many MiB are free."""
 
     def have(mib: int) -> None:
-        for module in ("plan.memory_plan", "load.load"):
+        for module in ("plan.memory_plan", "plan.planned_bytes"):
             monkeypatch.setattr(f"pyspec.engine.{module}.free_bytes", lambda device: mib << 20)
 
     return have
@@ -413,11 +405,7 @@ def test_a_server_looks_in_a_process_of_its_own(
     there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """With the hub's environment variables, which are all that another process knows."""
-    there.files = {
-        "m-Q8_0.gguf": renamed(
-            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9"
-        )
-    }
+    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}  # fmt: skip
     monkeypatch.setenv("HF_ENDPOINT", there.url)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("pyspec.engine.process.ahead.start_ahead", lambda: None)
@@ -453,11 +441,7 @@ def test_a_program_is_refused_before_the_download_too(
     from pyspec.engine.api import Engine
     from pyspec.errors import UnknownArchitecture
 
-    there.files = {
-        "m-Q8_0.gguf": renamed(
-            synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9"
-        )
-    }
+    there.files = {"m-Q8_0.gguf": renamed(synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False), b"gemma9")}  # fmt: skip
     entry = catalog.Entry(
         name="mine", title="", arch="qwen35", target=catalog.Source(repo=REPO, quant="Q8_0")
     )
@@ -523,7 +507,7 @@ def test_the_stages_of_a_start_are_reported_from_the_first_second_on(there: Fake
         (("demo", "-md", "gone.gguf"), "no file gone.gguf"),
         (("-hf", "norepo"), "-hf wants user/repo"),
         (("demo", "-hf", "a/b"), "exclude each other"),
-        ((), "no model given"),
+        ((), "--in-process serves one model: name it"),
     ],
 )
 def test_a_server_says_that_there_is_no_such_model_before_it_listens(
@@ -586,3 +570,41 @@ def test_every_name_of_the_catalogue_can_be_made_and_its_sizes_are_those_of_a_pl
     )
     assert own.bytes == pytest.approx(path.stat().st_size, rel=0.02)
     assert own.memory == pytest.approx(report.asked.total, rel=0.1), "`beside` in models.toml is about"
+
+
+IMAGES = Path(__file__).parent / "fixtures" / "images"
+
+
+def images_hub(there: FakeHub, projector: str = "qwen35") -> None:
+    there.files = {"m-F32.gguf": (IMAGES / "qwen35.gguf").read_bytes(), "mmproj-m-F16.gguf": (IMAGES / f"mmproj-{projector}.gguf").read_bytes()}  # fmt: skip
+
+
+def test_the_projector_of_a_repository_is_taken(there: FakeHub, tmp_path: Path):
+    images_hub(there)
+    ask = ("run", "-hf", REPO, "--image", str(IMAGES / "odd.png"), "--json", "-n", "3", *SMALL_LOAD)
+    done = call(*ask, "-v", "What is in the picture?")
+    assert done.exit_code == 0, done.output
+    assert "mmproj-m-F16.gguf: taken as projector" in done.stderr
+    assert json.loads(done.stdout)["n_prompt"] > 30
+    pulled = call("pull", "-hf", REPO, "--json")
+    rows = json.loads(pulled.stdout)
+    assert [row["role"] for row in rows] == ["target", "projector"] and rows[1]["hashed"]
+    listed = json.loads(call("list", "--json").stdout)
+    of = {row["file"]: row for row in listed}
+    assert of["m-F32.gguf"]["mmproj"] == "mmproj-m-F16.gguf"
+    assert of["mmproj-m-F16.gguf"]["what"] == "projector"
+    blind = call(*ask, "--no-mmproj", "What is in the picture?")
+    assert blind.exit_code == 1 and "this model was loaded without --mmproj" in blind.stderr
+
+
+def test_a_projector_that_does_not_fit_is_left_out_before_its_download(there: FakeHub, tmp_path: Path):
+    images_hub(there, "mistral3")
+    done = call("run", "-hf", REPO, "-p", "Hi", "-n", "1", *SMALL_LOAD)
+    assert done.exit_code == 0, done.output
+    assert "mmproj-m-F16.gguf is not taken, so no images are read: " in done.stderr
+    whole = {file for method, file, span in there.asked if method == "GET" and not span}
+    assert whole == {"m-F32.gguf"}
+    named = call(
+        "run", "-m", str(IMAGES / "qwen35.gguf"), "-mm", str(IMAGES / "mmproj-mistral3.gguf"), "-p", "Hi"
+    )
+    assert named.exit_code == 4 and "is a projector of type pixtral" in named.stderr

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import pytest
 from sampling import slow
 
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.costs import Costs, Timer
-from pyspec.engine.policy.pace import (
+from pyspec.engine.policy.costs import Timer
+from pyspec.engine.policy.plan import (
+    ANEW,
     LEAST,
     PAUSE_MS,
-    PaceTargets,
-    PromptPace,
-    PromptsAlone,
-    PromptThrottle,
+    Prompt,
+    PromptRules,
+    RoundPlan,
+    RoundState,
+    no_graph,
 )
 
 N_MAX, PROMPT, ANSWER, MOST = 3, 300, 192, 2048
@@ -60,11 +60,15 @@ class Server:
     host: float = 0.0
     launch: float = 0.0
     graph: float = 0.0
-    targets: PaceTargets = field(default_factory=PaceTargets)
+    tpot: float = 0.0
 
     def __post_init__(self) -> None:
         self.rng = random.Random(3)
-        self.controller = c = Controller(self.n_slot, N_MAX, chained=True)
+        least, graph_of = self.rows or 512, no_graph
+        if self.graph:
+            graph_of = lambda n: 320 if 96 <= n <= 320 else None  # noqa: E731
+        rules = PromptRules(least, self.rows or MOST, self.tpot, graph_of=graph_of)
+        self.controller = c = Controller(self.n_slot, N_MAX, chained=True, rules=rules)
         c.force = (0, 0)
         for busy in (1, self.n_slot // 2 or 1, self.n_slot):
             for n in range(N_MAX + 1):
@@ -72,10 +76,6 @@ class Server:
                     rows = busy * (1 + n)
                     c.timed(rows, self.cost(rows), busy if n else 0, n, self.pass_ms * n)
         c.forget_acceptance()
-        least = self.rows or 512
-        self.pace = PromptPace(least, self.rows or MOST, c.costs, self.targets)
-        if self.graph:
-            self.pace.alone.graph_of = lambda n: 320 if 96 <= n <= 320 else None
         self.n_alone = 0
         self.parts = [Part(left=self.rng.randrange(8, ANSWER)) for _ in range(self.n_slot)]
         for i in range(self.n_slot):
@@ -90,20 +90,23 @@ class Server:
         c = self.controller
         decoding = [i for i, p in enumerate(self.parts) if p.is_decoding]
         reading = [p for p in self.parts if not p.is_decoding]
-        n_drafted = sum(c.lanes[i].n_draft for i in decoding) if self.mode != "plain" else 0
-        limit = MOST
-        n_verify = len(decoding) + n_drafted
-        if reading and self.read_alone(reading, n_verify, c.costs.verify(n_verify) if n_verify else 0.0):
+        most = N_MAX if self.mode != "plain" else 0
+        caps = [(i, min(most, self.parts[i].left - 1)) for i in decoding]
+        graphs = [c.rules.graph_of(p.to_read) or 0 if p.to_read == PROMPT else 0 for p in reading]
+        prompts = [Prompt(p.to_read, n, p.started) for p, n in zip(reading, graphs, strict=True)]
+        state = RoundState(c, caps, prompts, now=self.ms / 1e3)
+        made = c.plan(state)
+        limit = made.rows if decoding and reading else MOST
+        if made.alone is None and not self.beside:
+            state = RoundState(c, caps)
+            made = c.plan(state)
+        c.take(state, made)
+        if made.alone is not None:
+            self.read_alone(reading[made.alone])
             return
-        if decoding:
-            limit = self.pace.rows(self.parts, self.ms / 1e3, len(decoding) + n_drafted)
-        beside = min(sum(p.to_read for p in reading), limit - len(decoding))
-        picked = [0] * len(decoding)
-        if self.mode != "plain" and decoding:
-            caps = [(i, min(N_MAX, self.parts[i].left - 1)) for i in decoding]
-            picked = c.choose(caps, beside=beside if self.beside else 0)
-            if self.mode == "fixed":
-                picked = [cap for _, cap in caps]
+        picked = [n for _, n in made.drafts]
+        if self.mode == "fixed":
+            picked = [cap for _, cap in caps]
         n_verify = len(decoding) + sum(picked)
         free, work = max(limit - n_verify, limit // 8), list[Part]()
         n_row = n_verify
@@ -133,28 +136,22 @@ class Server:
                 c.begin(i)
         self.tokens += sum(given)
         self.most_rows = max(self.most_rows, n_row)
-        self.pace.landed(n_row, took, n_row - n_verify, decodes=bool(decoding))
-        self.pace.committed(given)
+        c.landed(n_row, took, n_row - n_verify, len(decoding))
+        c.gave(given)
         if len(decoding) == len(work):
             live = [n for n in picked if n]
             c.timed(n_row, took, len(live), max(live, default=0), draft_ms)
         else:
             c.timed_beside(took + draft_ms)
 
-    def read_alone(self, reading: list[Part], n_verify: int, verify_ms: float) -> bool:
-        """A round of one prompt, if the policy chooses one."""
-        whole = [p.to_read if p.to_read == PROMPT else 0 for p in reading]
-        n_other = sum(p.to_read for p, n in zip(reading, whole, strict=True) if not n)
-        at = self.pace.alone.pick(whole, n_other, n_verify, verify_ms, MOST)
-        if at is None:
-            return False
-        reading[at].to_read = 0
+    def read_alone(self, part: Part) -> None:
+        """A round of one prompt."""
+        part.to_read = 0
         self.n_alone += 1
         self.ms += self.graph
-        self.firsts.append(self.ms - 1e3 * reading[at].started)
-        self.pace.landed_alone(320, self.graph, others=len(self.parts) > 1)
+        self.firsts.append(self.ms - 1e3 * part.started)
+        self.controller.landed_alone(320, self.graph, others=len(self.parts) > 1)
         self.controller.timed_beside(self.graph)
-        return True
 
     def rate(self, rounds: int = 1500) -> float:
         """Tokens a second, once the first requests are gone."""
@@ -210,44 +207,46 @@ def test_forwards_that_get_cheaper_by_rows_are_no_reason_for_fewer() -> None:
 # -- rows of a forward -----------------------------------------------------------------------------------------------
 
 
-def pace_of(each: float, least: int = 512, most: int = MOST, **targets: float) -> PromptPace:
-    costs = Costs()
+def pace_of(each: float, least: int = 512, most: int = MOST, **targets: float) -> Controller:
+    c = Controller(4, 0, rules=PromptRules(least, most, **targets))
     for n_row in (50, 100, 300, 600, 1200):
-        costs.prompts.add(n_row, each * n_row)
-    return PromptPace(least, most, costs, PaceTargets(**targets))
+        c.costs.prompts.add(n_row, each * n_row)
+    return c
 
 
-@pytest.mark.parametrize(("each", "rows"), [(0.05, MOST), (0.3, int(PAUSE_MS / 0.3)), (3.0, 512)])
+def rows(c: Controller, started: float = 0.0, now: float = 0.0) -> int:
+    """Rows of a forward of a slot that decodes and a long prompt."""
+    return c.plan(RoundState(c, [(0, 0)], [Prompt(10**6, 0, started)], now=now)).rows
+
+
+@pytest.mark.parametrize(("each", "n"), [(0.05, MOST), (0.3, int(PAUSE_MS / 0.3)), (3.0, 512)])
 def test_a_forward_has_all_rows_that_a_pause_allows_but_at_least_those_of_before(
-    each: float, rows: int
+    each: float, n: int
 ) -> None:
-    assert pace_of(each).rows([Part(to_read=0)], 0.0, 1) == pytest.approx(rows, abs=1)
+    assert rows(pace_of(each)) == pytest.approx(n, abs=1)
 
 
 def test_a_number_that_was_asked_for_stays_and_unknown_costs_limit_nothing() -> None:
-    assert pace_of(3.0, 700, 700).rows([], 0.0, 1) == 700
-    assert PromptPace(512, MOST, Costs()).rows([], 0.0, 1) == MOST
+    assert rows(pace_of(3.0, 700, 700)) == 700
+    assert rows(Controller(1, 0, rules=PromptRules(512, MOST))) == MOST
 
 
 def test_a_target_for_output_tokens_makes_forwards_smaller_and_credit_makes_them_larger() -> None:
-    pace = pace_of(0.1, tpot=20.0)
-    assert pace.rows([Part(to_read=0)], 0.0, 1) == pytest.approx(200, abs=1)
-    decoding = Part(to_read=0)
+    c = pace_of(0.1, tpot=20.0)
+    assert rows(c) == pytest.approx(200, abs=1)
     for _ in range(50):
-        pace.landed(8, 10.0, 0, decodes=True)
-        pace.committed([1])
-    assert pace.rows([decoding], 0.0, 1) > 600
+        c.landed(8, 10.0, 0, 1)
+        c.gave([1])
+    assert rows(c) > 600
     for _ in range(50):
-        pace.landed(8, 90.0, 0, decodes=True)
-    assert pace.rows([decoding], 0.0, 1) == 1 + LEAST
+        c.landed(8, 90.0, 0, 1)
+    assert rows(c) == 1 + LEAST
 
 
 def test_a_prompt_that_waited_for_half_of_its_time_takes_all_rows() -> None:
-    pace = pace_of(0.1, tpot=20.0, ttft=300.0)
-    waiting, decoding = Part(started=1.0), Part(to_read=0)
-    assert pace.rows([waiting, decoding], 1.1, 1) < 300
-    assert pace.rows([waiting, decoding], 1.2, 1) == MOST
-    assert pace.rows([decoding], 9.0, 1) < 300
+    c = pace_of(0.1, tpot=20.0, ttft=300.0)
+    assert rows(c, 1.0, now=1.1) < 300
+    assert rows(c, 1.0, now=1.2) == MOST
 
 
 # -- a server --------------------------------------------------------------------------------------------------------
@@ -282,7 +281,7 @@ def test_drafts_beside_prompts_are_as_many_as_pay(n_slot: int, chance: float) ->
 
 
 def test_a_target_for_output_tokens_holds_in_the_mean() -> None:
-    slow, free = (Server(64, each=0.3, targets=PaceTargets(tpot=tpot)) for tpot in (33.0, 0.0))
+    slow, free = (Server(64, each=0.3, tpot=tpot) for tpot in (33.0, 0.0))
     for server in (slow, free):
         server.rate(600)
     mean, without = (sum(server.gaps) / len(server.gaps) for server in (slow, free))
@@ -309,60 +308,90 @@ def test_prompts_alone_cost_nothing_where_the_device_is_the_limit(n_slot: int, m
     assert apart.rate() > 0.98 * together.rate()
 
 
+def lone(most: int = MOST, **targets: float) -> Controller:
+    """Prompts of 96 to 320 tokens have a graph of 320 rows."""
+    graph_of = lambda n: 320 if 96 <= n <= 320 else None  # noqa: E731
+    return Controller(8, 0, rules=PromptRules(min(512, most), most, graph_of=graph_of, **targets))
+
+
+def picked(
+    c: Controller, whole: list[int], n_other: int, n_verify: int, ms: float, **now: float
+) -> RoundPlan:
+    """The plan of a round of prompts that wait as a whole and of others, beside slots that take `ms` by themselves."""
+    c.costs.verify = Timer()
+    for _ in range(2 if n_verify else 0):
+        c.costs.verify.add(n_verify, ms)
+    prompts = [Prompt(n, c.rules.graph_of(n) or 0) for n in whole]
+    prompts += [Prompt(n_other)] if n_other else []
+    return c.plan(RoundState(c, [(slot, 0) for slot in range(n_verify)], prompts, **now))
+
+
 def test_a_prompt_alone_is_chosen_by_measured_times() -> None:
-    costs = Costs()
-    alone = PromptsAlone(costs)
+    c = lone()
 
-    def pick(whole: list[int], n_other: int, n_verify: int, ms: float, **how: float) -> int | None:
-        return alone.pick(whole, n_other, n_verify, ms, 2048, **how)
+    def pick(whole: list[int], n_other: int, n_verify: int, ms: float) -> int | None:
+        return picked(c, whole, n_other, n_verify, ms).alone
 
-    assert pick([300], 0, 8, 5.0) is None, "there is no graph"
-    alone.graph_of = lambda n: 320 if 96 <= n <= 320 else None
     assert pick([300], 0, 8, 5.0) is None, "nothing is known of a forward for all"
-    costs.prompts.add(308, 62.0)
+    c.costs.prompts.add(308, 62.0)
+    assert pick([50], 0, 8, 5.0) is None, "there is no graph"
     assert pick([300], 0, 0, 0.0) is None, "it is alone in any case"
     assert pick([50, 400, 300], 0, 8, 5.0) == 2, "one round tells"
-    assert pick([50, 400, 300], 0, 8, 5.0, pause_ms=0.0) is None
-    alone.landed(320, 20.0, others=True)
+    c.landed_alone(320, 20.0, others=True)
     assert pick([300], 0, 8, 5.0) == 0
-    assert alone.expected(200) == 20.0 and alone.expected(400) == 0.0, "a prompt that is under way"
     assert pick([300], 0, 8, 45.0) is None, "a round of the decoding slots behind is too much"
     assert pick([300], 200, 8, 5.0) is None, "a forward for the other prompts is needed anyway"
     assert pick([300] * 2, 0, 8, 5.0) == 0 and pick([300] * 3, 0, 8, 5.0) is None
-    costs.prompts.add(2048, 95.0)
+    c.costs.prompts.add(2048, 95.0)
     assert pick([300] * 20, 0, 8, 5.0) is None and pick([100] * 3, 0, 8, 5.0) is None
-    assert alone.pick([300] * 8, 0, 8, 5.0, 512) == 0, "forwards of 512 rows take several"
-    alone.rested = PAUSE_MS - 10
+    c.rules = replace(c.rules, most=512)
+    assert pick([300] * 8, 0, 8, 5.0) is None, "the operator fixed the rows"
+    c.rules = replace(c.rules, least=256)
+    assert pick([300] * 8, 0, 8, 5.0) == 0, "forwards of 512 rows take several"
+    c.rested = PAUSE_MS - 10
     assert pick([300], 0, 8, 5.0) is None, "others have waited enough"
+    c.rested = PAUSE_MS - 30
+    assert pick([300], 0, 8, 5.0) == 0
+    assert picked(c, [300], 0, 8, 5.0, under_way=320).alone is None, "nor beside one that is under way"
+
+
+def test_one_forward_for_all_is_measured_anew_at_times() -> None:
+    c, found = lone(), []
+    c.costs.prompts.add(308, 62.0)
+    c.landed_alone(320, 20.0, others=False)
+    for _ in range(2 * ANEW):
+        state = RoundState(c, [(slot, 0) for slot in range(8)], [Prompt(300, 320)])
+        made = c.plan(state)
+        found.append(made.alone)
+        c.take(state, made)
+    assert found == [*[0] * (ANEW - 1), None] * 2
 
 
 def test_prompts_alone_keep_the_operators_targets() -> None:
-    costs = Costs()
-    costs.prompts.add(308, 62.0)
-    pace = PromptPace(512, 2048, costs, PaceTargets(tpot=20.0))
-    waiting = [Part()]
-    assert pace.pause_ms(waiting, 1.0) == 20.0
-    pace.landed_alone(320, 15.0, others=True)
-    assert pace.balance == -15.0 and pace.alone.rested == 15.0 and pace.pause_ms(waiting, 1.0) == 5.0
-    pace.landed(8, 5.0, 0, decodes=True)
-    assert pace.alone.rested == 0.0 and pace.balance == 0.0
-    pace.landed_alone(320, 15.0, others=False)
-    assert pace.balance == 0.0 and pace.alone.rested == 0.0, "only lone prompts"
-    assert PromptPace(512, 512, costs).pause_ms(waiting, 1.0) == 0.0, "the operator fixed the rows"
-    soon = PromptPace(512, 2048, costs, PaceTargets(ttft=1000.0))
-    assert soon.pause_ms(waiting, 0.4) == PAUSE_MS and soon.pause_ms(waiting, 0.6) == 0.0
+    c = lone(tpot=20.0)
+    c.costs.prompts.add(308, 62.0)
+    c.costs.alone.add(320, 15.0)
+    assert picked(c, [300], 0, 8, 5.0).alone == 0
+    c.landed_alone(320, 15.0, others=True)
+    assert c.balance == -15.0 and c.rested == 15.0
+    assert picked(c, [300], 0, 8, 5.0).alone is None, "5 ms are left"
+    c.landed(8, 5.0, 0, 1)
+    assert c.rested == 0.0 and c.balance == 0.0
+    c.landed_alone(320, 15.0, others=False)
+    assert c.balance == 0.0 and c.rested == 0.0, "only lone prompts"
+    soon = lone(ttft=1000.0)
+    soon.costs = c.costs
+    assert picked(soon, [300], 0, 8, 5.0, now=0.4).alone == 0
+    assert picked(soon, [300], 0, 8, 5.0, now=0.6).alone is None, "it is urgent"
 
 
 def test_a_long_prompt_goes_on_while_short_ones_run_alone() -> None:
     """What decoding slots are owed falls in their rounds, also where each stands between rounds of a prompt alone."""
-
-    def part(is_prompt: bool) -> Any:
-        return SimpleNamespace(is_prompt=is_prompt, job=SimpleNamespace(slot=None))
-
-    throttle = PromptThrottle(1.0, 512)
-    throttle.own, throttle.owed, at = 10.0, 300.0, 0.0
+    c = Controller(8, 0)
+    c.owed = c.chunk_ms = 300.0
     for _ in range(20):
-        for parts, rested in (([part(False)] * 8, False), ([part(True)], True)):
-            at += 0.02
-            throttle.landed(at, parts, rested=rested)
-    assert throttle.owed <= 0
+        c.landed(8, 20.0, 0, 8)
+        c.timed(8, 20.0, 0, 0, 0.0)
+        c.landed_alone(320, 20.0, others=True)
+        c.timed_beside(20.0)
+    assert c.owed <= 0

@@ -87,11 +87,11 @@ def test_fast_and_slow_cases_together_are_all_cases(pytester: pytest.Pytester) -
         @pytest.mark.parametrize("a", range(4))
         def test_all(a): ...
         """,
-        test_shapes_compiles="""
+        test_of_archs_of_a_test="""
         import pytest
 
         @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a"])
-        def test_archs(arch): ...
+        def test_it_compiles_for(arch): ...
         """,
     )
     args = ("-p", "no:cacheprovider", "-o", "markers=slow\nsampled")

@@ -40,12 +40,7 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
     assert n_params("qwen3.6-27b", with_mtp) - n_params("qwen3.6-27b", Parts()) == pytest.approx(
         0.425, abs=1e-3
     )
-    assert [round(n_params(f"qwen3.5-{x}", Parts()), 2) for x in ("9b", "4b", "2b", "0.8b")] == [
-        8.95,
-        4.21,
-        1.88,
-        0.75,
-    ]
+    assert [round(n_params(f"qwen3.5-{x}", Parts()), 2) for x in ("9b", "4b", "2b", "0.8b")] == [8.95, 4.21, 1.88, 0.75]  # fmt: skip
     assert count("qwen3.6-35b-a3b", with_mtp) == 753
     for name, trunk, block in (("qwen3.5-122b-a10b", 122.11, 2.52), ("qwen3.6-35b-a3b", 34.66, 0.845)):
         assert n_params(name, Parts()) == pytest.approx(trunk, abs=0.005)

@@ -22,6 +22,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
+from regret import planned
 
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.policy.controller import Controller
@@ -97,17 +98,18 @@ def answer_at_once(r: Rig, kind: str) -> None:
     tokens = torch.full((BUCKETS[-1],), GOOD)
     if kind == "mtp":
         drafter.tokens.fill_(GOOD)
-        drafter._first = drafter._next = lambda batch: None
+        drafter._first = lambda batch: None
+        drafter._steps = (drafter._first,)
     if kind in ("dflash", "quiet"):
         drafter.block = lambda batch: (tokens[: batch.bucket], None)
         drafter.inject = lambda batch: None
     if kind == "lookups":
-        loop.speculator.host.took = lambda ms, busy: None  # type: ignore[method-assign]
+        loop.controller.looked_up = lambda ms, busy: None  # type: ignore[method-assign]
     if kind == "quiet":  # drafts are far too expensive, and the controller does not try again
         for busy in range(1, len(loop.table.slots) + 1):
             for _ in range(2):
                 loop.controller.costs.draft.add(busy, 50.0)
-        loop.controller._may_ask = lambda plain_ms: False
+        loop.controller.may_ask = lambda plain_ms: False
 
 
 def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, repeats: int = 5) -> str:
@@ -169,7 +171,7 @@ def choosing(n_slot: int, n_max: int = 15, repeats: int = 1000) -> str:
         c.record(i % n_slot, n_max, 5)
     began = time.perf_counter()
     for _ in range(repeats):
-        c.choose([(slot, n_max) for slot in range(n_slot)])
+        planned(c, [(slot, n_max) for slot in range(n_slot)])
     took = time.perf_counter() - began
     return f"controller, {n_slot} slots of up to {n_max} drafts: {1e6 * took / repeats:.1f} us"
 

@@ -32,13 +32,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from regret import CARDS, Card, best_lengths, busy_rows, graph_rows
+from regret import CARDS, Card, best_lengths, busy_rows, graph_rows, planned
 
 from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.costs import Costs, Timer, bucket
-from pyspec.engine.policy.estimate import Certainty, log_odds
+from pyspec.engine.policy.estimate import Acceptance, log_odds
 from pyspec.slots.arena import bucket_of, most_rows
 
 Floats = NDArray[np.float64]
@@ -169,8 +169,7 @@ class Engine(Decider):
         self.controller.begin(slot)
 
     def ask(self, caps: list[tuple[int, int]]) -> list[int]:
-        picked = self.controller.choose(caps)
-        return self.controller.whole(caps, picked) if self.sees else picked
+        return [n for _, n in planned(self.controller, caps, tells=self.sees).asked]
 
     def cut(self, caps: list[tuple[int, int]], asked: list[int], probs: list[Floats]) -> list[int]:
         if not self.sees:
@@ -352,9 +351,9 @@ class Machine:
         self.drafts = np.zeros((len(self.lens), 2))
         self.shares = [self.traces.shares(mean) for mean in self.lens]
 
-    def fits(self) -> Certainty:
+    def fits(self) -> Acceptance:
         """Curves of the whole recording, as these slots have it."""
-        found = Certainty(self.traces.n_draft)
+        found = Acceptance(1, self.traces.n_draft)
         for _ in range(2):
             for shares in self.shares:
                 for i in np.random.default_rng(0).choice(len(shares), 300, p=shares):
@@ -363,7 +362,7 @@ class Machine:
                         (right[:, None] > np.arange(probs.shape[1])).mean(axis=0), (len(probs), 1)
                     )
                     x = found.features(probs, survive)
-                    found.learn(x, [probs.shape[1]] * len(x), right.tolist())
+                    found.fit(x, [probs.shape[1]] * len(x), right.tolist())
         return found
 
     def ms_parts(self, rows: int, busy: int, live: int, passes: int) -> tuple[float, float]:

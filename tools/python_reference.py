@@ -25,7 +25,7 @@ METHODS = (
     ("Loading", ("load", "close", "info", "state", "alive", "use_template")),
     ("Generating", ("generate", "stream", "generate_many", "chat", "chat_stream")),
     ("asyncio", ("agenerate", "astream", "achat", "achat_stream")),
-    ("Requests, tokens, slots and counters", ("request", "run", "run_stream", "submit", "cancel", "check_grammar", "known_grammar", "encode", "decode", "save_slot", "restore_slot", "erase_slot", "act_on_slot", "slots", "metrics", "replicas")),
+    ("Requests, tokens, slots and counters", ("request", "run", "run_stream", "submit", "cancel", "check_grammar", "known_grammar", "encode", "decode", "save_slot", "restore_slot", "erase_slot", "act_on_slot", "slots", "metrics", "replicas", "park", "wake")),
 )  # fmt: skip
 TYPES = (
     Result,

@@ -35,10 +35,27 @@ from pyspec.draft.blocks import BlockLength
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.costs import Costs, Timer, bucket
+from pyspec.engine.policy.plan import Offers, Prompt, RoundPlan, RoundState
 from pyspec.slots.arena import BUCKETS, WIDE, bucket_of, most_rows
 
 Floats = NDArray[np.float64]
 SIZES = (*BUCKETS, *WIDE)
+
+
+def planned(
+    c: Controller,
+    caps: list[tuple[int, int]],
+    offers: Offers | None = None,
+    beside: int = 0,
+    *,
+    tells: bool = False,
+) -> RoundPlan:
+    """The plan of a round of these decoding slots beside so many rows of prompts, taken."""
+    prompts = [Prompt(beside)] if beside else []
+    state = RoundState(c, caps, prompts, lambda: offers or {}, tells=tells)
+    made = c.plan(state)
+    c.take(state, made)
+    return made
 
 
 @dataclass(frozen=True)
@@ -358,7 +375,7 @@ class Served:
             for slot, s in sorted(self.seats.items())
         ]
         if self.pick is None:
-            picked = self.controller.choose(caps)
+            picked = [n for _, n in planned(self.controller, caps).drafts]
         else:
             picked = self.pick(
                 caps, np.array([self.seats[slot].text.chances[self.seats[slot].at] for slot, _ in caps])

@@ -28,11 +28,12 @@ from unittest.mock import patch
 import numpy as np
 from budget import TRACES, Traces, card_for
 from numpy.typing import NDArray
-from regret import CARDS, Card, busy_rows
+from regret import CARDS, Card, busy_rows, planned
 from regret import Text as DrawnText
 
 from pyspec.engine.load.warmup import N_ROUND, rehearsed
 from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.plan import RoundPlan
 from pyspec.slots.arena import bucket_of, most_rows
 
 Floats = NDArray[np.float64]
@@ -177,7 +178,7 @@ class Machine:
         r = self.r
         self.rng, self.n_seated = np.random.default_rng((self.seed, 1)), [0] * self.n_slot
         self.c = controller_of(r.card, self.n_slot, r.n_own)
-        self.host = host_of(self.c) if r.lookup_ms else None
+        self.looks = r.lookup_ms > 0
         if r.n_own:
             for busy, drafts in rehearsed(self.n_slot, r.card.n_max):
                 for live, n in drafts:
@@ -215,8 +216,6 @@ class Machine:
                 )
                 self.n_seated[slot] += 1
                 self.c.begin(slot)
-                if hasattr(self.host, "begin"):
-                    self.host.begin(slot)  # type: ignore[union-attr]
 
     def round(self) -> None:
         self.seat()
@@ -229,12 +228,11 @@ class Machine:
         caps = [(slot, max(0, min(n_own, left[slot]))) for slot in decoding]
         offers, asked = self.look_up(left)
         began = time.thread_time()
+        sees = SEES and any(self.seats[slot].text.sure is not None for slot in decoding)
         if not decoding or (beside and not BESIDE):
-            picked, c.offered = [0] * len(decoding), {}
+            whole, c.offered = [0] * len(decoding), {}
         else:
-            picked = c.choose(caps, offers, beside)
-        sees = SEES and decoding and any(self.seats[slot].text.sure is not None for slot in decoding)
-        whole = c.whole(caps, picked) if sees else picked
+            whole = [n for _, n in planned(c, caps, offers, beside, tells=sees).asked]
         kept, cut_ms = whole, 0.0
         if sees and any(whole):
             sure = {
@@ -246,11 +244,8 @@ class Machine:
             cut_ms = 1e3 * (time.thread_time() - before)
             c.cut_took(cut_ms)
         self.host_ms += 1e3 * (time.thread_time() - began)
-        if self.host is not None and asked:
-            self.host.plans(
-                len(decoding), [(slot, n) for slot, n in zip(decoding, kept, strict=True) if n]
-            )
-            charge(self.host, r.lookup_ms * len(asked), asked, len(decoding))
+        if asked:
+            c.looked_up(r.lookup_ms * len(asked), len(decoding))
         self.commit(decoding, kept, offers)
         own = [n for slot, n in zip(decoding, whole, strict=True) if n and slot not in c.offered]
         rows = len(decoding) + sum(kept)
@@ -271,16 +266,15 @@ class Machine:
         self.drafted += sum(kept)
 
     def look_up(self, left: dict[int, int]) -> tuple[dict[int, Any], list[int]]:
-        if self.host is None or not self.host.is_awake:
+        if not self.looks or not self.c.looks_up:
             return {}, []
-        asked = [slot for slot in left if not hasattr(self.host, "may") or self.host.may(slot)]
         found = {}
-        for slot in asked:
+        for slot in left:
             s = self.seats[slot]
             offer = s.text.offers[s.at, : max(left[slot], 0)]  # type: ignore[index]
             if len(offer) and offer[0]:
                 found[slot] = offer[offer > 0].tolist()
-        return found, asked
+        return found, list(left)
 
     def commit(self, decoding: list[int], kept: list[int], offers: dict[int, Any]) -> None:
         for slot, n in zip(decoding, kept, strict=True):
@@ -288,8 +282,7 @@ class Machine:
             right = min(n, int(s.text.right[s.at]))
             self.tokens += 1 + (right if s.text.expected is None else float(s.text.expected[s.at, n]))
             if slot in self.c.offered:
-                if n and self.host is not None:
-                    self.host.gave(slot, n, right)
+                self.c.record_offer(slot, n, right)
             else:
                 self.c.record(slot, n, right)
             s.at += right + 1
@@ -313,21 +306,11 @@ def controller_of(card: Card, n_slot: int, n_own: int) -> Controller:
     )
 
 
-def host_of(controller: Controller) -> Any:
-    from pyspec.engine.policy.rests import HostDrafts
-
-    return HostDrafts(controller)
-
-
-def charge(host: Any, ms: float, asked: list[int], busy: int) -> None:
-    host.took(asked, ms, busy) if hasattr(host, "may") else host.took(ms, busy)
-
-
 SEES = BESIDE = True
 M = "pyspec.engine.policy."
 
 
-def _common(self: Any, slots: Any) -> Any:
+def _common(self: Any, slots: Any, sure: Any = None) -> Any:
     self.learn()
     return np.array([self.texts[s].common @ self.texts[s].survive[:, 1:] for s in slots])
 
@@ -337,9 +320,9 @@ def _no_places(self: Any) -> None:
     _tabulate(self)
 
 
-def _none(self: Any, caps: Any, *_: Any) -> list[int]:
-    self.offered = {}
-    return [0] * len(caps)
+def _none(self: Any, state: Any) -> RoundPlan:
+    none = [(slot, 0) for slot, _ in state.decoding]
+    return RoundPlan(none, none, reasons=dict.fromkeys([slot for slot, _ in none], ""))
 
 
 def offs() -> dict[str, AbstractContextManager[Any]]:
@@ -349,19 +332,18 @@ def offs() -> dict[str, AbstractContextManager[Any]]:
     _tabulate = AcceptancePrior.tabulate
     c = M + "controller."
     return {
-        "no drafts": patch(c + "Controller.choose", _none),
+        "no drafts": patch(c + "Controller.plan", _none),
         "levels of slots": patch(M + "estimate.Acceptance.survive", _common),
         "positions": patch(M + "estimate.AcceptancePrior.tabulate", _no_places),
         "certainty and cuts": patch(f"{__name__}.SEES", False),
         "account of cuts": patch(c + "Controller.cuts", True),
-        "credit for information": patch(c + "HORIZON", 0.0),
+        "credit for information": patch(M + "plan.HORIZON", 0.0),
         "tries after silence": patch(c + "TRY_FIRST", 10**9),
-        "plain rounds again": patch(c + "Controller._plain_is_stale", lambda *_: False),
-        "choice stands": patch(c + "RETHINK", 0),
+        "plain rounds again": patch(c + "Controller.is_plain_stale", lambda *_: False),
+        "choice stands": patch(M + "plan.RETHINK", 0),
         "drafts beside prompts": patch(f"{__name__}.BESIDE", False),
-        "doubt of times": patch(c + "DOUBT_EVERY", 10**9),
-        "margin": patch(c + "MARGIN", 1.0),
-        "host's account": patch(M + "rests.HostDrafts.is_resting", False),
+        "margin": patch(M + "plan.MARGIN", 1.0),
+        "host's account": patch(c + "Controller.looks_up", True),
     }  # fmt: skip
 
 

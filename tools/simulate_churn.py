@@ -25,7 +25,7 @@ from engine_rig import Rig, rig
 
 from pyspec.device import worker as worker_module
 from pyspec.engine.loop.round import RowLimits
-from pyspec.engine.policy.pace import PromptPace
+from pyspec.engine.policy.plan import PromptRules
 from pyspec.models.target import Out
 from pyspec.request import SamplingParams
 from pyspec.sample.synth import SynthAcceptance
@@ -81,7 +81,7 @@ def make(kind: str, n_slot: int, length: float, folder: Path) -> tuple[Rig, Devi
     loop.worker.arena = Arena(n_slot, pages, torch.device("cpu"), width)
     loop.lookahead.max_rows = loop.worker.arena.n_row
     loop.limits = RowLimits(2048, 2048)
-    loop.pace = PromptPace(512, 2048, loop.controller.costs)
+    loop.controller.rules = PromptRules(512, 2048, n_free=2048)
     logits = torch.zeros(4096, loop.target.n_vocab)
     hidden = torch.zeros(4096, loop.target.n_embd)
     best = torch.full((2, 4096), 7.0, dtype=torch.float64)
@@ -124,7 +124,7 @@ def _on_paper(drafter: Any, device: Device) -> None:
         device.run(ms, "late forwards")
         device.count["late rows"] += batch.n_row
 
-    drafter._first = drafter._next = first
+    drafter._first, drafter._steps = first, (first,)
     drafter._late = late
     drafter.block.forward = late
     observe = drafter.observe
@@ -167,8 +167,7 @@ def _watch(loop: Any, device: Device) -> None:
     timed(loop, "launch_next", "launch_next")
     timed(loop, "commit", "commit")
     timed(loop.speculator, "observe", "observe")
-    timed(loop.controller, "choose", "choose")
-    timed(loop.controller, "_best", "weighing")
+    timed(loop.controller, "plan", "planning")
 
 
 class Moment:

@@ -41,6 +41,7 @@ class Run:
     lengths      mean drafts of a stream over the turn's rounds, of which there are all_rounds; only in process
     via          "engine": in process, timed at the hand-over of tokens; "http": through the server, timed by its clients
     case         other parameters that vary between runs of one report
+    hit_rate     of the window's experts in host memory, the share that had a place on the GPU
     """
 
     np: int
@@ -67,13 +68,16 @@ class Run:
     is_cut: bool = False
     lengths: tuple[float, ...] = ()
     all_rounds: int = 0
+    hit_rate: float = 0.0
 
     @property
     def result_text(self) -> str:
         """The result, as the rest of a line after the run's name."""
         way = " through HTTP" if self.via == "http" else ""
-        return f"{way}: {f'{self.rate:.1f} tokens/s' if self.rate else 'no rate'}" + (
-            f" ({self.note})" if self.note else ""
+        return (
+            f"{way}: {f'{self.rate:.1f} tokens/s' if self.rate else 'no rate'}"
+            + (f" ({self.note})" if self.note else "")
+            + (f", {self.hit_rate:.0%} of experts on the GPU" if self.hit_rate else "")
         )
 
 
@@ -254,6 +258,7 @@ def summarise(watch: Watch, how: Turn, n_prompt: int) -> Run:
     before = watch.opened[1] if watch.opened is not None else after
     rounds = after.rounds - before.rounds
     parts = {p: _delta(before, after, p) / rounds if rounds > 0 else 0.0 for p in PARTS}
+    hits, misses = after.expert_hits - before.expert_hits, after.expert_misses - before.expert_misses
     prompt_s, whole_s = watch.first - watch.began, watch.rounds[-1].ended - watch.began
     return Run(
         np=watch.n_stream,
@@ -276,6 +281,7 @@ def summarise(watch: Watch, how: Turn, n_prompt: int) -> Run:
         synthetic=any(t.synthetic for t in timings),
         note="" if seconds > 0 else watch.thinned,
         is_cut=watch.done[0].finish in ("eos", "stop"),
+        hit_rate=hits / (hits + misses) if hits + misses else 0.0,
     )
 
 

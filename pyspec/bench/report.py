@@ -22,6 +22,8 @@ def as_markdown(report: Report) -> str:
     head = [f"{about['model']}, {about['device']}, drafter {about['drafter']}, {about['date']}"]
     if report.synthetic:
         head.append(f"**{MADE_UP}**: speed only; the text is not the model's")
+    if routing := about.get("routing"):
+        head.append(f"**synthetic routing of experts**: {routing}")
     kinds = ["prompt tok/s", "plain tok/s", "per stream", "spec tok/s", "per stream"]
     rates = ["np", *kinds, "ratio", "lowest..highest"]
     tables = [_table(rates, [_rate_cells(r) for r in report.rows])]
@@ -123,7 +125,7 @@ def as_csv(report: Report) -> str:
 def _flat(report: Report, row: Row) -> dict[str, object]:
     names = ("model", "device", "drafter", "date")
     flat: dict[str, object] = {name: report.about[name] for name in names}
-    flat["synthetic"] = report.synthetic
+    flat["synthetic"], flat["routing"] = report.synthetic, report.about.get("routing", "")
     for name, value in asdict(row).items():
         if isinstance(value, dict):
             known = DEVICE_PARTS if name.endswith("_parts") else PARTS

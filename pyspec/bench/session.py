@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspec.bench.measure import Mode, Run, Turn, measure, with_rate
@@ -14,6 +15,7 @@ from pyspec.bench.over_http import Clients, measure_http
 from pyspec.bench.parts import watch_rounds
 from pyspec.bench.prompts import Chat, make_prompts
 from pyspec.bench.result import Report, Row, summarise_turns
+from pyspec.gguf import open_gguf
 from pyspec.version import __version__
 
 if TYPE_CHECKING:
@@ -149,6 +151,16 @@ def room(info: EngineInfo, prompts: Sequence[tuple[int, ...]]) -> int:
     return min(info.n_ctx, each) - max(map(len, prompts))
 
 
+def routing_of(path: Path) -> str:
+    """The synthetic routing of a random model's experts, as its file says it; "": it has none."""
+    if not path.is_file():  # of an engine elsewhere
+        return ""
+    from pyspec.synth.routing import ROUTING
+
+    with open_gguf(path) as file:
+        return file.fields.title(ROUTING)
+
+
 def setup_of(engine: Engine, plan: Plan) -> dict[str, object]:
     """The setup: model, machine and settings."""
     import torch
@@ -180,6 +192,8 @@ def setup_of(engine: Engine, plan: Plan) -> dict[str, object]:
     }
     if info.synthetic_len:
         facts["synthetic_len"] = info.synthetic_len
+    if routing := routing_of(Path(info.model_path)):
+        facts["routing"] = routing
     if plan.bandwidth:
         facts["bandwidth_gbps"] = plan.bandwidth
     return facts

@@ -16,49 +16,33 @@ from pyspec import __version__, streams
 from pyspec.errors import PyspecError
 
 COMMANDS = {
-    "server": (
-        "pyspec.cli.server:server",
-        "Serve a model over HTTP: the OpenAI API and llama-server's.",
-    ),
-    "run": ("pyspec.cli.run:run", "Answer one prompt, or chat in the terminal."),
-    "demo": ("pyspec.cli.demo:demo", "Show the packaged pair with and without speculation."),
-    "bench": ("pyspec.cli.bench:bench", "Measure speed, plain and speculative in turns."),
-    "models": ("pyspec.cli.models:models", "List the models that can be given by name."),
-    "pull": ("pyspec.cli.pull:pull", "Download a model and its drafter."),
-    "list": ("pyspec.cli.listing:list_models", "List the models on this machine."),
-    "ps": ("pyspec.cli.ps:ps", "Show running servers: model, slots, drafts."),
-    "fit": (
-        "pyspec.cli.fit:fit",
-        "Show a model's memory, and the slots and contexts that fit.",
-    ),
-    "verify": (
-        "pyspec.cli.verify:verify",
-        "Compare greedy texts with and without drafts, token by token.",
-    ),
-    "inspect": ("pyspec.cli.inspect:inspect", "Show metadata, tensors and sizes of a GGUF file."),
-    "tokenize": ("pyspec.cli.tokenize:tokenize", "Print the token ids of a text."),
-    "logits": ("pyspec.cli.logits:logits", "Write the logits of given tokens to a file."),
-    "perplexity": (
-        "pyspec.cli.perplexity:perplexity",
-        "Compute the perplexity of a text, as llama-perplexity does.",
-    ),
-    "synth": ("pyspec.cli.synth:synth", "Write a random model with real dimensions."),
-    "doctor": (
-        "pyspec.cli.doctor:doctor",
-        "Check the kernels on this machine.",
-    ),
-    "config": ("pyspec.cli.config:config", "Show settings and their origin, or llama-server's flags."),
-    "completion": (
-        "pyspec.cli.completion:completion",
-        "Print a completion script for bash, zsh or fish.",
-    ),
+    "server": "Serve a model over HTTP: the OpenAI API and llama-server's.",
+    "run": "Answer one prompt, or chat in the terminal.",
+    "demo": "Show the packaged pair with and without speculation.",
+    "bench": "Measure speed, plain and speculative in turns.",
+    "models": "List the models that can be given by name.",
+    "pull": "Download a model, its drafter and its projector.",
+    "list": "List the models on this machine.",
+    "ps": "Show running servers: model, slots, drafts.",
+    "fit": "Show a model's memory, and the slots and contexts that fit.",
+    "verify": "Compare greedy texts with and without drafts, token by token.",
+    "inspect": "Show metadata, tensors and sizes of a GGUF file.",
+    "tokenize": "Print the token ids of a text.",
+    "logits": "Write the logits of given tokens to a file.",
+    "perplexity": "Compute the perplexity of a text, as llama-perplexity does.",
+    "synth": "Write a random model with real dimensions.",
+    "doctor": "Check the kernels on this machine.",
+    "config": "Show settings and their origin, or llama-server's flags.",
+    "completion": "Print a completion script for bash, zsh or fish.",
 }
-"""Module and help line of each command. The help lines are repeated here so that `--help` imports no command."""
+"""The help line of each command. They are repeated here so that `--help` imports no command."""
+PLACES = {"list": "listing:list_models"}
+"""Module and function of a command that are not its name."""
 AHEAD = "server"
 """The command whose engine runs in a process of its own, which imports while this one does."""
 NO_ENGINE = frozenset(["-h", "--help", "--version", "--list-devices", "--in-process"])
 """With one of these words the command needs no such process."""
-BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}
+BELOW = {("bench", "compare"): "bench:compare"}
 """Subcommands of a command that also runs by itself."""
 ELSEWHERE = {
     "chat": "pyspec run MODEL",
@@ -88,12 +72,12 @@ INTERRUPTED = 130  # the exit status that a shell reports for Ctrl-C
 
 def _load(place: str) -> click.Command:
     module, name = place.split(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(f"{__name__}.{module}"), name)
 
 
 def command_of(name: str) -> click.Command:
     """A command of the table, imported."""
-    return _load(COMMANDS[name][0])
+    return _load(PLACES.get(name, f"{name}:{name}"))
 
 
 class Commands(click.Group):
@@ -109,7 +93,7 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         room = formatter.width - 6 - max(map(len, COMMANDS))
-        commands = {name: click.Command(name, help=line) for name, (_, line) in COMMANDS.items()}
+        commands = {name: click.Command(name, help=line) for name, line in COMMANDS.items()}
         said = {name: command.get_short_help_str(room) for name, command in commands.items()}
         with formatter.section("Commands"):
             formatter.write_dl(list(said.items()))

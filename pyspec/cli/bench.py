@@ -2,28 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from pyspec.cli.compare import holds, percent
+from pyspec.cli import verbose_option
 from pyspec.cli.fields import Number
 from pyspec.cli.flags import FlagCommand, gathered, option
-from pyspec.cli.lists import in_list, pairs
 from pyspec.cli.meter import load_with_meter
 from pyspec.cli.options import EngineChoice, begin_log, engine_options
 from pyspec.config import MAX_CTX, MAX_SLOTS, MAX_THREADS
 
 if TYPE_CHECKING:
     from pyspec.bench.over_http import Clients
-    from pyspec.bench.result import Report
+    from pyspec.bench.result import Change, Report
     from pyspec.bench.session import Plan
     from pyspec.engine.api import Engine
+
+# -- lists of numbers ------------------------------------------------------------------------------------------------
+# Lists of numbers as in llama-bench: 512,1024 and ranges: 1-8, 0-512+128, 1-64*2.
+
+PART = re.compile(r"(\d+)(?:-(\d+)(?:([+*])(\d+))?)?")
+MOST = 64  # numbers in one list
+FORM = "want numbers between commas, or ranges: 512,1024 or 1-8 or 0-512+128 or 1-64*2"
+
+
+def numbers(text: str) -> list[int]:
+    """The numbers of a list. Raises ValueError."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = PART.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{FORM}; got {text!r}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        by, multiplies = int(match[4] or 1), match[3] == "*"
+        if last < first or by < 1 + multiplies or (multiplies and not first):
+            raise ValueError(f"the range {part.strip()!r} does not end; {FORM}")
+        while first <= last:
+            found.append(first)
+            if len(found) > MOST:
+                raise ValueError(f"{text!r} has more than {MOST} numbers")
+            first = first * by if multiplies else first + by
+    return found
+
+
+def in_list(low: int, high: int, what: str) -> Callable[..., tuple[int, ...]]:
+    """A callback for an option that may be repeated or hold a list: its numbers in order, without duplicates."""
+
+    def read(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> tuple[int, ...]:
+        try:
+            found = [number for text in texts for number in numbers(text)]
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+        wrong = next((number for number in found if not low <= number <= high), None)
+        if wrong is not None:
+            raise click.BadParameter(f"want {low} to {high} {what}, got {wrong}")
+        return tuple(dict.fromkeys(found))
+
+    return read
+
+
+def pairs(
+    ctx: click.Context,
+    param: click.Parameter,
+    texts: Sequence[str],
+) -> tuple[tuple[int, int], ...]:
+    """Callback of -pg: prompt tokens and answer tokens, PROMPT,ANSWER."""
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"(\d{1,8}),(\d{1,8})", text.strip())
+        if match is None or int(match[2]) < 4:
+            raise click.BadParameter(
+                f"want tokens of a prompt and of an answer, such as 512,128; got {text!r}"
+            )
+        found.append((int(match[1]), int(match[2])))
+    return tuple(found)
+
+
+# -- two reports -----------------------------------------------------------------------------------------------------
+# `pyspec bench compare`: two reports of `pyspec bench -o json`, checked for rates that fell.
+
+REPORT = click.Path(path_type=Path, dir_okay=False)
+
+
+def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    """Callback of --max-regress: "3%" or "3" to 0.03."""
+    try:
+        given = float(value.strip().removesuffix("%"))
+    except ValueError:
+        given = -1.0
+    if not 0 <= given <= 100:
+        raise click.BadParameter(f"want a percentage from 0% to 100%, got {value!r}")
+    return given / 100
+
+
+@click.command("compare")
+@click.argument("before", metavar="A.json", type=REPORT)
+@click.argument("after", metavar="B.json", type=REPORT)
+@click.option("--max-regress", default="3%", callback=percent, help="Exit status 1 if a rate fell by more.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@verbose_option
+@click.pass_context
+def compare(
+    ctx: click.Context,
+    before: Path,
+    after: Path,
+    max_regress: float,
+    as_json: bool,
+) -> None:
+    """Compare two reports of `pyspec bench -o json`: every rate of A with B's.
+
+    Exit status 1 if a rate fell by more than --max-regress. Example: pyspec bench compare main.json mine.json --max-regress 3%
+    """
+    from pyspec.bench.result import compare as compared
+    from pyspec.bench.result import read_rates
+
+    found = compared(read_rates(before), read_rates(after))
+    if as_json:
+        regressions = [{"change": c.change, "regression": c.change < -max_regress} for c in found]
+        rows = [asdict(c) | more for c, more in zip(found, regressions, strict=True)]
+        click.echo(json.dumps({"max_regress": max_regress, "changes": rows}, indent=1))
+        ctx.exit(1 if any(row["regression"] for row in rows) else 0)
+    if not holds(found, max_regress, err=False):
+        ctx.exit(1)
+
+
+def holds(found: Sequence[Change], max_regress: float, *, err: bool = True) -> bool:
+    """True if no rate fell by more than `max_regress`. Prints changed rates to stderr or stdout."""
+    good = True
+    for c in found:
+        is_worse = c.change < -max_regress
+        good = good and not is_worse
+        verdict = f"  REGRESSION beyond {max_regress:.1%}" if is_worse else ""
+        rates = f"{c.before:.1f} -> {c.after:.1f} ({c.change:+.1%})"
+        click.echo(f"np {c.np} {c.what}: {rates}{verdict}", err=err)
+    return good
+
 
 DEFAULT_GEN = 128  # tokens of an answer
 LONG_CTX = 8192  # tokens of a request; a load always finds room for this length by itself

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from pyspec import progress
@@ -13,12 +16,11 @@ from pyspec.config import settings_from
 from pyspec.errors import ConfigError, DoesNotFit
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pyspec.config import EngineSettings
     from pyspec.engine.api import Engine
     from pyspec.engine.named import Named
     from pyspec.engine.plan.look_apart import HeadsRead
+    from pyspec.hub import Repository
     from pyspec.hub.heads import Seen
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class ModelChoice:
     draft: str = ""
     draft_repo: str = ""
     look: bool = True  # check the head of a remote file before downloading it
+    mmproj: bool = True  # take the projector beside a model of `repo`, if none is named
     seen: Seen = field(default_factory=dict)
 
     @property
@@ -60,14 +63,25 @@ class ModelChoice:
             what = "no model given: want a GGUF file, a name, or -hf"
             what = "-m and -hf exclude each other" if self.model else what
             raise ConfigError(f"{what}; `pyspec models` lists names")
-        if self.file and not self.repo:
-            raise ConfigError("-hff names a file of a repository: name the repository with -hf")
-        if self.draft and self.draft_repo:
-            raise ConfigError("-md and -hfd exclude each other")
+        self._check_beside()
         for repo in filter(None, (self.repo, self.draft_repo)):
             split_name(repo)
         for named in filter(None, (self.model, self.draft)):
             lookup(named)
+
+    def check_unnamed(self) -> None:
+        """Raise ConfigError for files that go with a model, where none is named."""
+        self._check_beside()
+        if self.draft or self.draft_repo:
+            raise ConfigError(
+                "a drafter goes with a model: name the model, or put both into a section of --models-preset"
+            )
+
+    def _check_beside(self) -> None:
+        if self.file and not self.repo:
+            raise ConfigError("-hff names a file of a repository: name the repository with -hf")
+        if self.draft and self.draft_repo:
+            raise ConfigError("-md and -hfd exclude each other")
 
     def is_here(self) -> bool:
         """True if nothing needs a download: local files and packaged models. Call `check` first."""
@@ -157,12 +171,48 @@ class ModelChoice:
 
     def pair(self) -> tuple[Path, Path | None]:
         """The files of the model and of its drafter, the catalogue's if none was named."""
-        from pathlib import Path
-
         from pyspec.catalog import resolve
 
         path, paired = resolve(self.target())
         return path, paired if (draft := self.drafter()) == "auto" else Path(draft)
+
+
+def projector_beside(name: str, file: str, target: str) -> Path | None:
+    """Path of the projector beside the -hf target, downloaded if necessary; None if there is none, or if pyspec can not run it: the model reads
+    text then, and a line says why. Raises DownloadError, ConfigError."""
+    from pyspec.hub import Repository, split_name
+    from pyspec.hub.names import choose_projector
+
+    repo, quant = split_name(name)
+    there = Repository.open(repo)
+    found = choose_projector(there.choose(quant, file)[0], there.names)
+    if not found:
+        return None
+    if why := _flaw_of(there, found, target):
+        log.warning("%s is not taken, so no images are read: %s", found, why)
+        return None
+    log.info("%s: taken as projector, so images are read; --no-mmproj leaves it out", found)
+    return there.fetch([found])[0]
+
+
+def _flaw_of(there: Repository, projector: str, target: str) -> str:
+    """Why a projector can not go with a model, by the head of its file; "" if it can."""
+    from pyspec.errors import ModelError, PairError
+    from pyspec.gguf import open_gguf
+    from pyspec.hub import heads_only
+    from pyspec.hub.heads import current
+    from pyspec.vision.pixels import pillow
+    from pyspec.vision.projector import read_projector
+
+    try:
+        pillow()
+        with TemporaryDirectory() as folder, nullcontext() if current() else heads_only(Path(folder)):
+            read = read_projector(there.fetch([projector])[0])
+        with open_gguf(Path(target)) as model:
+            read.check_pair(model)
+    except (ConfigError, ModelError, PairError) as e:
+        return str(e)
+    return ""
 
 
 def _from_hub(name: str, file: str, *, drafter: bool = False) -> str:
@@ -217,4 +267,7 @@ class EngineChoice:
             draft = find_sidecar(self.choice.repo, self.choice.file, target, spec_type)
         resolve(target)
         self.check(np)
-        return target, draft, {"np": np or self.np, "ctx": self.ctx, **self.settings}
+        values: dict[str, object] = {"np": np or self.np, "ctx": self.ctx, **self.settings}
+        if self.choice.repo and self.choice.mmproj and not values["mmproj"]:
+            values["mmproj"] = projector_beside(self.choice.repo, self.choice.file, target)
+        return target, draft, values

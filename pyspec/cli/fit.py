@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -12,43 +12,31 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyspec.cli.flags import FlagCommand, grouped
-from pyspec.cli.options import EngineChoice, begin_log, engine_options
+from pyspec.cli.options import EngineChoice, amount, begin_log, engine_options
 
 if TYPE_CHECKING:
     from pyspec.engine.plan.fit import Fit, FitReport
 
 _plan = grouped("Plan")
 AUTO_SLOTS = 4
-LEAST_BYTES = 1 << 20  # a smaller number without a unit is one of GiB
-UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def _bytes(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
-    if value is None:
-        return 0
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
-    n = float(found[1]) * UNITS[found[2].upper()] if found else -1.0
-    if found and not found[2] and 0 < n < LEAST_BYTES:
-        n *= UNITS["G"]
-    if not 1 << 20 <= n < 1 << 50:
-        raise click.BadParameter(f"want an amount of memory such as 24G, got {value!r}", ctx, param)
-    return int(n)
 
 
 @click.command(cls=FlagCommand)
-@engine_options
+@partial(engine_options, but=("vram",))
 @_plan(
     "--vram",
-    callback=_bytes,
+    callback=amount,
     metavar="SIZE",
     help="Plan for this much GPU memory: 24 or 24G is 24 GiB.",
 )
+@_plan("--ram", callback=amount, metavar="SIZE", help="With --vram: plan for this much host memory.")
 @_plan("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
+def fit(ctx: click.Context, engine: EngineChoice, vram: int, ram: int, as_json: bool) -> None:
     """Show a model's memory, and the slots and contexts that fit.
 
-    Computed from the file's head: no weights are loaded or downloaded. Exit status 5 if nothing fits.
+    Experts that do not fit on the GPU are planned for host memory, with a forecast of the rate. Computed from the file's head: no weights are
+    loaded or downloaded. Exit status 5 if nothing fits.
 
     Example: pyspec fit -hf user/repo:Q4_K_M --vram 24G
     """
@@ -56,6 +44,8 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     from pyspec.gguf import has_head
     from pyspec.hub import heads_only
 
+    if ram and not vram:
+        raise click.UsageError("--ram needs --vram, the memory of a GPU")
     begin_log()
     engine.choice.check()
     engine.choice.locate()
@@ -65,7 +55,7 @@ def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> N
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder), has_head):
         path, settings = engine.plan(n_slot)
-        report = plan_fit(path, settings, vram)
+        report = plan_fit(path, settings, vram, ram)
         fits = report.best(n_slot) is not None
         advice = "" if fits else instead(report, engine.choice.name)
     about = summary(report, engine) | {"instead": advice}
@@ -95,11 +85,30 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
             "draft": report.draft_per_slot,
             "checkpoint": report.checkpoint,
         },
+        "host": _host(report),
         "contexts": [{"np": f.np, "n_ctx": f.n_ctx, "total": f.plan.total} for f in report.fits],
         "note": _fewer(report, best) if best is not None else "",
         "flags": []
         if best is None
         else _flags(engine, best.np, min(best.n_ctx, engine.ctx or best.n_ctx)),
+    }
+
+
+def _host(report: FitReport) -> dict[str, Any] | None:
+    """Where experts and feed-forwards are, and the rates that memory allows; None if all is on the device."""
+    from pyspec.engine.plan.fitted import expected, rates_of, share_on_card
+
+    if report.host is None:
+        return None
+    rates = rates_of(report.description)
+    return {
+        "plan": asdict(report.host) | {"total": report.host.total},
+        "free": report.host_free,
+        "blocks": [[block.prefix, n] for block, n in report.description.in_host],
+        "feed_forwards": [block.prefix for block in report.description.away],
+        "share_on_gpu": round(share_on_card(report.description), 4),
+        "forecast": {name: round(x, 1) for name, x in expected(report.description, rates).items()},
+        "rates": rates.said,
     }
 
 
@@ -134,6 +143,8 @@ def _others(engine: EngineChoice) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(rule.spelt if value else rule.spelt.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [rule.spelt, ",".join(value)]
         else:
             words += [rule.spelt, f"{value:g}" if isinstance(value, float) else str(value)]
     return words
@@ -159,6 +170,12 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
     verdict = "fits" if about["fits"] else "does not fit"
     row(t, f"-np {d.settings.np} -c {d.n_ctx}", size(report.asked.total), verdict)
     show(t)
+    if report.host is not None:
+        from pyspec.engine.plan.fitted import fit_lines
+
+        verdict = "" if report.host.total <= report.host_free else ", which does not fit"
+        click.echo("\n".join(fit_lines(d)))
+        click.echo(f"host memory: {report.host}, of {size(report.host_free)} free{verdict}\n")
     if report.checkpoint:
         click.echo(
             f"a checkpoint of a slot's state and windows takes {size(report.checkpoint)}; one per slot is included\n"

@@ -20,7 +20,9 @@ import click
 
 TABLE = Path(__file__).with_name("llama_flags.toml")
 OTHERS = "Other"  # group of options without one
-LATE = ("Default sampling", "Slots, context and cache", "Drafts", "Device", "Longer contexts", OTHERS)
+LATE = (
+    "Default sampling", "Slots, context and cache", "Drafts", "Device", "Memory of GPU and host", "Longer contexts", OTHERS,
+)  # fmt: skip
 """Groups that many commands share: help lists them behind a command's own."""
 EVERYWHERE = ("-h --help --usage", "--version", "-v --verbose --log-verbose")
 """Flags of llama-server that every command has."""
@@ -43,7 +45,6 @@ class LlamaFlag:
     env: str = ""
     harmless: tuple[str, ...] = ()
     takes: str = ""  # values of an ignored flag, as in the table
-    loud: bool = False  # an ignored flag whose line is a warning
 
     def error(self, name: str) -> str:
         """The message for a user who gave the flag under this name."""
@@ -81,11 +82,7 @@ def llama_flags() -> dict[str, LlamaFlag]:
     flags = []
     for fate in ("ignored", "refused"):
         for group in found[fate]:
-            more = {
-                "why": group["why"],
-                "harmless": tuple(group.get("harmless", ())),
-                "loud": "loud" in group,
-            }
+            more = {"why": group["why"], "harmless": tuple(group.get("harmless", ()))}
             for n_value, kind in enumerate(("switches", "values", "pairs")):
                 listed = group.get(kind, ())
                 flags += [_flag(text, fate, n_value=n_value, **more) for text in listed]
@@ -171,6 +168,12 @@ class GroupedOption(click.Option):
         return extra
 
 
+def option_flags(command: click.Command) -> dict[str, click.Option]:
+    """The options of a command by each of their spellings."""
+    options = (p for p in command.params if isinstance(p, click.Option))
+    return {name: p for p in options for name in (*p.opts, *p.secondary_opts)}
+
+
 def grouped(group: str) -> Callable[..., Callable[[F], F]]:
     """`click.option` for the options of one group."""
     return partial(click.option, cls=GroupedOption, group=group)
@@ -207,16 +210,20 @@ class FlagCommand(click.Command):
         own = _own_env(option)
         llama = [_variable(option.llama)] if isinstance(option, GroupedOption) and option.llama else []
         llama += [FORMER[name] for name in llama if name in FORMER]
-        off: tuple[str, ...] = ()
+        off: list[str] = []
+        llama_off: list[str] = []
         if isinstance(option, GroupedOption) and option.secondary_opts:
-            off = option.off_by = tuple(map(negative_of, (*own, *llama)))
+            off = list(dict.fromkeys((*map(negative_of, own), *_variables(option.secondary_opts))))
+            llama_off = list(map(negative_of, llama))
+            option.off_by = (*off, *llama_off)
         yield from own
-        yield from off[: len(own)]
+        yield from off
         if self.reads_llama_env:
-            yield from off[len(own) :]
+            yield from llama_off
             yield from llama
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["pyspec.words"] = tuple(args)
         reader = _Reader(self, ctx)
         if ctx.resilient_parsing:  # a shell completes an unfinished line
             with suppress(click.UsageError):
@@ -336,7 +343,12 @@ def _own_env(option: click.Option) -> list[str]:
     else:
         said = [option.envvar] if isinstance(option.envvar, str) else option.envvar
     long = [name for name in option.opts if name.startswith("--")] or option.opts[:1]
-    return [*(f"PYSPEC_{name.strip('-').replace('-', '_').upper()}" for name in long), *said]
+    return [*_variables(long), *said]
+
+
+def _variables(spellings: Iterable[str]) -> list[str]:
+    """pyspec's variables of an option's spellings."""
+    return [f"PYSPEC_{name.strip('-').replace('-', '_').upper()}" for name in spellings]
 
 
 class _Reader:
@@ -431,7 +443,7 @@ class _Reader:
         if flag.fate == "ignored":
             if fault := flag.fault(name, values):
                 raise click.UsageError(fault, self._ctx)
-            notes = self._ctx.meta.setdefault("pyspec.warnings" if flag.loud else "pyspec.notes", [])
+            notes = self._ctx.meta.setdefault("pyspec.notes", [])
             notes.append(f"{name} has no effect: {flag.why}")
         elif not values or any(value not in flag.harmless for value in values):
             raise click.UsageError(flag.error(name), self._ctx)
@@ -442,24 +454,31 @@ def option(group: str, *names: str, **more: Any) -> Callable[[str], Callable[[F]
     return partial(grouped(group), *names, **more)
 
 
-def gathered(kind: type[Any]) -> Callable[[F], F]:
-    """Add an option for each field of a dataclass, whose note makes it; the command receives `flags`, one such object."""
-    makes = {
-        name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()
-    }
+def folding(
+    options: Sequence[Callable[[Any], Any]], **made: Callable[[dict[str, Any]], Any]
+) -> Callable[[F], F]:
+    """Add options to a command, in the order of help. It receives what `made` makes of their values, by name; what that uses it takes out."""
 
     def decorate(function: F) -> F:
         @wraps(function)
         def folded(**values: Any) -> object:
-            own = {name: values.pop(name) for name in makes}
-            return function(flags=kind(**own), **values)
+            for name, make in made.items():
+                values[name] = make(values)
+            return function(**values)
 
-        made: Any = folded
-        for name, make in reversed(makes.items()):
-            made = make(name)(made)
-        return made
+        command: Any = folded
+        for option in reversed(options):
+            command = option(command)
+        return command
 
     return decorate
+
+
+def gathered(kind: type[Any]) -> Callable[[F], F]:
+    """Add an option for each field of a dataclass, whose note makes it; the command receives `flags`, one such object."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    options = {name: hint.__metadata__[0](name) for name, hint in hints}
+    return folding([*options.values()], flags=lambda values: kind(**{n: values.pop(n) for n in options}))
 
 
 def commas(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> tuple[str, ...]:

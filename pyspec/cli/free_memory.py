@@ -24,18 +24,34 @@ def free_memory() -> FreeMemory | None:
     return _of_gpu() or _of_machine()
 
 
+def card_memory() -> dict[str, int]:
+    """Free bytes of each GPU, by its name as a device."""
+    return {f"cuda:{i}": free for i, (_, free) in enumerate(_gpus())}
+
+
+def host_memory() -> int:
+    """Free bytes of this machine; 8 GiB if that is unknown."""
+    found = _of_machine()
+    return 8 << 30 if found is None else found.free
+
+
 def _of_gpu() -> FreeMemory | None:
+    found = _gpus()
+    return FreeMemory(*found[0]) if found else None
+
+
+def _gpus() -> list[tuple[str, int]]:
+    """Name and free bytes of each GPU."""
     tool = which("nvidia-smi")
     if tool is None:
-        return None
-    command = [tool, "--query-gpu=name,memory.free", "--format=csv,noheader,nounits", "--id=0"]
+        return []
+    command = [tool, "--query-gpu=name,memory.free", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
-        said = done.stdout
-        name, free = said.strip().splitlines()[0].rsplit(",", 1)
-        return FreeMemory(name.strip(), int(free) << 20)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
+        rows = (line.rsplit(",", 1) for line in done.stdout.strip().splitlines())
+        return [(name.strip(), int(free) << 20) for name, free in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def _of_machine() -> FreeMemory | None:

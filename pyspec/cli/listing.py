@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyspec.cli import verbose_option
+from pyspec.ranges import printable
 
 if TYPE_CHECKING:
     from pyspec.hub.cache import CachedFile, CachedRepository
@@ -23,9 +24,10 @@ class Here:
     type: str  # "demo", "-hf user/repo:Q8_0"
     file: str
     bytes: int
-    what: str  # target, a drafter's kind, or "unfinished"
+    what: str  # target, a drafter's kind, "projector", or "unfinished"
     pair: str  # of a target: its drafter's file
     path: str
+    mmproj: str = ""  # of a target: the projector's file, with which it reads images
 
 
 @click.command("list")
@@ -43,10 +45,16 @@ def list_models(folder: Path | None, as_json: bool) -> None:
         return
     from pyspec.cli.tables import row, show, table
 
-    t = table("type", "file", "GB", "what", "drafter", right=("GB",))
+    t = table("type", "file", "GB", "what", "drafter", "images", right=("GB",))
     for one in found:
-        row(t, one.type, one.file, f"{one.bytes / 1e9:.2f}", one.what, one.pair or "-")
+        sees = "yes" if one.mmproj else "-"
+        row(t, one.type, one.file, f"{one.bytes / 1e9:.2f}", one.what, one.pair or "-", sees)
     show(t)
+    from pyspec.cli.ps import routers
+
+    for url, rows in routers().items() if folder is None else ():
+        served = ", ".join(f"{one['id']} ({one['status']['value']})" for one in rows)
+        click.echo(f"served at {url}: {printable(served)}")
     if n := sum(one.what == "unfinished" for one in found):
         click.echo(f"{n} unfinished: `pyspec pull -hf` resumes them", err=True)
 
@@ -68,17 +76,15 @@ def _packaged() -> Iterator[Here]:
 
 
 def _below(folder: Path) -> Iterator[Here]:
-    from pyspec.hub.names import kind_of
-
     for path in sorted(folder.rglob("*.gguf")):
-        yield Here(
-            str(path),
-            path.name,
-            path.stat().st_size,
-            kind_of(path.name) or "target",
-            "",
-            str(path.absolute()),
-        )
+        size, what = path.stat().st_size, _what(path.name)
+        yield Here(str(path), path.name, size, what, "", str(path.absolute()))
+
+
+def _what(file: str) -> str:
+    from pyspec.hub.names import PROJECTORS, kind_of
+
+    return kind_of(file) or ("projector" if PROJECTORS.search(file.lower()) else "target")
 
 
 def _cached() -> Iterator[Here]:
@@ -95,16 +101,19 @@ def _cached() -> Iterator[Here]:
 
 def _here(repository: CachedRepository, file: CachedFile, files: set[tuple[str, str]]) -> Here:
     from pyspec.hub import quant_of
-    from pyspec.hub.names import kind_of
+    from pyspec.hub.names import choose_projector
 
-    kind = kind_of(file.file)
-    if kind:
-        return Here(f"-hfd {file.repo}", file.file, file.bytes, kind, "", str(file.path))
+    what = _what(file.file)
+    if what == "projector":
+        return Here(f"--mmproj {file.path}", file.file, file.bytes, what, "", str(file.path))
+    if what != "target":
+        return Here(f"-hfd {file.repo}", file.file, file.bytes, what, "", str(file.path))
     named = _name_of(file)
     quant = quant_of(file.file)
     pair = _pair(repository, file, files, named)
     typed = named or f"-hf {file.repo}{f':{quant}' if quant else ''}"
-    return Here(typed, file.file, file.bytes, "target", pair, str(file.path))
+    mmproj = choose_projector(file.file, [f.file for f in repository.files])
+    return Here(typed, file.file, file.bytes, what, pair, str(file.path), mmproj)
 
 
 def _name_of(file: CachedFile) -> str:

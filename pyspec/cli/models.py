@@ -20,13 +20,17 @@ SHARE = 0.96  # share of free memory that a load may use: engine/plan/memory_pla
 
 @dataclass(frozen=True)
 class Listed:
-    """One name of the catalogue. bytes, memory: approximate; 0: unknown. fits: "yes", "no" or "?"."""
+    """One name of the catalogue. bytes, memory: approximate; 0: unknown. fits: "yes", "no" or "?".
+
+    mmproj  the projector on this machine, with which it reads images; "": there is none
+    """
 
     name: str
     bytes: int
     memory: int
     fits: str
     here: bool
+    mmproj: str
 
 
 @click.command()
@@ -41,8 +45,8 @@ def models(as_json: bool) -> None:
     from pyspec.catalog import catalogue
     from pyspec.cli.free_memory import free_memory
 
-    entries, here, free = catalogue().values(), _here(), free_memory()
-    found = {entry.name: list(_choices(entry, free, here)) for entry in entries}
+    entries, here, free, sight = catalogue().values(), _here(), free_memory(), _projectors()
+    found = {entry.name: list(_choices(entry, free, here, sight)) for entry in entries}
     is_smaller = False
     if as_json:
         choices = {e.name: [asdict(c) for c in found[e.name]] for e in entries}
@@ -51,7 +55,9 @@ def models(as_json: bool) -> None:
         return
     from pyspec.cli.tables import row, show, table
 
-    t = table("name", "GB", "memory", "fits", "here", "drafter", "model", right=("GB", "memory"))
+    t = table(
+        "name", "GB", "memory", "fits", "here", "images", "drafter", "model", right=("GB", "memory")
+    )
     for entry in entries:
         for i, one in enumerate(found[entry.name]):
             title = entry.title if entry.runs else f"{entry.title} (not run yet)"
@@ -60,7 +66,8 @@ def models(as_json: bool) -> None:
             gives_way = not i and one.fits == "no" and any(o.fits == "yes" for o in found[entry.name])
             fits = "no*" if gives_way else one.fits
             is_smaller = is_smaller or gives_way
-            row(t, one.name, _gb(one.bytes), _gib(one.memory), fits, here_now, *about)
+            sees = "--mmproj" if one.mmproj else "-"
+            row(t, one.name, _gb(one.bytes), _gib(one.memory), fits, here_now, sees, *about)
     show(t)
     if is_smaller:
         click.echo("* the largest quantisation of its repository that fits is taken instead")
@@ -78,19 +85,31 @@ def _gib(n: int) -> str:
     return f"{n / 2**30:.1f} GiB" if n else "?"
 
 
-def _choices(entry: Entry, free: FreeMemory | None, here: set[str]) -> Iterator[Listed]:
+def _choices(
+    entry: Entry, free: FreeMemory | None, here: set[str], sight: dict[str, str]
+) -> Iterator[Listed]:
     """The names of an entry: its own, and those of other quantisations."""
+    repo = entry.target.repo if entry.target is not None else ""
     for need in entry.needs():
         fits = "?"
         if free is not None and need.memory:
             fits = "yes" if need.memory <= SHARE * free.free else "no"
         fits = fits if entry.runs else "no"
-        yield Listed(need.name, need.bytes, need.memory, fits, need.name in here)
+        yield Listed(need.name, need.bytes, need.memory, fits, need.name in here, sight.get(repo, ""))
 
 
 def _drafters(entry: Entry) -> str:
     kinds = [entry.draft.kind if entry.draft else "", "mtp" if entry.mtp else ""]
     return ", ".join(filter(None, kinds)) or "-"
+
+
+def _projectors() -> dict[str, str]:
+    """Paths of projectors on this machine, by repository."""
+    from pyspec.hub.cache import cached_repositories
+    from pyspec.hub.names import PROJECTORS
+
+    files = (file for repository in cached_repositories() for file in repository.files)
+    return {file.repo: str(file.path) for file in files if PROJECTORS.search(file.file.lower())}
 
 
 def _here() -> set[str]:

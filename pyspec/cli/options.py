@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -14,10 +15,10 @@ from click.core import ParameterSource
 from pyspec.cli import verbose_option
 from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.fields import option_of
-from pyspec.cli.flags import grouped
-from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
+from pyspec.cli.flags import folding, grouped
 from pyspec.config import DEVICE, MAX_CTX, MAX_MIB, MODEL, SERVING, SLOTS, EngineSettings
-from pyspec.ranges import rules_of
+from pyspec.errors import ConfigError
+from pyspec.ranges import INT32, SWITCH, Rule, rules_of
 from pyspec.registry import (
     DRAFTERS,
     LLAMA_CPP,
@@ -27,9 +28,96 @@ from pyspec.registry import (
     is_spec_type,
     split_spec_type,
 )
+from pyspec.request import DEFAULT_SAMPLERS, LETTERS, SAMPLING, SamplingGiven, SamplingParams
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+# The sampling flags, with llama-server's names and defaults.
+
+SAMPLING_RULES = {rule.name: rule for rule in rules_of(SamplingParams)}
+BIAS = re.compile(r"(\d+)([+-](?:inf|[0-9.]+(?:e[+-]?\d+)?))", re.IGNORECASE)
+
+
+def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    names = [name.strip() for name in (value or "").split(";")]
+    return None if value is None else tuple(filter(None, names))
+
+
+def _letters(
+    ctx: click.Context,
+    param: click.Parameter,
+    value: str | None,
+) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if unknown := sorted(set(value) - LETTERS.keys()):
+        known = ", ".join(f"{letter} {name}" for letter, name in LETTERS.items())
+        raise click.BadParameter(f"{unknown[0]!r} is no sampler; there are {known}")
+    return tuple(LETTERS[letter] for letter in value)
+
+
+def _breakers(
+    ctx: click.Context,
+    param: click.Parameter,
+    values: tuple[str, ...],
+) -> tuple[str, ...] | None:
+    return () if "none" in values else values or None
+
+
+def _biases(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[tuple[int, float], ...] | None:
+    found = []
+    for value in values:
+        match = BIAS.fullmatch(value)
+        if match is None:
+            raise click.BadParameter(
+                f"want a token id and its bias, such as 15043+1 or 2-inf, got {value!r}"
+            )
+        found.append((int(match[1]), float(match[2])))
+    return tuple(found) or None
+
+
+def _of_field(rule: Rule) -> Callable[[Any], Any]:
+    """The option of a field; its value is None unless it is given, because the model's file may recommend another."""
+    if rule.kind is SWITCH:
+        return option_of(rule)
+    return option_of(rule, default=None, said=f"{rule.default:g}", show_default=False)
+
+
+_own = grouped(SAMPLING)
+SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
+    _own("-n", "--predict", "--n-predict", "n_predict", llama="N_PREDICT", default=-1, type=click.IntRange(-1, INT32),
+         help="Most tokens to generate; -1: until the context is full."),
+    *(_of_field(rule) for rule in SAMPLING_RULES.values() if rule.flag.words),
+    _own("--dry-sequence-breaker", "dry_sequence_breakers", llama="", multiple=True, callback=_breakers,
+         help="DRY: text that ends a repetition (instead of the defaults); may be repeated; or none."),
+    _own("--samplers", llama="", default=None, callback=_names, metavar="A;B;...", help="Samplers in order, by name."),
+    _own("--sampler-seq", "--sampling-seq", "sampler_letters", llama="", default=None, callback=_letters,
+         help="Samplers in order, by letter."),
+    _own("-l", "--logit-bias", llama="", multiple=True, callback=_biases, metavar="ID+BIAS",
+         help="Bias of a token, such as 15043+1; 2-inf bans it."),
+]  # fmt: skip
+
+
+def sampling_of(values: dict[str, Any]) -> SamplingGiven:
+    """The sampling flags, removed from a command's values. Raises ConfigError, UsageError."""
+    letters = values.pop("sampler_letters")
+    if letters is not None and values["samplers"] is not None:
+        raise click.UsageError("--samplers and --sampler-seq exclude each other")
+    values["samplers"] = letters if values["samplers"] is None else values["samplers"]
+    if values["samplers"] == DEFAULT_SAMPLERS:
+        values["samplers"] = None
+    flags = {p.name: p.opts[0] for p in click.get_current_context().command.params}
+    given = {}
+    for name, rule in SAMPLING_RULES.items():
+        if name in values and (value := values.pop(name)) is not None:
+            if flaw := rule.flaw(value, flags[name]):
+                raise ConfigError(flaw)
+            given[name] = value
+    return SamplingGiven(SamplingParams(**given), frozenset(given))
 
 
 log = logging.getLogger(__name__)
@@ -49,17 +137,6 @@ def spec_type_of(value: str) -> str:
     return (
         value if value == SUFFIX else SPEC_TYPES.get(name, name) + (f",{SUFFIX}" if has_suffixes else "")
     )
-
-
-def apply(options: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
-    """One decorator of several, in the order of help."""
-
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
 
 
 def begin_log(level: int = 2) -> None:
@@ -83,18 +160,12 @@ def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
         return spec_type_of(value)
     known = ", ".join((*SPEC_TYPES, *added_drafters(), SUFFIX))
     other = "; of llama.cpp's n-gram drafters that is ngram-simple" if value.startswith("ngram") else ""
-    raise click.BadParameter(
-        f"'{value}' is not a drafter of this version; it has {known}{other}",
-        ctx,
-        param,
-    )
+    raise click.BadParameter(f"'{value}' is not a drafter of this version; it has {known}{other}")
 
 
 def _n_slot(ctx: click.Context, param: click.Parameter, value: int) -> int:
     if not value:
-        raise click.BadParameter(
-            "0 slots answer nothing; want -1 or a whole number from 1 on", ctx, param
-        )
+        raise click.BadParameter("0 slots answer nothing; want -1 or a whole number from 1 on")
     return value
 
 
@@ -104,6 +175,40 @@ def _split_mode(ctx: click.Context, param: click.Parameter, value: str) -> None:
     if value in ("layer", "row"):
         why = "the model runs on one device, or its tensors are divided over several (--tp)"
         ctx.meta.setdefault("pyspec.notes", []).append(f"-sm {value} has no effect: {why}")
+
+
+LEAST_BYTES = 1 << 20  # a smaller number without a unit is one of GiB
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def amount(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
+    """Callback of options for memory: bytes of a text such as 24G; 0 if it is not given."""
+    if value is None:
+        return 0
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+    n = float(found[1]) * UNITS[found[2].upper()] if found else -1.0
+    if found and not found[2] and 0 < n < LEAST_BYTES:
+        n *= UNITS["G"]
+    if not 1 << 20 <= n < 1 << 50:
+        raise click.BadParameter(f"want an amount of memory such as 24G, got {value!r}")
+    return int(n)
+
+
+def _on_off(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """llama-server's other words for on and off."""
+    words = {"on": ("enabled", "true", "1"), "off": ("disabled", "false", "0")}
+    return next((word for word, same in words.items() if value.lower() in same), value)
+
+
+def _counted(**words: int) -> Callable[[click.Context, click.Parameter, Any], int]:
+    """Callback of whole numbers that have names, too."""
+
+    def read(ctx: click.Context, param: click.Parameter, value: Any) -> int:
+        if value in words or re.fullmatch(r"[-+]?\d{1,9}", str(value)):
+            return words[value] if value in words else int(value)
+        raise click.BadParameter(f"{value!r} is not a whole number or {' or '.join(words)}")
+
+    return read
 
 
 SPLITS = ("none", "layer", "row", "tensor")
@@ -116,9 +221,7 @@ def device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     if len(names) > 1:
         raise click.BadParameter(
             f"a model runs on one device, or on the first {len(names)} GPUs with --tp {len(names)}; "
-            f"name one of {value!r}",
-            ctx,
-            param,
+            f"name one of {value!r}"
         )
     match = re.fullmatch(r"cuda:?(\d+)", names[0].lower())
     return f"cuda:{match[1]}" if match else {"none": "cpu"}.get(names[0], names[0])
@@ -178,6 +281,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "np": {"default": -1, "type": click.IntRange(-1), "callback": _n_slot},
     "device": {"callback": device_name},
     "kv_type": {"show_default": False},
+    "vram": {"type": click.STRING, "default": None, "callback": amount,
+        "help": "Most memory of each GPU that is planned and taken, as 24G. Default: all that is free."},
+    "fit": {"type": click.STRING, "callback": _on_off},
+    "n_gpu_layers": {"type": click.STRING, "callback": _counted(auto=-1, all=INT32), "show_default": False},
+    "draft_n_gpu_layers": {"type": click.STRING, "callback": _counted(auto=-1, all=INT32), "show_default": False},
+    "moe_cache_mib": {"type": click.STRING, "callback": _counted(auto=-1), "show_default": False},
     "spec_type": {"callback": _spec_type,
         "help": f"Drafter: auto, none, {', '.join(sorted(DRAFTERS))} or {SUFFIX}; TYPE,{SUFFIX} for both. llama-server's names "
         "(draft-mtp, ngram-simple ...) mean the same."},
@@ -191,6 +300,8 @@ def setting_option(name: str) -> Callable[[F], F]:
 
 
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
+    _model("--mmproj-auto/--no-mmproj-auto", " /--no-mmproj", llama="MMPROJ_AUTO", default=True,
+           help="With -hf, take the projector beside the model; --no-mmproj: none, whatever names one."),
     _model(
         "-hfd", "-hfrd", "--spec-draft-hf", "--hf-repo-draft", "spec_draft_hf", llama="SPEC_DRAFT_HF_REPO", default="",
         metavar="USER/REPO[:QUANT]", help="Hugging Face repository of the drafter.",
@@ -212,47 +323,6 @@ SERVING_OPTIONS = [setting_option(name) for name, rule in RULES.items() if rule.
 """Options of a load that `pyspec server` alone has."""
 
 
-def folding(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
-    """A command whose options are folded into fewer arguments before the call."""
-    from functools import wraps
-
-    @wraps(function)
-    def folded(**values: Any) -> object:
-        fold(values)
-        return function(**values)
-
-    return folded  # type: ignore[return-value]  # click calls it by names
-
-
-def model_options(function: F) -> F:
-    """Add MODEL, -m, -hf, -hff and -v to a command; it receives `choice: ModelChoice`."""
-
-    def fold(values: dict[str, Any]) -> None:
-        values["choice"] = _model_choice(values)
-
-    return apply([*MODEL_OPTIONS, verbose_option])(folding(function, fold))
-
-
-def engine_options(function: F, but: Sequence[str] = ()) -> F:
-    """Add all options of a load to a command; it receives `engine: EngineChoice`. `but`: settings whose options the command defines itself."""
-
-    def fold(values: dict[str, Any]) -> None:
-        values["engine"] = _engine_choice(values, but)
-
-    names = [name for name, rule in RULES.items() if name not in but and rule.flag.group != SERVING]
-    shared = [*ENGINE_OPTIONS, *map(setting_option, names)]
-    return apply([*MODEL_OPTIONS, *shared, verbose_option])(folding(function, fold))
-
-
-def sampling_options(function: F) -> F:
-    """Add the sampling flags to a command; it receives `sampling: SamplingGiven` and `n_predict`."""
-
-    def fold(values: dict[str, Any]) -> None:
-        values["sampling"] = sampling_of(values)
-
-    return apply(SAMPLING_OPTIONS)(folding(function, fold))
-
-
 def _model_choice(values: dict[str, Any]) -> ModelChoice:
     name, model, repo = values.pop("name"), values.pop("model"), values.pop("hf_repo")
     if name or model:
@@ -267,6 +337,7 @@ def _model_choice(values: dict[str, Any]) -> ModelChoice:
         draft=values.pop("draft_path", None) or "",
         draft_repo=values.pop("spec_draft_hf", ""),
         look=values.pop("look"),
+        mmproj=values.pop("mmproj_auto", True),
     )
 
 
@@ -298,6 +369,7 @@ def _engine_choice(values: dict[str, Any], but: Sequence[str]) -> EngineChoice:
     if settings["cache_ram"] == -1:
         settings["cache_ram"] = MAX_MIB
     settings["cache_disk"] = settings["cache_disk"] or None
+    settings["mmproj"] = (settings["mmproj"] if choice.mmproj else None) or None
     if click.get_current_context().meta.get("pyspec.split") == "tensor" and not _is_given("tp"):
         settings["tp"] = 0
     gpu, of_slot = values.pop("main_gpu"), values.pop("kv_unified_per_slot")
@@ -308,3 +380,16 @@ def _engine_choice(values: dict[str, Any], but: Sequence[str]) -> EngineChoice:
     keys_as_values(settings)
     settings["rope_scaling"] = settings["rope_scaling"] or ""
     return EngineChoice(choice=choice, np=np, ctx=ctx, settings=settings)
+
+
+model_options = folding([*MODEL_OPTIONS, verbose_option], choice=_model_choice)
+"""Add MODEL, -m, -hf, -hff and -v to a command; it receives `choice: ModelChoice`."""
+sampling_options = folding(SAMPLING_OPTIONS, sampling=sampling_of)
+"""Add the sampling flags to a command; it receives `sampling: SamplingGiven` and `n_predict`."""
+
+
+def engine_options(function: F, but: Sequence[str] = ()) -> F:
+    """Add all options of a load to a command; it receives `engine: EngineChoice`. `but`: settings whose options the command defines itself."""
+    names = [name for name, rule in RULES.items() if name not in but and rule.flag.group != SERVING]
+    options = [*MODEL_OPTIONS, *ENGINE_OPTIONS, *map(setting_option, names), verbose_option]
+    return folding(options, engine=partial(_engine_choice, but=but))(function)

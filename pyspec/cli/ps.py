@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
+from urllib.parse import quote
 from urllib.request import ProxyHandler, Request, build_opener
 
 import click
 
 from pyspec.cli import verbose_option
+from pyspec.ranges import printable
 
 if TYPE_CHECKING:
     from pyspec.cli.running import Running
@@ -71,6 +75,8 @@ def query_server(url: str, api_key: str = "") -> dict[str, Any]:
     if status == 200 and isinstance(props, dict):
         about["model"] = str(props.get("model_alias") or props.get("model_path") or "")
         about["total_slots"] = props.get("total_slots")
+        if props.get("role") == "router":
+            return about | _of_several(url, api_key)
     status, slots = _get_json(url, "/slots", api_key)
     if status == 200 and isinstance(slots, list):
         about["slots"] = [s for s in slots if isinstance(s, dict)]
@@ -79,6 +85,50 @@ def query_server(url: str, api_key: str = "") -> dict[str, Any]:
     elif status:
         about["note"] = f"/slots answers {status}"
     return about
+
+
+def _of_several(url: str, api_key: str) -> dict[str, Any]:
+    """A report of several models: their states, and the slots of those that are loaded."""
+    rows = served_models(url, api_key)
+    loaded = [row["id"] for row in rows if row["status"]["value"] == "loaded"]
+    slots = []
+    for name in loaded:
+        _, found = _get_json(url, f"/slots?model={quote(name, safe='')}", api_key)
+        slots += found if isinstance(found, list) else []
+    states = {row["id"]: row["status"]["value"] for row in rows}
+    return {"model": ", ".join(loaded) or "none loaded", "models": states, "slots": slots}
+
+
+def served_models(url: str, api_key: str = "") -> list[dict[str, Any]]:
+    """The rows of a server with several models; none of another one."""
+    _, answer = _get_json(url, "/models", api_key)
+    rows = answer.get("data", []) if isinstance(answer, dict) else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("status"), dict)]
+
+
+def routers() -> dict[str, list[dict[str, Any]]]:
+    """The rows of this user's servers with several models, by address."""
+    from pyspec.cli.running import running
+
+    found = {one.url: served_models(one.url, os.environ.get("LLAMA_API_KEY", "")) for one in running()}
+    return {url: rows for url, rows in found.items() if rows}
+
+
+def posted(url: str, body: dict[str, Any]) -> Iterator[str]:
+    """The lines of an answer as they come; an error's body is one."""
+    key = os.environ.get("LLAMA_API_KEY", "")
+    request = Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        with build_opener(ProxyHandler({})).open(request) as answer:
+            yield from (line.decode("utf-8", "replace") for line in answer)
+    except HTTPError as e:
+        yield e.read(MOST_BYTES).decode("utf-8", "replace")
+
+
+def reread() -> None:
+    """Let those servers read their sources anew: a model has come."""
+    for url in routers():
+        _get_json(url, "/models?reload=1", os.environ.get("LLAMA_API_KEY", ""))
 
 
 def _get_json(url: str, path: str, api_key: str) -> tuple[int, Any]:
@@ -109,6 +159,8 @@ def _show(found: list[dict[str, Any]]) -> None:
         row(t, one["url"], pid, _state(one), model, count, _tokens(busy), _drafts(one))
     show(t)
     for one in found:
+        for name, state in one.get("models", {}).items():
+            click.echo(f"{one['url']}: {printable(name)}: {state}")
         if one["note"]:
             click.echo(f"{one['url']}: {one['note']}", err=True)
 

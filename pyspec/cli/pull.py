@@ -1,15 +1,16 @@
-"""`pyspec pull`: download a model and its drafter into the local cache."""
+"""`pyspec pull`: download a model, its drafter and its projector into the local cache."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from pyspec.cli.choice import projector_beside
 from pyspec.cli.meter import pull_lines
 from pyspec.cli.options import ModelChoice, begin_log, model_options
 
@@ -31,6 +32,11 @@ class Pulled:
 @model_options
 @click.option("-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="A drafter's repository.")  # fmt: skip
 @click.option("--spec-type", default="auto", metavar="TYPE", help="Drafter to download, or none.")
+@click.option(
+    "--no-mmproj",
+    is_flag=True,
+    help="Leave out the projector beside the model, with which it reads images.",
+)
 @click.option("--check", is_flag=True, help="Also check the hashes of files that are already here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -38,10 +44,11 @@ def pull(
     ctx: click.Context,
     choice: ModelChoice,
     spec_type: str,
+    no_mmproj: bool,
     check: bool,
     as_json: bool,
 ) -> None:
-    """Download a model and its drafter.
+    """Download a model, its drafter and its projector.
 
     Resumes interrupted downloads and checks every file against the hub's SHA-256. Example: pyspec pull -hf user/repo:Q8_0
     """
@@ -67,13 +74,16 @@ def pull(
         if found.advice and not found.quant:
             # it may be for another machine
             click.echo(f"too large for this machine: {found.advice}", err=True)
-        choice = named.after(found)
+        choice = replace(named.after(found), mmproj=not no_mmproj)
         by_name = bool(choice.model)
         with expecting(choice.seen):
             files = _of_catalogue(choice.model, wanted) if by_name else _of_repository(choice, wanted)
             if choice.draft_repo:
                 files += _drafter(choice.draft_repo)
         done = [_checked(role, paths, check) for role, paths in files]
+    from pyspec.cli.ps import reread
+
+    reread()
     if as_json:
         click.echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in done], indent=1))
         return
@@ -129,6 +139,8 @@ def _of_repository(choice: ModelChoice, wanted: str) -> list[tuple[str, list[Pat
     there = Repository.open(name)
     names = there.choose(quant, choice.file)
     files = [("target", there.fetch(names))]
+    if choice.mmproj and (beside := projector_beside(choice.repo, choice.file, str(files[0][1][0]))):
+        files.append(("projector", [beside]))
     if choice.draft_repo:
         return files
     best, said = choose_sidecar(sidecars(there.names, names[0], quant), files[0][1][0], wanted)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Generator
+from base64 import b64encode
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import click
 from click.core import ParameterSource
 
+from pyspec.cli.choice import ModelChoice
 from pyspec.cli.flags import LlamaCommand, gathered, option
 from pyspec.cli.meter import load_with_meter
 from pyspec.cli.options import EngineChoice, begin_log, engine_options, sampling_options
-from pyspec.errors import RequestError
+from pyspec.errors import ConfigError, RequestError, Unavailable
 from pyspec.request import Delta, Done, Request, SamplingGiven, Timings
 
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine
 
 HELP = "type a message; /clear forgets the conversation, /exit leaves"
+IMAGE_HELP = "/image FILE adds an image to the next message"
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class RunFlags:
     prompt: Annotated[str | None, _say("-p", "--prompt", default=None, help="Text to continue, without a chat template.")]
     chat: Annotated[str | None, _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer.")]
     file: Annotated[TextIO | None, _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue.")]
+    images: Annotated[tuple[Path, ...], _say("--image", multiple=True, metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Image for the message; may be repeated.")] = ()
     system: Annotated[str, _say("-sys", "--system", default="", help="System message of a chat.")]
     stop: Annotated[tuple[str, ...], _say("--stop", multiple=True, help="Stop at this text; may be repeated.")]
     no_conversation: Annotated[bool, _say("-no-cnv", "--no-conversation", is_flag=True, help="Continue piped text, instead of answering it as a message.")]
@@ -100,6 +107,8 @@ class RunFlags:
                 "-p, --chat, -f and a message after the model exclude each other",
             )
         is_talk = not given and sys.stdin.isatty()
+        if self.images and (is_talk or self.prompt is not None or self.file is not None):
+            raise click.UsageError("--image goes with a message; in a chat, /image FILE adds one")
         if is_talk and self.as_json:
             raise click.UsageError(
                 "--json wants one message or prompt: after the model, -p, -f or stdin",
@@ -154,6 +163,9 @@ def run(
 
     is_talk, constraint = flags.is_talk(), flags.constraint()
     begin_log()
+    if (url := served_at(engine.choice)) and not is_talk:
+        ask_server(url, engine.choice.model, sampling, n_predict, flags, constraint)
+        return
     text = None if is_talk else flags.text()
     piped = None if is_talk else flags.piped()
     ask = AnswerOptions(sampling, n_predict, flags.stop, **constraint)
@@ -164,9 +176,69 @@ def run(
         if piped is not None and (flags.no_conversation or not has_chat(loaded)):
             text = piped
         message = flags.chat_message if piped is None else piped.strip()
-        messages = [*_system(flags.system), {"role": "user", "content": message or ""}]
+        content = content_of(message or "", flags.images)
+        messages = [*_system(flags.system), {"role": "user", "content": content}]
         request = _request(loaded, ask, messages if text is None else text)
         print_answer(loaded, request, flags.as_json)
+
+
+def served_at(choice: ModelChoice) -> str:
+    """The address of this user's server that has a model of this name, if it is neither a file nor in the catalogue; else ""."""
+    from pyspec.catalog import lookup
+    from pyspec.cli.ps import routers
+    from pyspec.hub.names import bare_name
+
+    try:
+        if not choice.model or lookup(choice.model):
+            return ""
+    except ConfigError:
+        bare = bare_name(choice.model)
+        named = [
+            (url, name)
+            for url, rows in routers().items()
+            for row in rows
+            for name in (row["id"], *row["aliases"])
+            if bare_name(name) == bare
+        ]
+        return min(named, key=lambda one: one[1] != choice.model, default=("", ""))[0]
+    return ""
+
+
+def ask_server(
+    url: str,
+    model: str,
+    sampling: SamplingGiven,
+    n_predict: int,
+    flags: RunFlags,
+    constraint: dict[str, str],
+) -> None:
+    """Let a running server answer, and print the text as it comes. Raises Unavailable with its error."""
+    from pyspec.cli.ps import posted
+
+    if flags.as_json:
+        raise click.UsageError(f"--json is for models that run here; {model} is served at {url}")
+    text, piped = flags.text(), flags.piped()
+    body: dict[str, object] = {name: getattr(sampling.params, name) for name in sampling.names}
+    body |= {"model": model, "stream": True, "stop": list(flags.stop), **constraint}
+    if n_predict >= 0:
+        body["max_tokens"] = n_predict
+    message = flags.chat_message if piped is None else piped.strip()
+    if text is None:
+        content = content_of(message or "", flags.images)
+        messages = [*_system(flags.system), {"role": "user", "content": content}]
+        path, body = "chat/completions", body | {"messages": messages}
+    else:
+        path, body = "completions", body | {"prompt": text}
+    for line in posted(f"{url}/v1/{path}", body):
+        data = line.removeprefix("data: ").strip()
+        event: dict[str, Any] = json.loads(data) if data.startswith("{") else {"choices": ()}
+        if "error" in event:
+            raise Unavailable(event["error"]["message"])
+        for choice in event["choices"]:
+            said = choice.get("text") or choice.get("delta", {}).get("content")
+            click.echo(said or "", nl=False)
+            sys.stdout.flush()
+    click.echo()
 
 
 def has_chat(engine: Engine) -> bool:
@@ -174,11 +246,23 @@ def has_chat(engine: Engine) -> bool:
     return engine.template is not None
 
 
-def _system(text: str) -> list[dict[str, str]]:
+def _system(text: str) -> Messages:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, str]]) -> Request:
+def content_of(text: str, images: Sequence[Path]) -> str | list[dict[str, Any]]:
+    """The content of a message: images, then text. Raises RequestError for a file that can not be read."""
+    parts = []
+    for path in images:
+        try:
+            url = f"data:image/any;base64,{b64encode(path.read_bytes()).decode()}"
+        except OSError as e:
+            raise RequestError(f"{path} can not be read: {e.strerror}") from e
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    return [*parts, {"type": "text", "text": text}] if parts else text
+
+
+def _request(engine: Engine, ask: AnswerOptions, prompt: str | Messages) -> Request:
     params = ask.sampling.over(engine.info.sampling)
     return engine.request(
         prompt,
@@ -265,8 +349,9 @@ def summary(done: Done) -> str:
 
 def talk(engine: Engine, ask: AnswerOptions, system: str) -> None:
     """Chat until /exit or the end of input. Ctrl-C ends an answer; at the prompt it ends the chat."""
-    click.echo(f"{engine.info.model_name}: {HELP}", err=True)
-    messages = _system(system)
+    about = f"{HELP}; {IMAGE_HELP}" if engine.info.sees else HELP
+    click.echo(f"{engine.info.model_name}: {about}", err=True)
+    messages, images = _system(system), list[Path]()
     while True:
         try:
             message = click.prompt("", prompt_suffix="> ", default="", show_default=False).strip()
@@ -276,18 +361,31 @@ def talk(engine: Engine, ask: AnswerOptions, system: str) -> None:
         if message == "/exit":
             return
         if message == "/clear":
-            messages = _system(system)
+            messages, images = _system(system), []
+        elif message.startswith("/image "):
+            images += _image(message.removeprefix("/image ").strip())
         elif message.startswith("/"):
-            click.echo(HELP, err=True)
+            click.echo(about, err=True)
         elif message:
-            messages = _exchange(engine, ask, [*messages, {"role": "user", "content": message}])
+            asked = {"role": "user", "content": content_of(message, images)}
+            messages, images = _exchange(engine, ask, [*messages, asked]), []
+
+
+def _image(name: str) -> list[Path]:
+    """The file of an image in a chat; nothing, and a line, if there is none."""
+    path = Path(name).expanduser()
+    if not path.is_file() or not os.access(path, os.R_OK):
+        click.echo(f"Error: there is no file {name} that can be read", err=True)
+        return []
+    click.echo(f"{path.name} goes with the next message", err=True)
+    return [path]
 
 
 def _exchange(
     engine: Engine,
     ask: AnswerOptions,
-    messages: list[dict[str, str]],
-) -> list[dict[str, str]]:
+    messages: Messages,
+) -> Messages:
     """One exchange; returns the conversation after it. A refused message or an interrupted answer is not kept."""
     try:
         message = print_answer(engine, _request(engine, ask, messages), as_json=False)

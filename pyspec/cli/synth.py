@@ -21,11 +21,12 @@ def _lower(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.option("--tiny", is_flag=True, help="Write a tiny model of this architecture (some 100 kB).")
 @click.option("--quant", default="q8_0", callback=_lower, metavar="TYPE", help="Matrix type: f32, q8_0, q4_k ...")  # fmt: skip
 @click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1), help="Seed of the weights.")
-@click.option("--mtp/--no-mtp", default=True, help="Include the MTP block, if there is one.")
+@click.option("--mtp/--no-mtp", default=True, help="Include the MTP blocks, if there are any.")
 @click.option("--drafter", is_flag=True, help="Write MODEL's drafter instead.")
 @click.option("--kind", default="dflash", callback=_lower, metavar="KIND", help="Of drafters: dflash, dflash2, dspark, eagle3.")  # fmt: skip
-@click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
+@click.option("--sidecar", is_flag=True, help="Write only the MTP blocks, with embedding and head.")
 @click.option("--layers", "n_layer", default=0, type=click.IntRange(0, 10_000), metavar="N", help="Write only the first N layers.")  # fmt: skip
+@click.option("--routing", default="", callback=_lower, metavar="CURVE", help="Of experts: uniform, modest, hot. `pyspec bench` names it.")  # fmt: skip
 @verbose_option
 def synth(entry: str, out: Path, **parts: Any) -> None:
     """Write a random model with real dimensions.

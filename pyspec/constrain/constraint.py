@@ -9,8 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pyspec.constrain.offer import LEAST_CHANCE, Offer
-from pyspec.constrain.phrases import ORDER, Estimate, Phrasebook
+from pyspec.constrain.phrases import LEAST_CHANCE, ORDER, Estimate, Offer, Phrasebook
 from pyspec.constrain.trie import TokenTrie, begin, one_line
 from pyspec.errors import GrammarTooLarge, RequestError, SlotError
 from pyspec.request import Grammar

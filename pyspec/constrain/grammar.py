@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from llguidance import LLMatcher
 
 from pyspec.constrain.gbnf_lark import lark_of
-from pyspec.constrain.trie import one_line
+from pyspec.constrain.trie import TokenTable, one_line
 from pyspec.errors import RequestError
 from pyspec.request import Grammar
 from pyspec.text.schemas import closed
@@ -25,17 +25,6 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Allowed tokens depend on the text so far and not on its split into tokens: the model may spell as it likes."""
 _FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
 """Free text up to and including a text, a little white space, then the grammar."""
-
-
-class TokenIds(Protocol):
-    """The part of a vocabulary that grammars with tokens need."""
-
-    @property
-    def eog(self) -> Sequence[int]:
-        """Tokens that end a generation."""
-
-    def id_of(self, text: str) -> int | None:
-        """The token with this text."""
 
 
 def check_size(grammar: Grammar) -> None:
@@ -50,7 +39,7 @@ def check_size(grammar: Grammar) -> None:
         raise RequestError(f"a grammar waits for a text of {n} characters; at most 1000 are allowed")
 
 
-def compile_text(grammar: Grammar, vocabulary: TokenIds | None = None) -> str:
+def compile_text(grammar: Grammar, vocabulary: TokenTable | None = None) -> str:
     """llguidance's JSON for a grammar. Raises RequestError for a flaw that shows without a vocabulary."""
     if grammar.kind == "compiled":
         return grammar.source
@@ -90,7 +79,7 @@ def _json_schema(source: str) -> dict[str, Any]:
     return body
 
 
-def _gbnf(source: str, vocabulary: TokenIds | None) -> dict[str, Any]:
+def _gbnf(source: str, vocabulary: TokenTable | None) -> dict[str, Any]:
     if vocabulary is None:
         return _lark(lark_of(source))
     return _lark(lark_of(source, vocabulary.id_of, vocabulary.eog))

@@ -45,10 +45,7 @@ SETS: dict[str, dict[str, tuple[str, set[str]]]] = {}
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"}
 SETS["x86_64"] = SETS["amd64"] = {
     "avx512": ("-march=x86-64-v4 -mavx512vnni", _AVX512),
-    "avxvnni": (
-        "-march=x86-64-v3 -mavxvnni",
-        {"avx2", "fma", "f16c", "bmi2", "avx_vnni"},
-    ),
+    "avxvnni": ("-march=x86-64-v3 -mavxvnni", {"avx2", "fma", "f16c", "bmi2", "avx_vnni"}),
     "avx2": ("-march=x86-64-v3", {"avx2", "fma", "f16c", "bmi2"}),
     "plain": ("", set()),
 }
@@ -57,9 +54,8 @@ SETS["aarch64"] = SETS["arm64"] = {
     "plain": ("", set()),
 }
 ELSEWHERE: dict[str, tuple[str, set[str]]] = {"plain": ("", set())}  # the compiler's own vectors
-OWN_OPTIONS = {
-    "suffix": ("-ffp-contract=off",)
-}  # of a source, behind those of all: its numbers equal Python's
+# Of a source, behind those of all: its numbers equal Python's
+OWN_OPTIONS = {"suffix": ("-ffp-contract=off",)}
 LIMIT_S = 900
 KEPT_DAYS = 14  # of libraries of other sources
 

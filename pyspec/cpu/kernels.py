@@ -26,9 +26,8 @@ from pyspec.heap import own_pages
 
 log = logging.getLogger(__name__)
 
-LARGE = (
-    4 << 20
-)  # bytes of an output that the C library may give back to the system, page by page, as soon as it is free
+# Bytes of an output that the C library may give back to the system, page by page, as soon as it is free
+LARGE = 4 << 20
 
 
 @cache
@@ -81,6 +80,11 @@ def missing(_: object = None) -> str | None:
         return None if compiler() else NO_COMPILER
     found = compiled()
     return found if isinstance(found, str) else None
+
+
+def on_cpu(spec: Any) -> str | None:
+    """Limits of kernels that take any spec on their device."""
+    return missing() if spec.device.type == "cpu" else "runs on CPUs only"
 
 
 def described() -> str:
@@ -196,9 +200,12 @@ class CpuKernel:
         assert found is not None
         return found
 
+    def packed(self, *args: Tensor | float | None) -> bytes:
+        """The block of arguments."""
+        return self.layout.pack(*[a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args])
+
     def __call__(self, *args: Tensor | float | None) -> None:
-        address = self.address
-        packed = self.layout.pack(*[a.data_ptr() if isinstance(a, Tensor) else a or 0 for a in args])
+        address, packed = self.address, self.packed(*args)
         if here.tape is not None:
             here.tape.add(address, packed, args)
             return
@@ -224,7 +231,6 @@ def _large(n_byte: int) -> Tensor:
     else:
         piece = kept.pop(at)
     handed = piece[:n_byte]
-    weakref.finalize(
-        handed, kept.append, piece
-    ).atexit = False  # torch keeps it while it keeps the memory
+    # Torch keeps it while it keeps the memory
+    weakref.finalize(handed, kept.append, piece).atexit = False
     return torch.from_numpy(handed)

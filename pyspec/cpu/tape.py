@@ -46,9 +46,8 @@ class TapeMemory:
 
     def __init__(self) -> None:
         self.blocks: list[np.ndarray] = []
-        self._ranges: list[
-            tuple[int, int]
-        ] = []  # their addresses; numpy takes a microsecond to tell one
+        # Their addresses; numpy takes a microsecond to tell one
+        self._ranges: list[tuple[int, int]] = []
         self.begin()
 
     def begin(self) -> None:
@@ -71,9 +70,8 @@ class TapeMemory:
         else:  # numpy's views are no calls that the recording looks at
             handed = np.ndarray(shape, as_numpy, piece)
             made = torch.from_numpy(handed)
-        weakref.finalize(
-            handed, found.append, piece
-        ).atexit = False  # torch keeps it while it keeps the memory
+        # Torch keeps it while it keeps the memory
+        weakref.finalize(handed, found.append, piece).atexit = False
         return made
 
     def _cut(self, size: int) -> np.ndarray:
@@ -105,7 +103,17 @@ class _OnlyKernels(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and not func.name().startswith(_MAKE_MEMORY):
             raise CannotRecord(func.name())
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if func.is_view and _is_elsewhere(made, args[0]):  # a reshape that copies says so, too
+            raise CannotRecord(func.name())
+        return made
+
+
+def _is_elsewhere(made: Any, x: Any) -> bool:
+    """Whether what a view gave lies in other memory than its tensor."""
+    views = made if isinstance(made, list | tuple) else (made,)
+    at = x.untyped_storage().data_ptr()
+    return any(view.untyped_storage().data_ptr() != at for view in views)
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""The few operations between kernels, which a recording needs as kernels; elsewhere they are torch's. f32 rows, values contiguous."""
+"""The few operations between kernels, which a recording needs as kernels; elsewhere they are torch's. f32 rows, values contiguous.
+
+torch computes the last few numbers of a tensor by another routine than the others, so a number's bits depend on how many there are. Where that shows
+(exp, tanh, log) CPUs have kernels without a recording, too.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, here
+from pyspec.cpu.kernels import CpuKernel, empty, here, missing
+from pyspec.slots.kv import KVPool
 
 _ADD = CpuKernel("pyspec_add", "qqqqqqqd")
 _COPY = CpuKernel("pyspec_copy", "qqqqqqqqd")
@@ -16,6 +21,7 @@ _NEXT = CpuKernel("pyspec_next_positions", "qqq")
 _FACTORS = CpuKernel("pyspec_query_factors", "qqqqqd")
 _TIMES = CpuKernel("pyspec_times_rows", "qqqqq")
 _GATE = CpuKernel("pyspec_gate_times", "9q")
+_KEYS = CpuKernel("pyspec_write_keys", "10q")
 
 GATE_ACTS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of tensors.cpp
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -25,6 +31,11 @@ GATE_ACTS: dict[str, Callable[[Tensor], Tensor]] = {  # in the order of tensors.
     "softplus2": lambda x: torch.logaddexp2(x, torch.zeros_like(x)),  # log2(1 + 2^x)
     "none": lambda x: x,
 }
+
+
+def _bends_by_torch(x: Tensor) -> bool:
+    """Whether torch computes functions of numbers here."""
+    return here.tape is None and (x.device.type != "cpu" or missing() is not None)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -40,7 +51,7 @@ def capped(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of x [row, n]; x itself for a cap of 0"""
     if not cap:
         return x
-    if here.tape is None:
+    if _bends_by_torch(x):
         return (x / cap).tanh_().mul_(cap)
     out = empty(*x.shape)
     _ADD(x, None, out, x.shape[0], x.shape[1], x.stride(0), 0, cap)
@@ -56,7 +67,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def query_factors(positions: Tensor, scale: float, n_ctx: int, offset: int = 0) -> Tensor:
     """1 + scale ln(floor((p + offset) / n_ctx) + 1) of positions p [row] int64. [row] f32"""
-    if here.tape is None:
+    if _bends_by_torch(positions):
         n = (positions + offset).div(n_ctx, rounding_mode="floor")
         return (n.double().log1p() * scale + 1).float()
     out = empty(len(positions))
@@ -78,7 +89,7 @@ def gate_times(gate: Tensor, y: Tensor, act: str) -> Tensor:
     """act(gate) * y of y [row, n]: gate [row, n], or one number for as many columns each. act: of `GATE_ACTS`"""
     n_row, n = y.shape
     per = n // gate.shape[1]
-    if here.tape is None:
+    if _bends_by_torch(y):
         factors = GATE_ACTS[act](gate)
         return factors * y if per == 1 else (y.unflatten(1, (-1, per)) * factors[..., None]).flatten(1)
     out = empty(n_row, n)
@@ -90,6 +101,17 @@ def gate_times(gate: Tensor, y: Tensor, act: str) -> Tensor:
 def picked(x: Tensor, rows: Tensor) -> Tensor:
     """x[rows]: rows [out] int64"""
     return x[rows] if here.tape is None else _copied(x, rows, 1.0)
+
+
+def write_keys(pool: KVPool, rows: Tensor, keys: Tensor) -> None:
+    """Keys [row, head, dim] that are values, too, to rows [row] int64 of a pool."""
+    if here.tape is None:
+        pool.write(rows, keys, None)
+        return
+    n_row, n_head, dim = keys.shape
+    assert keys.stride(2) == 1 and (n_head == 1 or keys.stride(1) == dim)
+    given = keys, rows, pool.k, pool.k_scale
+    _KEYS(*given, n_row, keys.stride(0), n_head, dim, pool.n_row, pool.kv.k.kind)
 
 
 def next_positions(positions: Tensor) -> Tensor:

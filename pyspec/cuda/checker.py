@@ -34,11 +34,8 @@ from pyspec.cache import cache_root, n_cores
 
 log = logging.getLogger(__name__)
 
-LIMITS_S = {
-    "start": 120.0,
-    "binding": 300.0,
-    "check": 60.0,
-}  # how long a child may be at each, compiling included
+# How long a child may be at each, compiling included
+LIMITS_S = {"start": 120.0, "binding": 300.0, "check": 60.0}
 TAIL = 200  # characters of a child's last output
 MOST = 4  # children that check at once
 OPS = "pyspec.cuda.ops."
@@ -161,9 +158,8 @@ class Checker:
                 why = child.last_words()
                 if at == "start":
                     return None, why
-                killed = (
-                    child.process.returncode == -signal.SIGKILL
-                )  # by a user or the kernel's out-of-memory killer
+                # By a user or the kernel's out-of-memory killer
+                killed = child.process.returncode == -signal.SIGKILL
                 return Verdict(f"its {at} ended the process: {why}", lasting=not killed), ""
             answer = json.loads(line)
             if "at" in answer:

@@ -242,9 +242,8 @@ def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any
     if device.type == "cuda" and not may_share_gpu():
         # multicast over NVLink: not on every machine that says it has it
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        os.environ.setdefault(
-            "TORCH_NCCL_ENABLE_MONITORING", "0"
-        )  # engine/load/ranks.py watches the ranks
+        # Engine/load/ranks.py watches the ranks
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
         group: Any = dist.ProcessGroupNCCL(meeting, rank.index, rank.n, nccl)

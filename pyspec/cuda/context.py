@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -64,10 +64,13 @@ class DeviceContext:
         self.device = device
         self.temporary = threading.local()  # a pool of memory for each thread (temporary.py)
         self.in_pool = threading.RLock()  # held within a pool, and while one is freed
+        self.movable: Any = None  # a MovableMemory, of an engine that may be parked (movable.py)
         # A CPU's kernels share nothing
         self.lock = GpuLock(threading.RLock() if self.is_gpu else nullcontext(), self.current)
         self._made: dict[Hashable, object] = {}
         self._streams: dict[int, object] = {}
+        self.wakes: list[Callable[[], None]] = []  # called before graphs that threads of the host serve
+        self.copies: WeakSet[Any] = WeakSet()  # streams of copies; waited for before memory is freed
 
     @property
     def is_gpu(self) -> bool:
@@ -83,9 +86,8 @@ class DeviceContext:
         if found is None:
             with self.current():
                 made = make(self.device, *key)
-            found = self._made.setdefault(
-                (make, *key), made
-            )  # if two threads make it, both use the first
+            # If two threads make it, both use the first
+            found = self._made.setdefault((make, *key), made)
         return found  # type: ignore[return-value]  # of this key `make` gave it
 
     def stream(self) -> Any:

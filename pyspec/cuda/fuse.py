@@ -229,8 +229,6 @@ def link(ranks: Collective, pairs: Sequence[tuple[RankSum, FirstRead | None]]) -
         (read[0], read[1]) if read is not None and isinstance(read[0], Streamed) else None
         for _, read in pairs
     ]
-    if not any(readers):
-        return
     for (own, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
         if into is not None:
             own.into = into

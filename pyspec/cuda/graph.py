@@ -20,6 +20,7 @@ from torch import Tensor
 from pyspec.cpu import tensors
 from pyspec.cpu.kernels import here
 from pyspec.cpu.tape import CannotRecord, Recorded, TapeMemory
+from pyspec.cuda.context import context_of
 from pyspec.slots.batch import Batch
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Graphed(Generic[Out]):
         self._tapes: dict[tuple[int, int, int, bool], Recorded[Out]] = {}
         self._taped_once: set[tuple[int, int, int, bool]] = set()
         self._memory, self._cannot = TapeMemory(), ""
+        self._wakes: list[Callable[[], None]] = []  # of the device
 
     def __call__(self, batch: Batch) -> Out:
         if batch.bucket is None:
@@ -79,6 +81,8 @@ class Graphed(Generic[Out]):
                 return self.fn(batch)
             self._capture(key, batch)
         graph, out = self._graphs[key]
+        for wake in self._wakes:
+            wake()
         graph.replay()
         return out
 
@@ -117,18 +121,17 @@ class Graphed(Generic[Out]):
         torch.cuda.synchronize()
         try:
             # thread_local: calls of other threads (an engine that ends on the device) do not end the capture
-            with (
-                _no_collection(),
-                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-            ):
+            with _no_collection(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 out = self.fn(batch)
         except BaseException:
             # torch stays in a capture that can not end: the thread on its stream, and its allocator, which ends the process at the next load
             torch.cuda.set_stream(stream)
             with suppress(RuntimeError):  # it did end
                 torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            self.pool.handle = None  # its allocator of pinned memory can not be told, and takes no further capture there
             raise
         self._graphs[key] = (graph, out)
+        self._wakes = context_of(batch.tokens.device).wakes
 
 
 @contextmanager

@@ -16,7 +16,11 @@ class FaultPlace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The guard of an op's kernels. `number` stands in compiled kernels, so it never changes."""
+    """The guard of an op's kernels. `number` stands in compiled kernels, so it never changes.
+
+    lost: of a record after which the process can not go on, what has happened; "": it concerns a request
+    """
 
     number: int
     place: FaultPlace = FaultPlace.SEQUENCE
+    lost: str = ""

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,9 +37,12 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120f")
 """Targets that the tests compile for. sm_120f is one cubin for 12.0 and 12.1."""
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\s*$', re.MULTILINE)
-Scalar = np.int32 | np.int64 | np.float32 | np.uint32
-SCALARS = frozenset({np.int32, np.int64, np.float32, np.uint32})
-Arg = torch.Tensor | Scalar
+SCALARS = {"p": np.int64, "l": np.int64, "i": np.int32, "u": np.uint32, "f": np.float32}
+"""Types by their letter in a signature; p is a pointer."""
+Arg = torch.Tensor | float | np.generic | None
+"""A tensor or no pointer, or a number of any type: the kernel's signature says which it goes as."""
+Macros = dict[str, int | str]
+Key = TypeVar("Key")
 MOST_CONFIGS = 1024  # cached per kernel: one for each number of rows
 
 
@@ -57,6 +60,11 @@ def is_installed() -> bool:
         return importlib.util.find_spec("cuda.core") is not None
     except ModuleNotFoundError:  # its parent package is missing, too
         return False
+
+
+def on_nvidia(spec: Any) -> str | None:
+    """Limits of kernels that take any spec on their device."""
+    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
 
 
 def missing(device: torch.device) -> str | None:
@@ -124,7 +132,7 @@ class Compiled:
         Device(context.device.index).set_current()  # torch makes its context late
         kernel = self.code.get_kernel(symbol)
         sizes = [info.size for info in kernel.arguments_info]
-        want = [{"p": 8, "l": 8, "i": 4, "u": 4, "f": 4}[c] for c in signature]
+        want = [np.dtype(SCALARS[c]).itemsize for c in signature]
         if sizes != want:
             raise DeviceError(
                 f"kernel {symbol} takes arguments of {sizes} bytes, '{signature}' gives {want}"
@@ -258,6 +266,10 @@ class Kernel:
     signature: str
     context: DeviceContext
     configs: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
+    convert: Callable[..., list[object]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "convert", _converter(self.signature))
 
     def allow_shared(self, n_bytes: int) -> Kernel:
         """Raise the limit of dynamic shared memory above 48 KiB."""
@@ -278,12 +290,12 @@ class Kernel:
         self,
         grid: tuple[int, ...],
         block: int,
-        args: Sequence[Arg],
+        args: Sequence[Any],
         shared: int = 0,
         *,
         overlap: bool = False,
     ) -> None:
-        """Start on its device, on torch's current stream there. Tensors go as pointers; scalars must be of the signature's type.
+        """Start on its device, on torch's current stream there. Tensors go as pointers, None as no pointer, numbers in the signature's type.
 
         `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
         that wait (`griddepcontrol.wait`) before they touch the output of that kernel.
@@ -291,7 +303,7 @@ class Kernel:
         assert len(args) == len(self.signature), (
             f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
         )
-        values = [a if type(a) in SCALARS else a.data_ptr() for a in args]  # type: ignore[union-attr]  # isinstance would take longer
+        values = self.convert(*args)
         config = self.configs.get((grid, block, shared, overlap))
         if config is None:
             config = self._configured(grid, block, shared, overlap)
@@ -312,6 +324,67 @@ class Kernel:
             self.configs.clear()
         self.configs[grid, block, shared, overlap] = config
         return config
+
+
+def _converter(signature: str) -> Callable[..., list[object]]:
+    """Arguments as the driver takes them. One expression, made as text: a prompt has thousands of launches, and a loop takes 1 to 2 us more."""
+    names = [f"a{i}" for i in range(len(signature))]
+    values = (
+        f"{a}.data_ptr() if type({a}) is T else pointer({a})"
+        if letter == "p"
+        else f"{a} if type({a}) is {letter} else {letter}({a})"
+        for a, letter in zip(names, signature, strict=True)
+    )
+    text = f"lambda {', '.join(names)}: [{', '.join(values)}]"
+    made: Callable[..., list[object]] = eval(text, {"T": torch.Tensor, "pointer": _pointer, **SCALARS})
+    return made
+
+
+def _pointer(a: Any) -> Any:
+    return 0 if a is None else a if type(a) is SCALARS["p"] else a.data_ptr()
+
+
+def _no_macros(key: Any) -> Macros:
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class KernelFile(Generic[Key]):
+    """A kernel file of an op, compiled and loaded once on a device for each key: a spec, or what of a spec the kernels depend on.
+
+    entries  signatures by entry point, as in `Compiled.kernel`; a signature alone is that of the entry point with the file's name
+    defines  the macros of a key
+    """
+
+    stem: str
+    entries: str | Mapping[str, str] | Callable[[Key], str | Mapping[str, str]]
+    defines: Callable[[Key], Macros] = _no_macros
+
+    def kernels(self, device: torch.device, key: Key) -> tuple[Kernel, ...]:
+        """The entry points in order."""
+        return context_of(device).once(self._load, key)
+
+    def kernel(self, device: torch.device, key: Key) -> Kernel:
+        """The entry point, of a file with one."""
+        (found,) = self.kernels(device, key)
+        return found
+
+    def named(self, device: torch.device, key: Key) -> dict[str, Kernel]:
+        """The entry points by name, of a file that names them."""
+        assert isinstance(self.entries, Mapping)
+        return dict(zip(self.entries, self.kernels(device, key), strict=True))
+
+    def programs(self, key: Key, target: GpuKind) -> list[Program]:
+        """What `kernels` compiles on such a GPU."""
+        return [target.program(self.stem, self.defines(key))]
+
+    def _load(self, device: torch.device, key: Key) -> tuple[Kernel, ...]:
+        arch = arch_of(torch.cuda.get_device_capability(device))
+        code = compile_cubin(self.stem, arch, self.defines(key))
+        entries = self.entries(key) if callable(self.entries) else self.entries
+        if isinstance(entries, str):
+            entries = {self.stem: entries}
+        return tuple(code.kernel(symbol, signature) for symbol, signature in entries.items())
 
 
 @cache

@@ -16,11 +16,8 @@ from shutil import which
 import torch
 
 DRIVER = Path("/sys/module/nvidia/version")
-DRIVER_FILES = (
-    DRIVER,
-    Path("/proc/driver/nvidia/version"),
-    Path("/usr/lib/wsl/lib/libcuda.so.1"),
-)  # the last is WSL's
+# The last is WSL's
+DRIVER_FILES = DRIVER, Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")
 CUDA_PACKAGES = "'cuda-core>=1.0' 'cuda-bindings>=13.1.1,<14' 'nvidia-cuda-nvrtc>=13'"
 """Packages that compile and launch kernels, as arguments of pip: the extra `cuda` of pyproject.toml."""
 PROBE_BYTES = 1 << 30  # of the buffer whose reading is timed; far more than any cache holds

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -36,12 +36,13 @@ log = logging.getLogger(__name__)
 
 FOLDER = "pyspec.cuda.ops"
 MAX_LISTED = 3  # ops in one warning
-NOT_HERE = (
-    "runs on NVIDIA GPUs only",
-    "runs on GPUs only",
-)  # refusals that say nothing but that this is a CPU
+OPTIONAL = ("limits", "programs", "tune")  # of a record, beside `bind`
+# Refusals that say nothing but that this is a CPU
+NOT_HERE = "runs on NVIDIA GPUs only", "runs on GPUs only"
 
 Spec = TypeVar("Spec")
+Read = TypeVar("Read", contravariant=True)
+Made = TypeVar("Made", covariant=True)
 Launch = TypeVar("Launch")  # the result of `bind`: a function, or an object with several
 Capability = tuple[int, int]
 Ask = tuple["Op[Any, Any]", Any]
@@ -85,10 +86,8 @@ class Impl(Generic[Spec, Launch]):
     bind: Callable[[Spec], Launch]
     limits: Callable[[Spec], str | None] = _no_limits
     capturable: bool = False  # reads all varying values from device memory, so a CUDA graph may hold it
-    capabilities: tuple[Capability, Capability] = (
-        (8, 0),
-        (12, 1),
-    )  # first and last it is made for, on GPUs
+    # First and last it is made for, on GPUs
+    capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))
     tune: Callable[[Spec], str] | None = None
     native: bool = False  # can crash or hang the process without a GPU, too: never checked inside it
     programs: Callable[[Spec, GpuKind], Iterable[Program]] | None = None
@@ -96,6 +95,21 @@ class Impl(Generic[Spec, Launch]):
     def programs_for(self, spec: Spec, target: GpuKind) -> list[Program]:
         """Each program once; none for implementations that NVRTC does not compile."""
         return [] if self.programs is None else list(dict.fromkeys(self.programs(spec, target)))
+
+
+class Tier(Protocol[Read, Made]):
+    """A file of an op's folder that is an implementation. It may have what else there is of its record (`OPTIONAL`)."""
+
+    def bind(self, spec: Read, /) -> Made: ...
+
+
+def implemented(*files: Tier[Spec, Launch], capturable: bool = True) -> list[Impl[Spec, Launch]]:
+    """The implementations in these files, by whose names they go."""
+    found = []
+    for own in map(vars, files):
+        record = {name: own[name] for name in ("bind", *OPTIONAL) if name in own}
+        found.append(Impl(own["__name__"].rpartition(".")[2], **record, capturable=capturable))
+    return found
 
 
 @dataclass

@@ -23,7 +23,7 @@ from pyspec.cuda.ops.linear.op import linear, linear_many, linear_tall
 from pyspec.cuda.ops.linear.pack import TILE, Packed
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec, PromptProduct
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
-from pyspec.cuda.ops.moe.ref import activate
+from pyspec.cuda.ops.moe.ref import gated_halves
 from pyspec.cuda.ops.rows.cuda import (
     MAX_SUMMED,
     GatedRowBuffer,
@@ -39,9 +39,8 @@ from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSp
 log = logging.getLogger(__name__)
 
 GLU = Glu()
-PLACE_ROWS = (
-    32  # up to here the kernel before prepares rows faster than a launch of their own (docs/log.md)
-)
+# Up to here the kernel before prepares rows faster than a launch of their own (docs/log.md)
+PLACE_ROWS = 32
 FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` (docs/log.md)
 COPY_ROWS = 48  # up to here it is faster than a library with a copy
 TOP = 15  # f16's exponent of values near the bound: values of 2^-25 of it keep all their bits
@@ -88,7 +87,7 @@ class Streamed:
             return self._ready(x, residual, late)
         if self._is_wide(x):
             y = self._wide(x, prep, residual)
-            return self._activated(y) if self.gated else y
+            return gated_halves(y, self.limit) if self.gated else y
         adds = residual is not None and not self.gated
         if (many := self._of_many(len(x), adds)) is not None:
             out = torch.empty(len(x), self.n_out, dtype=torch.float32, device=x.device)
@@ -118,12 +117,6 @@ class Streamed:
         if self.gated and not self.limit and self._is_wide(x):
             return self._wide(x, prep, None), GLU
         return self(x, prep), None
-
-    def _activated(self, y: Tensor) -> Tensor:
-        if not self.limit:
-            return GLU(y)
-        gate, up = y.chunk(2, -1)
-        return activate(gate, up, self.limit)
 
     def place(self, n_row: int, prep: HeadNorm) -> GatedRowBuffer | None:
         """Buffer where the kernel before may write `n_row` prepared rows, as an argument of a call; None: this product prepares them."""
@@ -267,10 +260,8 @@ def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Ha
     if current().is_exact:
         return None
     of = first.plain if isinstance(first, Streamed) else first.product
-    n, pads = (
-        of.spec.n_out,
-        [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)],
-    )
+    n = of.spec.n_out
+    pads = [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]
     runs = rows.runs_as("cuda", RowsSpec(next.device, n))
     if of.rows is next.plain.rows:  # it would overwrite rows that it still reads
         return None
@@ -306,9 +297,8 @@ def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:
     spec = LinearSpec(
         whole.device, whole.packed.type, whole.packed.n_out, whole.packed.n_in, parts=parts
     )
-    small = replace(
-        spec, n_out=parts * TILE * 16
-    )  # the check runs on this, because it unpacks the matrix
+    # The check runs on this, because it unpacks the matrix
+    small = replace(spec, n_out=parts * TILE * 16)
     has_own = linear_cuda.limits(spec) is None and linear.runs_as("cuda", small)
     return StreamedParts(whole.packed, whole.device, parts) if has_own else None
 

@@ -17,11 +17,10 @@ from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix
-from pyspec.cuda.ops.moe.ref import activate
-from pyspec.cuda.ops.rows.ref import Glu, Prep
+from pyspec.cuda.ops.moe.ref import gated_halves
+from pyspec.cuda.ops.rows.ref import Prep
 
 log = logging.getLogger(__name__)
-GLU = Glu()
 MANY_ROWS = 64  # of the largest builds, which larger products go through several times
 FEW_ROWS = 24  # up to here a product is bound by its weights' bytes; the copy has twice as many
 
@@ -54,18 +53,11 @@ class StreamedTiles:
             wide = None
         self.matrix, self.gated, self.wide, self.limit = matrix, gated, wide, limit
         self.n_out = matrix.n_out // 2 if gated else matrix.n_out
-        spec = LinearSpec(
-            device,
-            matrix.type,
-            self.n_out,
-            matrix.n_in,
-            Epilogue.GATED if gated else Epilogue.PLAIN,
-            limit,
-        )
+        epilogue = Epilogue.GATED if gated else Epilogue.PLAIN
+        spec = LinearSpec(device, matrix.type, self.n_out, matrix.n_in, epilogue, limit)
+        adding = replace(spec, epilogue=Epilogue.RESIDUAL)
         self.plain = linear_triton.bind(spec)
-        self.added = (
-            self.plain if gated else linear_triton.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
-        )
+        self.added = self.plain if gated else linear_triton.bind(adding)
         # A product that narrows adds to the residual stream
         likely = self.added if matrix.n_out < matrix.n_in else self.plain
         likely.compile_ahead(matrix, MANY_ROWS if self.wide is None else FEW_ROWS)
@@ -75,22 +67,10 @@ class StreamedTiles:
         if self.wide is not None and len(x) > FEW_ROWS:
             y = torch.mm(half, self.wide.T, out_dtype=torch.float32)
             y = y if powers is None else y.mul_(powers[:, None])
-            y = self._activated(y) if self.gated else y
+            y = gated_halves(y, self.limit) if self.gated else y
             return y if residual is None else y.add_(residual)
         adds = residual is not None and not self.gated
         out = torch.empty(len(x), self.n_out, dtype=torch.float32, device=x.device)
-        launch = self.added if adds else self.plain
-        launch.multiply(
-            half,
-            powers,
-            self.matrix,
-            out,
-            residual.contiguous() if residual is not None and adds else None,
-        )
+        launch, add = (self.added, residual) if adds else (self.plain, None)
+        launch.multiply(half, powers, self.matrix, out, None if add is None else add.contiguous())
         return out if residual is None or adds else out.add_(residual)
-
-    def _activated(self, y: Tensor) -> Tensor:
-        if not self.limit:
-            return GLU(y)
-        gate, up = y.chunk(2, -1)
-        return activate(gate, up, self.limit)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.peer_sum.cuda import LIMIT, MOST_RANKS, PeerSum, Places, agreed
 from pyspec.cuda.ops.rows.cuda import ROWS_ARGS, THREADS, defines
 from pyspec.cuda.ops.rows.ref import Norm, PrepKind
@@ -47,23 +46,9 @@ class SumRows:
         to, p, norm = self.product.reads(len(x)), self.peers, self.norm
         rows, out = to.room(len(x)), torch.empty_like(x)
         for steps in p.steps():
-            args: list[Arg] = [
-                x,
-                np.int64(x.stride(0)),
-                norm.weight,
-                np.float32(norm.eps),
-                np.float32(norm.power),
-            ]
-            args += [
-                self.none,
-                np.int64(0),
-                np.int32(0),
-                rows.blocks,
-                rows.sums,
-                rows.powers,
-                np.int32(rows.pad),
-            ]
-            args += [out, *p.buffers, p.late, np.int32(p.rank), np.int32(steps), np.int32(limit)]
+            read = x, x.stride(0), norm.weight, norm.eps, norm.power, self.none, 0, 0
+            made = rows.blocks, rows.sums, rows.powers, rows.pad, out
+            args = *read, *made, *p.buffers, p.late, p.rank, steps, limit
             self.kernels[to.prepare.layout].launch((len(x),), THREADS, args, overlap=to.overlap)
         to.hold(out, norm, rows)
         return out
@@ -98,9 +83,8 @@ def _clear(places: Sequence[Tensor]) -> None:
 @per_device
 def _kernel(device: torch.device, n_in: int, layout: int, places: Places) -> Kernel:
     macros = defines(n_in, PrepKind.NORM, 0, layout) | places.defines
-    return compile_cubin("rows", arch_of(torch.cuda.get_device_capability(device)), macros).kernel(
-        "rows", SIGNATURE
-    )
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    return compile_cubin("rows", arch, macros).kernel("rows", SIGNATURE)
 
 
 def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRows | None]:

@@ -10,7 +10,7 @@ torch ends the process if a pool is freed while any thread is within another one
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -28,7 +28,8 @@ def temporary(device: torch.device) -> Iterator[None]:
     if "pool" not in own:
         with context.current():
             own["pool"] = torch.cuda.MemPool()
-    with context.in_pool, torch.cuda.use_mem_pool(own["pool"], context.device.index):
+    outside = nullcontext() if context.movable is None else context.movable.within(None)
+    with context.in_pool, outside, torch.cuda.use_mem_pool(own["pool"], context.device.index):
         yield
 
 

@@ -130,10 +130,8 @@ def _launch(ask: TriLaunch) -> None:
             _builds[key] = build
         return
     first, second, third = (*grid, 1, 1)[:3]
-    stream, values = (
-        torch.cuda.current_stream(device).cuda_stream,
-        [constants[name] for name in _constants_of(kernel)],
-    )
+    stream = torch.cuda.current_stream(device).cuda_stream
+    values = [constants[name] for name in _constants_of(kernel)]
     # As CompiledKernel.__getitem__ does
     build.run(
         first,

@@ -130,6 +130,33 @@ class DropStates:
     numbers: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ShowPicture:
+    """Receive rows [n_row, width] f32 of a picture from the first rank: forwards will read them."""
+
+    handle: int
+    n_row: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class HidePictures:
+    """Forget the rows of all pictures but these."""
+
+    unread: frozenset[int]
+
+
 OfPages = ResetSlot | CopyPage | ReadPages | WritePages
 OfStates = KeepState | RestoreState | ReadState | MakeState | DropStates
-Command = RunForward | AcceptRows | DraftCommand | HeadBest | SealGraphs | FoldSlot | OfPages | OfStates
+OfPictures = ShowPicture | HidePictures
+Command = (
+    RunForward
+    | AcceptRows
+    | DraftCommand
+    | HeadBest
+    | SealGraphs
+    | FoldSlot
+    | OfPages
+    | OfStates
+    | OfPictures
+)

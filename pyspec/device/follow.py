@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 import torch
+from torch import Tensor
 
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept, described
@@ -16,6 +17,7 @@ from pyspec.device.commands import (
     CopyPage,
     FoldSlot,
     HeadBest,
+    HidePictures,
     KeepState,
     MakeState,
     OfPages,
@@ -26,6 +28,7 @@ from pyspec.device.commands import (
     RestoreState,
     RunForward,
     SealGraphs,
+    ShowPicture,
 )
 from pyspec.draft.drafter import DraftCommand, Drafter
 from pyspec.models.gathered import shared
@@ -44,6 +47,7 @@ class Follower:
     arena  place of batches that the first rank has in its arena: they are padded alike, in a graph or not
     drafter  its part of a drafter that ranks divide
     kept_states  checkpoints by their numbers, in host memory
+    shown  rows of pictures, by handle
     """
 
     def __init__(
@@ -61,10 +65,10 @@ class Follower:
         self.table = table
         self.arena = arena
         self.drafter = drafter
-        self._graphs: dict[
-            tuple[tuple[int, ...], bool], Graphed[Out]
-        ] = {}  # by their taps, and whether drafts absorb them
+        # By their taps, and whether drafts absorb them
+        self._graphs: dict[tuple[tuple[int, ...], bool], Graphed[Out]] = {}
         self.kept_states: dict[int, Checkpoint] = {}
+        self.shown: dict[int, Tensor] = {}
         n_slot = len(table.slots)
         self.ahead_rows = AheadRows(target.device, n_slot, n_slot * width)
         self._last: tuple[Batch, Out] | None = None
@@ -91,6 +95,13 @@ class Follower:
         elif isinstance(command, FoldSlot):
             for layer in self.memory.states.values():
                 layer.fold(layer, command.slot, command.n_fold)
+        elif isinstance(command, ShowPicture):
+            rows = torch.empty(command.n_row, command.width, device=self.target.device)
+            assert self.target.ranks is not None
+            self.target.ranks.spread(rows)
+            self.shown[command.handle] = rows
+        elif isinstance(command, HidePictures):
+            self.shown = {h: rows for h, rows in self.shown.items() if h in command.unread}
         elif isinstance(command, OfPages):
             self._of_pages(command)
         else:
@@ -100,7 +111,14 @@ class Follower:
         arena = self.arena if command.in_arena else None
         if arena is not None and command.prompt:
             arena.prompts = {command.prompt}
-        batch = lay_out(self.table, command.seqs, self.target.device, pages=command.pages, arena=arena)
+        batch = lay_out(
+            self.table,
+            command.seqs,
+            self.target.device,
+            pages=command.pages,
+            arena=arena,
+            pictures=self.shown,
+        )
         if command.is_moved:
             assert arena is not None and self.target.ranks is not None
             self.target.ranks.spread(arena.memory)
@@ -152,9 +170,8 @@ class Follower:
     def _of_states(self, command: OfStates) -> None:
         ranks = self.target.ranks
         assert ranks is not None
-        if isinstance(
-            command, KeepState
-        ):  # on the host: the first rank's budget counts its own device only
+        # On the host: the first rank's budget counts its own device only
+        if isinstance(command, KeepState):
             self.kept_states[command.number] = to_host(
                 self.memory.checkpoint(command.slot, command.n_past)
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +26,7 @@ from pyspec.device.commands import (
     DropStates,
     FoldSlot,
     HeadBest,
+    HidePictures,
     KeepState,
     MakeState,
     ReadPages,
@@ -34,6 +35,7 @@ from pyspec.device.commands import (
     RestoreState,
     RunForward,
     SealGraphs,
+    ShowPicture,
     WritePages,
 )
 from pyspec.device.worker import Launched, Worker
@@ -112,11 +114,8 @@ class Leader:
         absorbs: bool = False,
     ) -> Out:
         """Run a forward on every rank. Logits are gathered after `run`, which a graph may hold."""
-        is_moved, moves, in_arena = (
-            self.moved is not None,
-            self.moving is not None,
-            batch.bucket is not None,
-        )
+        is_moved, moves = self.moved is not None, self.moving is not None
+        in_arena = batch.bucket is not None
         rows = tuple(batch.seqs) if self.moving is None else self.moving, tuple(batch.pages)
         self.last, self.has_accepted = batch, False
         prompt = batch.bucket or 0 if batch.prompt else 0
@@ -294,6 +293,19 @@ class TpWorker(Worker):
         if self.drafter is not None:
             self.drafter.forget()
         self.target.ranks.leave()
+
+    def show(self, handle: int, rows: Tensor) -> None:
+        """On every rank."""
+        if handle in self.shown:
+            return
+        super().show(handle, rows)
+        with self.leader.together(ShowPicture(handle, *rows.shape)):
+            self.leader.ranks.spread(self.shown[handle])
+
+    def hide(self, unread: Container[int]) -> None:
+        """On every rank."""
+        self.leader.send(HidePictures(frozenset(h for h in self.shown if h in unread)))
+        super().hide(unread)
 
     def fold(self, slot: Slot) -> None:
         """On every rank."""

@@ -6,7 +6,7 @@ host reads them, so that the next round may be launched meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import here
-from pyspec.cuda.context import gpu_lock
+from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.faults import Reader
 from pyspec.cuda.graph import Graphed, copied
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device.ahead_rows import AheadRows
+from pyspec.device.expert_uploads import ExpertUploads
+from pyspec.device.expert_use import ExpertLog
 from pyspec.draft.drafter import NO_DRAFTER, Drafter, DraftPlan
 from pyspec.errors import DeviceError, DoesNotFit, EngineBug, PyspecError
 from pyspec.models.target import Out, Target
 from pyspec.sample.choose import top
 from pyspec.slots.arena import Arena
-from pyspec.slots.batch import Batch, lay_out
+from pyspec.slots.batch import Batch, lay_out, sent
 from pyspec.slots.drafts import DraftsAhead
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
@@ -41,6 +43,7 @@ class Launched:
     q         of those drafts, as in DraftsAhead
     drafting  events at start and end of drafting
     keeps_logits  the host may read its logits after the next forward was launched, which overwrites them
+    log       as of `ExpertLog.copy`, valid after `done`
     """
 
     batch: Batch
@@ -51,6 +54,7 @@ class Launched:
     q: Tensor | None = None
     drafting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     keeps_logits: bool = True
+    log: Tensor | None = None
 
     @property
     def found(self) -> Tensor | None:
@@ -118,6 +122,9 @@ class Worker:
         self._found = Pinned()
         self._tokens = Pinned()
         self._n_recorded = 0
+        self.shown: dict[int, Tensor] = {}  # rows of pictures [row, width] f32 on the device, by handle
+        self.experts: ExpertLog | None = None  # of those in the host's memory
+        self.uploads: ExpertUploads | None = None  # None: each stays where it is
         self.use(drafter)
 
     def use(self, drafter: Drafter | None) -> None:
@@ -193,20 +200,53 @@ class Worker:
         return self.ahead_rows.accept(before.batch, before.out.best, behind)
 
     def _lay_out(self, round_: Round) -> Batch:
-        return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
+        return lay_out(
+            self.table,
+            round_.seqs,
+            self.device,
+            arena=self.arena,
+            pages=round_.pages,
+            pictures=self.shown,
+        )
 
     def _send(self, batch: Batch, reads: LogitsNeed) -> Launched:
         if self.device.type == "cpu":
             self.faults.clear()  # a recording has kernels alone
+        if self.uploads is not None:
+            self.uploads.before()
         out = self.forward(batch)
+        if self.uploads is not None:
+            self._upload(self.uploads)
         best = None if out.best is None else self._best.copy(out.best)
+        log = (
+            None if self.experts is None else self.experts.copy(batch.n_row, batch.bucket or batch.n_row)
+        )
         self.faults.fetch()
-        return Launched(batch, out, best, stamp(self.device), keeps_logits=self.keeps_logits(reads))
+        keeps_logits = self.keeps_logits(reads)
+        return Launched(batch, out, best, stamp(self.device), keeps_logits=keeps_logits, log=log)
+
+    def _upload(self, uploads: ExpertUploads) -> None:
+        """Begin copies behind a round, which they can not fail."""
+        try:
+            uploads.behind()
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            uploads.failed = e
 
     def keeps_logits(self, reads: LogitsNeed) -> bool:
         """True if the host may read logits of a forward that the next one overwrites. If the largest one is banned, they also give the best
         token."""
         return reads.logits or bool(reads.bans)
+
+    def show(self, handle: int, rows: Tensor) -> None:
+        """Bring rows of a picture, of the host, to the device: forwards will read them, until `hide`."""
+        if handle not in self.shown:
+            self.shown[handle] = sent(rows, self.device)
+
+    def hide(self, unread: Container[int]) -> None:
+        """Free the rows of pictures but these. Forwards that were launched may still read them."""
+        self.shown = {handle: rows for handle, rows in self.shown.items() if handle in unread}
 
     def bring(self, launched: Launched, found: Tensor) -> Tensor:
         """[2, row] f64 on the host, valid once `launched` is over: an additional result of its rows."""
@@ -235,7 +275,10 @@ class Worker:
             reader.clear()
 
     def leave(self) -> None:
-        """Let go of other ranks. Nothing runs after that."""
+        """Let go of other ranks, and wait for copies from host memory, which is freed next. Nothing runs after that. Ignores errors of the device."""
+        for stream in list(context_of(self.device).copies):
+            with suppress(RuntimeError):
+                stream.synchronize()
 
     # -- slots' memory ------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
 from pyspec.models.arch.gemma4 import SCALE, read_kind
-from pyspec.models.binding import Binding, Pass
+from pyspec.models.binding import Pass, bound_at
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
@@ -38,7 +38,7 @@ from pyspec.models.own_vocabulary import BestDrafts
 from pyspec.models.part import LoadTypes, Place, Request
 from pyspec.models.read import block_count, vocab_size
 from pyspec.models.ropes import Ropes
-from pyspec.models.target import Out, Target
+from pyspec.models.target import MtpNet, Out, Target
 from pyspec.models.wants import EMBEDDING, Want
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import Arena
@@ -176,7 +176,7 @@ class AssistantBlock:
         self.target, self.n_hidden, self.memory = target, c.n_target, Memory([], 1)
         self.ropes, kv = Ropes(w), target.memory.kv_format
         self.blocks = [
-            Block(block, Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, kv, self.ropes))
+            Block(block, bound_at(w, f"blk.{i}", i, c.n_embd, c.eps, kv, self.ropes))
             for i, block in enumerate(c.blocks)
         ]
         self.pre, self.post, self.norm = w.matrix(PRE), w.matrix(POST), w.vector(NORM)
@@ -234,11 +234,11 @@ class Assistant(Chain):
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
         return lay_out(self.table, seqs, self.device, arena=arena, sees_own=False)
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: Batch, net: MtpNet | None = None) -> None:
         n = batch.tokens.shape[0]
         self._pick(self.block.forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]))
 
-    def _pick(self, hidden: Tensor) -> None:
+    def _pick(self, hidden: Tensor, net: MtpNet | None = None) -> None:
         n = hidden.shape[0]
         logits = self.block.propose(hidden, self.tokens[:n])
         copied(self.own.next_of(hidden), self.hidden[:n])

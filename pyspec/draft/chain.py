@@ -3,7 +3,7 @@
 Row p of the block pairs token x_p with the hidden state h_{p-1} and predicts x_{p+1}; row 0 pairs with zeros. The target's hidden
 states are exact; behind them the block goes on from its own. Rows of committed tokens are computed once, from the target's
 states, in the first pass of the next draft, together with the row of the anchor; the chained rows after it are scratch and are
-overwritten. A block that reads tokens alone (a draft model) has states of width 0, and its chained rows stay where the target took
+overwritten. There may be a block for each of the first drafts; the last one makes all behind. A block that reads tokens alone (a draft model) has states of width 0, and its chained rows stay where the target took
 their tokens. If it has recurrent layers, its chained rows are records (SeqMode.LATE): those of accepted drafts are folded before the
 next exact rows, those of refused ones never. The chain knows a block by `models.target.MtpNet` only. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.draft.drafter import Drafter, DraftPlan
 from pyspec.draft.draws import Drawing, Draws
-from pyspec.draft.pending_rows import Pending
+from pyspec.draft.pending_rows import Pending, without_pictures
 from pyspec.models.model import ModelSpec
 from pyspec.models.target import MtpNet, Out
 from pyspec.models.weight_bytes import row_bytes
@@ -77,8 +78,10 @@ class Chain(Drafter):
         device: torch.device,
         p_min: float,
         n_vocab: int = 0,
+        later: Sequence[MtpNet] = (),
     ) -> None:
-        """n_vocab: of the target; without it each draft is the most likely token."""
+        """n_vocab: of the target; without it each draft is the most likely token. later: the blocks of drafts behind the first, if they
+        have their own; `block` makes their keys of its rows."""
         self.plan = plan
         self.most_waiting = plan.n_waiting
         self.block = block
@@ -90,13 +93,14 @@ class Chain(Drafter):
         if self.memory.states:
             self.is_recurrent, self.modes = True, (SeqMode.KEEP, SeqMode.LATE)
         self.states: list[Pending | None] = [None] * len(table.slots)
-        self.arenas: list[Arena | None] = [
-            None
-        ] * 3  # of the first pass, of the chained ones, of rows that are late
+        # Of the first pass, of the chained ones, of rows that are late
+        self.arenas: list[Arena | None] = [None] * 3
         pool = GraphPool()  # all of them leave their results in the tensors below
-        self._first, self._next, self._late = (
-            Graphed(f, pool=pool) for f in (self._start, self._step, self._compute)
-        )
+        self._first, self._late = Graphed(self._start, pool=pool), Graphed(self._compute, pool=pool)
+        steps = [partial(self._step, net=net) for net in later or (None,)]
+        self._steps = tuple(
+            Graphed(step, pool=pool) for step in steps
+        )  # the last one as often as wanted
         # from one pass to the next, at fixed places for graphs; a first pass catches up on most_waiting rows at most
         n_row = max(len(table.slots) * (self.most_waiting + 1), most_rows(len(table.slots), self._width))
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
@@ -128,6 +132,12 @@ class Chain(Drafter):
         else:  # cold start, or no hidden state at the reuse boundary: zeros cost one weaker row, never the text
             hidden = torch.zeros(1, self.block.n_hidden, device=self.device)
             self.states[slot.index] = Pending(slot.generation, slot.n_past, hidden)
+        if not self.is_recurrent and self.memory.needs_state:
+            beside = saved.beside if isinstance(saved, Pending) else None
+            if beside is None:
+                self.memory.reset(slot.index)
+            else:
+                self.memory.restore(slot.index, beside)
 
     def _begin_state(self, slot: Slot, saved: object | None) -> None:
         """Recurrent layers begin with a checkpoint of these tokens, or read them again."""
@@ -153,6 +163,9 @@ class Chain(Drafter):
         hidden, heard = self.block.states_of(out), []
         for s, seq in enumerate(batch.seqs):
             state = self._state(self.table.slots[seq.slot])
+            if self.plan.placeholder is None:
+                sources = {} if batch.pictures is None else batch.pictures.sources
+                state.pictures.hear(seq, sources, state.n_row)
             # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
             is_pending = state.n_row <= seq.n_past
             n_right = 0 if is_pending else common_prefix(state.guess, seq.tokens[1 : kept[s]])
@@ -165,9 +178,8 @@ class Chain(Drafter):
         for state, seq, n in heard:
             if state.n_hidden > 1 and 2 * state.n_hidden > self.most_waiting:
                 old = self.table.slots[seq.slot].tokens[state.n_row : seq.n_past]
-                new = seq.tokens[
-                    max(0, state.n_row - seq.n_past) : n
-                ]  # right after a draft the anchor's row is there
+                # Right after a draft the anchor's row is there
+                new = seq.tokens[max(0, state.n_row - seq.n_past) : n]
                 late.append((state, Seq(seq.slot, state.n_row, [*old, *new])))
         self._bring_up(late)
 
@@ -210,7 +222,17 @@ class Chain(Drafter):
     def _lay_out(self, seqs: Sequence[Seq], arena: Arena | None) -> Batch:
         if hidden := self.hidden_rows:
             seqs = [replace(q, first_key=hidden[q.slot]) if q.slot in hidden else q for q in seqs]
-        return lay_out(self.table, seqs, self.device, arena=arena, first_key=self.first_key)
+        rows: dict[int, Tensor] = {}
+        if self.plan.placeholder is None:
+            waiting = [state.pictures for q in seqs if (state := self.states[q.slot]) is not None]
+            rows = {handle: x for own in waiting for handle, x in own.rows.items()}
+            seqs = [
+                q if (state := self.states[q.slot]) is None else state.pictures.placed(q) for q in seqs
+            ]
+        seqs = [without_pictures(q, self.plan.placeholder or 0, rows) for q in seqs]
+        return lay_out(
+            self.table, seqs, self.device, arena=arena, first_key=self.first_key, pictures=rows
+        )
 
     def _within(self, seq: Seq) -> Seq:
         """Its rows in the part of a context behind which drafts are made: no draft sees those beyond."""
@@ -241,24 +263,18 @@ class Chain(Drafter):
         seqs = []
         for r in live:
             slot, state = r.slot, self._state(r.slot)
-            state.n_row = min(
-                state.n_row, slot.n_past
-            )  # drafted before, but never verified: the anchor's row again
+            # Drafted before, but never verified: the anchor's row again
+            state.n_row = min(state.n_row, slot.n_past)
             rows = [*slot.tokens[state.n_row :], r.anchor]
             seqs.append(Seq(slot.index, state.n_row, rows, self.modes[0], n_out=1, n_fold=state.n_fold))
         n_row = sum(seq.width for seq in seqs)
         torch.cat([self._state(r.slot).hidden for r in live], out=self.hidden[:n_row])
         self._first(self._lay_out(seqs, self.arenas[0]))
-        for r in (
-            live
-        ):  # the anchor's row is exact, too: its token is final, its hidden state was the target's
+        # The anchor's row is exact, too: its token is final, its hidden state was the target's
+        for r in live:
             state = self._state(r.slot)
-            state.n_row, state.hidden, state.guess, state.n_fold = (
-                r.slot.n_past + 1,
-                state.hidden[-1:],
-                (),
-                0,
-            )
+            state.n_row, state.hidden, state.guess = r.slot.n_past + 1, state.hidden[-1:], ()
+            state.n_fold = 0
         n = len(live)
         most = max(r.n_draft for r in live)
         done = 1
@@ -308,7 +324,7 @@ class Chain(Drafter):
     def _pass(self, batch: Batch, done: int, draws: Draws | None = None) -> None:
         """Draft number `done`, after those before."""
         n = len(batch.seqs)
-        self._next(batch)
+        self._steps[min(done, len(self._steps)) - 1](batch)
         self._keep(n, done, draws)
         if self.is_recurrent:
             batch.seq_fold[:n] += 1  # its rows are records, which the next pass folds
@@ -382,14 +398,15 @@ class Chain(Drafter):
         """Exact rows from which nothing is drafted, `self.hidden` given by the host."""
         self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
 
-    def _step(self, batch: Batch) -> None:
-        """A chained pass: a row a slot, after the pass before and one position farther on."""
+    def _step(self, batch: Batch, net: MtpNet | None = None) -> None:
+        """A chained pass: a row a slot, after the pass before and one position farther on. net: in place of the first block"""
         n, batch = batch.tokens.shape[0], self.ahead.step(batch)
-        self._pick(self.block.forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]))
+        forward = (net or self.block).forward
+        self._pick(forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]), net)
 
-    def _pick(self, hidden: Tensor) -> None:
+    def _pick(self, hidden: Tensor, net: MtpNet | None = None) -> None:
         n = hidden.shape[0]
-        logits = self.block.propose(hidden, self.tokens[:n])
+        logits = (net or self.block).propose(hidden, self.tokens[:n])
         if self.block.n_hidden:
             copied(hidden, self.hidden[:n])
         if self.p_min > 0:
@@ -422,15 +439,19 @@ class Chain(Drafter):
             n_seq * self.table.pages_for(-(-n_row // n_seq)) for n_row, n_seq in [*first, *late]
         ):
             return  # too few pages to try them all: they are captured as they come
-        modes = (self.modes[0], self.modes[1], self.modes[0])
-        passes = zip((self._first, self._next, self._late), (first, following, late), modes, strict=True)
-        for (graphed, shapes, mode), arena, n_out in zip(passes, self.arenas, (1, 1, 0), strict=True):
+        kept, scratch = self.modes
+        passes = [
+            (self._first, first, kept, self.arenas[0], 1),
+            *((step, following, scratch, self.arenas[1], 1) for step in self._steps),
+            (self._late, late, kept, self.arenas[2], 0),
+        ]
+        for graphed, shapes, mode, arena, n_out in passes:
             for n_row, n_seq in sorted(shapes, reverse=True):
                 shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
                 seqs = [Seq(i, 0, [0] * n, mode, n_out) for i, n in enumerate(shares)]
                 for _ in range(2):
                     graphed(self._lay_out(seqs, arena))
-        for graphed in (self._first, self._next, self._late):
+        for graphed, *_ in passes:
             graphed.seal()
 
     @torch.inference_mode()
@@ -445,7 +466,12 @@ class Chain(Drafter):
         if self.is_recurrent:
             return self._kept_state(slot, state)
         # where no hidden state is read the pages have all there is
-        return Pending(state.generation, state.n_row, state.hidden) if self.block.n_hidden else None
+        if not self.block.n_hidden:
+            return None
+        kept = Pending(state.generation, state.n_row, state.hidden)
+        if self.memory.needs_state:
+            kept.beside = self.memory.checkpoint(slot.index, slot.n_past)
+        return kept
 
     def _kept_state(self, slot: Slot, state: Pending) -> Checkpoint:
         for layer in self.memory.states.values():

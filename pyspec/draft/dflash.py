@@ -30,14 +30,7 @@ from pyspec.draft import tap_shift
 from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, BlockLength
 from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config
 from pyspec.draft.dflash_net import DFlashNet, attention_in
-from pyspec.draft.drafter import (
-    OWN_HEAD,
-    Drafter,
-    DraftOptions,
-    DraftPlan,
-    TargetFile,
-    own_memory,
-)
+from pyspec.draft.drafter import OWN_HEAD, Drafter, DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.draft.draws import Draws, draw_bytes
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
@@ -192,13 +185,11 @@ class DFlash(Drafter):
         self.p_min = p_min
         self.ahead = ahead.bind(AheadSpec(device))
         n_slot = len(table.slots)
-        self.held = torch.zeros(
-            plan.n_held, net.n_feature, device=device
-        )  # taps of rounds without drafts
+        # Taps of rounds without drafts
+        self.held = torch.zeros(plan.n_held, net.n_feature, device=device)
         self.n_held = 0
-        self.late: list[list[int]] = [
-            [] for _ in table.slots
-        ]  # where in `held` those of the slot's last tokens are
+        # Where in `held` those of the slot's last tokens are
+        self.late: list[list[int]] = [[] for _ in table.slots]
         self.arena: Arena | None = None
         self.block, self.inject = Graphed(net.forward), Graphed(self._inject)
         self.n_context = [0] * n_slot  # tokens of the slot that have context rows, or taps in `held`
@@ -262,9 +253,8 @@ class DFlash(Drafter):
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         late = self.plan.n_held > 0 and batch.single
-        if (
-            not late
-        ):  # these rows have their context already; held taps are always of a slot's last tokens
+        # These rows have their context already; held taps are always of a slot's last tokens
+        if not late:
             self.catch_up()
         for s, seq in enumerate(batch.seqs):
             slot = self.table.slots[seq.slot]

@@ -124,9 +124,8 @@ def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, 
         if any(pattern) and window < 1:
             raise ModelError(f"{h.key('attention.sliding_window')} is {window}, but some layers slide")
     causal = [slides and has_pattern for slides in pattern]
-    if (
-        file.architecture != FORK and "attention.causal" in h
-    ):  # the forks always write false and do not mean it
+    # The forks always write false and do not mean it
+    if file.architecture != FORK and "attention.causal" in h:
         causal = [h.flag("attention.causal", False)] * n_layer
     return tuple(window if slides else 0 for slides in pattern), tuple(causal)
 

@@ -14,7 +14,7 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.dflash_file import DFlashConfig
 from pyspec.draft.draws import Drawing, Draws
-from pyspec.models.binding import Binding, Pass
+from pyspec.models.binding import Pass, bound_at
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.bound import Block, BoundForward, link_sums
@@ -40,12 +40,7 @@ class DFlashNet:
     """
 
     def __init__(
-        self,
-        c: DFlashConfig,
-        w: Weights,
-        memory: Memory,
-        target: Target,
-        head: Matrix | None = None,
+        self, c: DFlashConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None = None
     ) -> None:
         self.c = c
         self.memory = memory
@@ -55,7 +50,7 @@ class DFlashNet:
             bound_block(
                 self._residual(),
                 spec,
-                Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, memory.kv_format, self.ropes),
+                bound_at(w, f"blk.{i}", i, c.n_embd, c.eps, memory.kv_format, self.ropes),
             )
             for i, spec in enumerate(c.blocks)
         ]
@@ -63,10 +58,8 @@ class DFlashNet:
             link_sums(w.ranks, [block for block in self.blocks if isinstance(block, Block)])
         self._bind_context(w)
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
-        self.norm, self.norms = (
-            w.vector("output_norm.weight"),
-            norms.bind(NormsSpec(w.device, c.n_embd, c.eps)),
-        )
+        self.norm = w.vector("output_norm.weight")
+        self.norms = norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
         has_head = w.has("output.weight")
         self.head = w.matrix("output.weight") if has_head else head or target.head
@@ -85,7 +78,7 @@ class DFlashNet:
         self.context = [
             BoundForward(
                 attention_in(block.specs[0]).write,
-                Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, kv, self.ropes),
+                bound_at(w, f"blk.{i}", i, c.n_embd, c.eps, kv, self.ropes),
                 *(c.n_embd, 1),
             )
             for i, block in enumerate(c.blocks)

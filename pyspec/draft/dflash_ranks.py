@@ -226,12 +226,7 @@ class DFlashShare(DFlash):
     """Another rank's part. It decides nothing, and keeps no account of slots."""
 
     def __init__(
-        self,
-        net: DFlashNet,
-        plan: DraftPlan,
-        table: SlotTable,
-        target: Target,
-        arena: Arena | None,
+        self, net: DFlashNet, plan: DraftPlan, table: SlotTable, target: Target, arena: Arena | None
     ) -> None:
         super().__init__(net, plan, table, target.device, p_min=0.0)
         self.ranks = _join(net, target)

@@ -22,7 +22,7 @@ from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.draft.draws import draw_bytes
-from pyspec.draft.token_map import TokenMap, read_map
+from pyspec.draft.token_map import TokenMap, placeholder, read_map
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models import read_config
@@ -81,9 +81,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         file=file,
         layers=tuple(c.parts()),
         attention=c.attention,
-        wants={
-            name: replace(want, cut=None) for name, want in wants.items()
-        },  # it is whole on the first of several ranks
+        # It is whole on the first of several ranks
+        wants={name: replace(want, cut=None) for name, want in wants.items()},
         requests=partial(_requests, c, file),
         n_waiting=n_waiting,
         n_late=2 * (n_draft + 1),  # a verify's rows, and as many chained ones behind them
@@ -91,6 +90,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         + draw_bytes(settings, n_draft, target.config.n_vocab),
         no_copy=OWN_HEAD,
         maps_tokens=True,
+        placeholder=placeholder(target.file),
         check=partial(_expected, file, target.file, tokens),
         tokens=tokens,
         remark=f", by the model {file.path.name}"
@@ -179,9 +179,8 @@ class DraftModel:
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert isinstance(plan, ModelPlan) and plan.file is not None
     c, device = read_config(plan.file), target.device
-    weights = Weights(
-        plan.file, device, options.dense, wide=options.wide, rope=flags_of(options.settings)
-    )
+    rope, at = flags_of(options.settings), options.placement
+    weights = Weights(plan.file, device, options.dense, wide=options.wide, rope=rope, placement=at)
     model = Decoder(c, weights, own_memory(plan, table, options, device))
     block = bound(model, plan.tokens(), target.n_vocab)
     return Chain(block, plan, table, device, options.settings.draft_p_min, target.n_vocab)
@@ -198,8 +197,7 @@ def bound(model: Decoder, tokens: TokenMap, n_target: int) -> DraftModel:
         return DraftModel(
             model, BestDrafts(model.device, to_target), model.n_vocab, to_own, tokens.first
         )
-    if (
-        to_own is not None
-    ):  # rows of its embedding in the order of the target's ids: passes stay recorded
+    # Rows of its embedding in the order of the target's ids: passes stay recorded
+    if to_own is not None:
         model.embedding.raw = model.embedding.raw[to_own]
     return DraftModel(model, BestDrafts(model.device), min(model.n_vocab, n_target))

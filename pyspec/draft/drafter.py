@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective
+from pyspec.cuda.movable import EMPTIED, movable
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.draft.blocks import BlockLength
 from pyspec.draft.host import HostDrafter
@@ -25,6 +26,7 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, LoadTypes, Request
+from pyspec.models.placement import ON_CARD, Placement
 from pyspec.models.target import Matrix, Out, Target
 from pyspec.models.wants import Want
 from pyspec.registry import SUFFIX
@@ -84,6 +86,7 @@ class DraftPlan:
     shared     tensors of its file that it takes from the target, where they are the same
     best_only  of the target's head it wants the best tokens and no more: several ranks find them together
     maps_tokens  it maps the vocabulary of its file to the target's, so the two may differ
+    placeholder  the target's token that it reads for a row of a picture; None: it reads the row as the target does, or no tokens
     check      refuses what a plan does not look at, because that takes long: called once for a load; adds to `remark`
     remark     the end of the line that names it
     n_suffix   tokens of the longest suffix draft (`suffix_drafts`), which goes beside it; 0: there are none
@@ -113,6 +116,7 @@ class DraftPlan:
     shared: tuple[str, ...] = ()
     best_only: bool = False
     maps_tokens: bool = False
+    placeholder: int | None = None
     check: Callable[[], str] = _fits
     remark: str = ""
     n_suffix: int = 0
@@ -166,6 +170,7 @@ class DraftOptions:
     best   where several ranks read the target's head together: rows [row, n_embd] f32 -> their best tokens [row] int64
     lead   sends a divided drafter's commands to the other ranks
     arena  on another rank than the first: where batches lie that the first one has in an arena
+    placement  its feed-forwards that are in host memory
     """
 
     settings: EngineSettings
@@ -175,6 +180,7 @@ class DraftOptions:
     best: Callable[[Tensor], Tensor] | None = None
     lead: DraftLead | None = None
     arena: Arena | None = None
+    placement: Placement = ON_CARD
 
     @property
     def kv(self) -> KvFormat:
@@ -220,7 +226,8 @@ def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device:
     sizes = CacheSizes(
         n_slot, table.n_alloc_row, table.page_size, width, kv=options.kv, n_late=plan.n_late
     )
-    return allocate(plan.layers, sizes, device)
+    with movable(device, EMPTIED):
+        return allocate(plan.layers, sizes, device)
 
 
 # -- calls of the loop -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pyspec.draft.dspark_heads import SURE, DSparkConfig, DSparkNet
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.arch.deepseek4 import read_experts, read_mixer, read_residual, stream_block
-from pyspec.models.binding import Binding, Pass
+from pyspec.models.binding import Pass, bound_at
 from pyspec.models.block import BlockSpec
 from pyspec.models.blocks.sparse_attention import SparseAttention
 from pyspec.models.blocks.stream_experts import StreamExperts
@@ -95,7 +95,9 @@ def read_streams(file: GGUFFile) -> StreamsConfig:
         from_anchor=h.flag("sample_from_anchor", True),
         is_sure=h.flag("has_confidence_head", SURE in file.tensors),
         mixer=mixer,
-        feeds=tuple(replace(experts, limits=limits) for limits in read_limits(file, n_layer)),
+        feeds=tuple(
+            replace(experts, limits=limits) for limits in read_limits(file, n_layer, one_for_both=True)
+        ),
         residual=read_residual(file),
     )
 
@@ -128,7 +130,7 @@ class StreamsNet(DSparkNet):
         self.context = [
             BoundForward(
                 c.mixer.write,
-                Binding(w, f"blk.{i}", i, "", c.n_embd, c.eps, kv, self.ropes),
+                bound_at(w, f"blk.{i}", i, c.n_embd, c.eps, kv, self.ropes),
                 *(c.n_embd, 1, 1),
             )
             for i in range(len(self.blocks))

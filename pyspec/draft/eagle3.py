@@ -21,12 +21,13 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.chain import Chain, graph_bytes, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.draft.draws import draw_bytes
+from pyspec.draft.token_map import placeholder
 from pyspec.errors import ConfigError, PairError
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
 from pyspec.gguf import GGUFFile
 from pyspec.gguf.fields import SIZE
-from pyspec.models.binding import Binding, Pass
+from pyspec.models.binding import Pass, bound_at
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.bound import BoundForward
@@ -134,6 +135,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         )
         + draw_bytes(settings, n_draft, target.config.n_vocab),
         no_copy="" if head is None else OWN_HEAD,
+        # pictures' rows are as those of the target's embedding
+        placeholder=placeholder(target.file) if EMBEDDING in file.tensors else None,
     )
 
 
@@ -197,7 +200,7 @@ class EagleBlock:
     ) -> None:
         self.c, self.memory, self.n_hidden = c, memory, c.n_embd
         self.ropes = Ropes(w)
-        at = Binding(w, PREFIX, 0, "", c.n_embd, c.eps, memory.kv_format, self.ropes)
+        at = bound_at(w, PREFIX, 0, c.n_embd, c.eps, memory.kv_format, self.ropes)
         self.layer = BoundForward(c.forward, at, c.n_embd, c.n_embd)
         self.fc, self.norm = w.matrix("fc.weight"), w.vector("output_norm.weight")
         self.norms = norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
@@ -210,7 +213,7 @@ class EagleBlock:
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: g of the position before each row. Returns what stands for that of each row's own."""
-        e, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
+        e, angles = self.ropes.embedded(self.embedding, batch)
         return self.layer.run(e, hidden, Pass(angles, self.memory, batch))
 
     def propose(self, hidden: Tensor, out: Tensor) -> Tensor:

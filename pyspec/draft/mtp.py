@@ -1,7 +1,7 @@
 """MTP drafter: the model's own next-token block, chained to any depth (`chain.py`).
 
-The block pairs a token with the target's hidden state of the position before it; chaining feeds its own. It stands in the target's file
-behind the trunk, or in a file of its own. The model describes it (`models.mtp.MtpOfBlock`).
+The block pairs a token with the target's hidden state of the position before it; chaining feeds its own, or goes on to the next of several
+blocks (`models/mtp.py`). It stands in the target's file behind the trunk, or in a file of its own. The model describes it (`models.mtp.MtpOfBlock`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pyspec.models.weights import Weights
 from pyspec.slots.table import SlotTable
 
 N_DRAFT = 3  # tokens a round, unless a number is asked for
+OWN = "nextn.shared_head_head.weight"
 
 
 def recognises(file: GGUFFile) -> bool:
@@ -37,9 +38,9 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if not recognises(file):
         raise PairError("no MTP block in the file: it has no nextn.eh_proj tensor")
     check_pair(file, c)
-    mtp = mtp_of(c)
-    check_tensors(file, wants := mtp.tensors(file, target.file))
     n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
+    mtp = mtp_of(c).in_file(file, n_draft)
+    check_tensors(file, wants := mtp.tensors(file, target.file))
     return DraftPlan(
         kind="mtp",
         n_draft=n_draft,
@@ -54,7 +55,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         n_waiting=n_waiting,
         graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min)
         + draw_bytes(settings, n_draft, c.n_vocab),
-        no_copy=OWN_HEAD if f"blk.{c.n_layer}.nextn.shared_head_head.weight" in file.tensors else "",
+        no_copy=OWN_HEAD if all(one.place(file).has(OWN) for one in mtp.each) else "",
     )
 
 
@@ -71,10 +72,8 @@ def check_pair(file: GGUFFile, c: ModelSpec) -> None:
     if a != c.arch:
         raise PairError(f"the MTP file is {a}, the target is {c.arch}")
     h = file.hparams
-    n_layer, n_embd = (
-        h.integer("block_count") - h.integer("nextn_predict_layers", 0),
-        h.integer("embedding_length"),
-    )
+    n_layer = h.integer("block_count") - h.integer("nextn_predict_layers", 0)
+    n_embd = h.integer("embedding_length")
     if n_layer != c.n_layer or n_embd != c.n_embd:
         raise PairError(
             f"the MTP block follows layer {n_layer} of width {n_embd}; "
@@ -84,9 +83,12 @@ def check_pair(file: GGUFFile, c: ModelSpec) -> None:
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None
+    rope, at = flags_of(options.settings), options.placement
     weights = Weights(
-        plan.file, target.device, options.dense, wide=options.wide, rope=flags_of(options.settings)
+        plan.file, target.device, options.dense, wide=options.wide, rope=rope, placement=at
     )
     memory = own_memory(plan, table, options, target.device)
-    block = bound(mtp_of(target.config), weights, memory, target, options.head, plan.shared)
-    return Chain(block, plan, table, target.device, options.settings.draft_p_min, target.n_vocab)
+    mtp = mtp_of(target.config).in_file(plan.file, plan.n_draft)
+    block, *later = bound(mtp, weights, memory, target, options.head, plan.shared)
+    p_min, n_vocab = options.settings.draft_p_min, target.n_vocab
+    return Chain(block, plan, table, target.device, p_min, n_vocab, later)

@@ -2,10 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+
+from pyspec.slots.batch import Seq
+from pyspec.slots.images import IMAGE, ImageSpan, handle_of, shift_before
+from pyspec.slots.memory import Checkpoint
+
+
+class PendingPictures:
+    """Pictures among a slot's rows that wait, with their rows, and the shift of the text before them (`Seq.shift`)."""
+
+    __slots__ = ("rows", "shift", "spans")
+
+    def __init__(self) -> None:
+        self.shift: int | None = None
+        self.spans: tuple[ImageSpan, ...] = ()
+        self.rows: dict[int, Tensor] = {}
+
+    def hear(self, seq: Seq, sources: Mapping[int, Tensor], n_row: int) -> None:
+        """Note those of rows that were observed. n_row: rows before it are computed."""
+        done = [span for span in self.spans if span.end <= min(n_row, seq.n_past)]
+        self.shift = seq.shift if self.shift is None else self.shift + sum(span.shift for span in done)
+        new = [span for span in seq.images if span.handle in sources and span not in self.spans]
+        self.spans = (*(span for span in self.spans if span not in done), *new)
+        kept = {span.handle for span in self.spans}
+        self.rows = {handle: x for handle, x in {**self.rows, **sources}.items() if handle in kept}
+
+    def placed(self, seq: Seq) -> Seq:
+        """The rows as the target has them. Those of a picture that was not observed read token 0."""
+        if not self.spans and not self.shift:
+            return seq
+        end = seq.n_past + seq.width
+        images = tuple(span for span in self.spans if span.first < end and span.end > seq.n_past)
+        shift = (self.shift or 0) + shift_before(self.spans, seq.n_past)
+        return replace(seq, shift=shift, images=images)
+
+
+def without_pictures(seq: Seq, instead: int, known: Mapping[int, Tensor]) -> Seq:
+    """The rows with a token in place of each row of a picture that is not known."""
+    if max(seq.tokens, default=0) < IMAGE:
+        return seq
+    tokens = [instead if x >= IMAGE and handle_of(x) not in known else x for x in seq.tokens]
+    return replace(seq, tokens=tokens)
 
 
 class Pending:
@@ -19,14 +61,28 @@ class Pending:
     guess   tokens of the chained rows from n_row on, if they stay where they are right
     n_fold  last exact rows that recurrent layers have as records
     begun   length of the slot in the last `draft_ahead`
+    beside  of one that was kept: the block's memory outside pages
+    pictures  among its rows
     """
 
-    __slots__ = ("_pieces", "begun", "generation", "guess", "n_fold", "n_hidden", "n_row")
+    __slots__ = (
+        "_pieces",
+        "begun",
+        "beside",
+        "generation",
+        "guess",
+        "n_fold",
+        "n_hidden",
+        "n_row",
+        "pictures",
+    )
 
     def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
         self.generation, self.n_row, self.hidden = generation, n_row, hidden
         self.guess: Sequence[int] = ()
         self.n_fold = self.begun = 0
+        self.beside: Checkpoint | None = None
+        self.pictures = PendingPictures()
 
     @property
     def hidden(self) -> Tensor:

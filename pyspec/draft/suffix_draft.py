@@ -18,10 +18,8 @@ ONCE, FEW, ALWAYS = (0.8, 1.8), (0.92, 0.5), (0.97, 0.2)
 PROMISES = (1.0, 2.0, 4.0, 8.0)  # tokens that a draft promises: groups
 # assumed ratio of promises, its weight in tokens, and the weight of older drafts
 FIRST_RATIO, ALL_PRIOR, ALL_TRUST = 0.8, 12.0, 0.98
-TEXT_WEIGHT, TEXT_TRUST = (
-    6.0,
-    0.9,
-)  # of one text: weight of the ratio of all, in tokens, and of older drafts
+# Of one text: weight of the ratio of all, in tokens, and of older drafts
+TEXT_WEIGHT, TEXT_TRUST = 6.0, 0.9
 
 
 class SuffixChances:

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixChances, SuffixDraft
 from pyspec.draft.suffix_native import fastest
 from pyspec.draft.suffix_text import LEAST_MATCH, MOST_TEXT, GrowingText, Learned, PlainTexts, SlotText
+from pyspec.slots.images import IMAGE
 from pyspec.slots.table import Slot
 
-PIECE = (
-    32  # tokens of prompts and finished answers that are entered at once while a device runs: 0.01 ms
-)
+# Tokens of prompts and finished answers that are entered at once while a device runs: 0.01 ms
+PIECE = 32
 PER_ROUND = 256  # the same of a round without such a time, beside as many as it has rows
 LEAST_ANSWER = 4  # tokens of an answer that is worth keeping
 MOST_SHELVES = 64  # clients
@@ -53,9 +53,8 @@ class Answers:
     def __init__(self, most_bytes: int, *, shared: bool = False, kind: PlainTexts) -> None:
         self.most_bytes, self.shared, self.kind = most_bytes, shared, kind
         self.shelves: OrderedDict[str, Shelf] = OrderedDict()
-        self.queue: deque[tuple[str, Sequence[int], int]] = (
-            deque()
-        )  # client, answer, and tokens of it that were read
+        # Client, answer, and tokens of it that were read
+        self.queue: deque[tuple[str, Sequence[int], int]] = deque()
         self._n_queued = 0
 
     @property
@@ -211,6 +210,7 @@ class SuffixDrafts:
                 asks.append((text, anchor, most, automata_of(text.client)))
                 at.append(i)
         found = self.kind.draft_all(asks, self.least, self.n_draft, self.n_match) if asks else []
+        found = [_spoken(draft) for draft in found]
         if len(at) == len(wishes):
             return found
         made = dict(zip(at, found, strict=True))
@@ -221,3 +221,9 @@ class SuffixDrafts:
         text = self.texts.get(slot)
         if text is not None:
             text.judge(n_draft, n_accepted)
+
+
+def _spoken(draft: SuffixDraft) -> SuffixDraft:
+    """The draft up to the first row of a picture."""
+    n = next((i for i, token in enumerate(draft.tokens) if not 0 <= token < IMAGE), len(draft.tokens))
+    return draft if n == len(draft.tokens) else draft.first(n) if n else NO_DRAFT

@@ -14,6 +14,7 @@ from functools import cache
 from pyspec.cpu.build import CannotBuild, built_alone
 from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_text import GrowingText, Learned, PlainTexts, SlotText, SuffixAsk
+from pyspec.slots.images import IMAGE
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,13 @@ def fastest() -> PlainTexts:
 
 
 def _ints(tokens: Sequence[int]) -> array[int]:
-    return tokens if isinstance(tokens, array) else array("i", tokens)
+    """Rows of pictures become negative numbers, of which few are the same."""
+    if isinstance(tokens, array):
+        return tokens
+    try:
+        return array("i", tokens)
+    except OverflowError:
+        return array("i", (x if x < IMAGE else ~(1 + x % (IMAGE // 4)) for x in tokens))
 
 
 def _address(numbers: array[int] | array[float]) -> int:
@@ -201,7 +208,7 @@ class NativeTexts(PlainTexts):
             block += (text.handle, n_known, n + 1 - n_known, min(most, n_draft))
             block += (*handles, 0, 0)[:2]
             promises.append(text.promise)
-        numbers, added = array("q", block), array("i", new)
+        numbers, added = array("q", block), _ints(new)
         _had(
             self._lib.pyspec_suffix_round(
                 _address(numbers), len(asks), _address(added), least, n_match, *self._results

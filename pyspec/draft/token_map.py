@@ -33,6 +33,9 @@ MOST_MORE = 128  # tokens that one of two equal vocabularies may have more
 
 APART = (CONTROL, UNUSED, UNDEFINED)  # types of tokens that stand for no bytes of a text
 
+# Tokens that stand for a picture's row, by model
+PICTURES = "<|image_pad|>", "<image_soft_token>", "[IMG]"
+
 Key = tuple[bool, bytes]
 """Whether a token stands apart from text, and the bytes of its text or name."""
 
@@ -91,6 +94,18 @@ class TokenTexts:
         """The first token of each meaning, a single byte only where no other token has it: no text has `<0x31>` for "1"."""
         in_order = sorted(range(len(self.keys)), key=self.bytes.__contains__)
         return {self.keys[i]: i for i in reversed(in_order)}
+
+
+def placeholder(target: GGUFFile) -> int:
+    """The target's token that a drafter reads for a row of a picture where it can not read the row: one of PICTURES, else the first of a
+    text, else 0."""
+    fields = target.fields
+    if "tokenizer.ggml.tokens" not in fields:
+        return 0
+    tokens = read_tokens(fields)
+    found = {text: i for i, text in enumerate(tokens) if text in PICTURES}
+    bos = read_ids(fields, fields.label("tokenizer.ggml.model", "none"), len(tokens)).get("bos")
+    return next((found[text] for text in PICTURES if text in found), bos or 0)
 
 
 def read_map(target: GGUFFile, n_target: int, own: GGUFFile, n_own: int) -> TokenMap:

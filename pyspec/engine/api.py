@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, aclosing, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, Unpack, cast, overload
 from weakref import WeakKeyDictionary
@@ -55,10 +56,12 @@ from pyspec.engine.result import (
     submit_when_free,
 )
 from pyspec.engine.served import ServedEngine
+from pyspec.engine.sight import SHOWN, Shown, Sight, Sighted, placed
 from pyspec.errors import ConfigError, PyspecError, QueueFull, RequestError
 from pyspec.ranges import SWITCH, shown
 from pyspec.request import Delta, Done, Event, Failed, Request
 from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
+from pyspec.slots.images import has_images, is_image
 from pyspec.text.template import ChatTemplate, template_defaults
 from pyspec.text.tokenizer import Tokenizer
 
@@ -74,6 +77,7 @@ class Engine(ServedEngine):
         publishers: Sequence[BlockPublisher] = (),
     ) -> None:
         super().__init__(core, tokenizer, template, publishers)
+        self._sight = Sight(self.info)
         self._says: Callable[[], AbstractContextManager[None]] = (
             nullcontext  # wraps calls that may raise
         )
@@ -128,8 +132,15 @@ class Engine(ServedEngine):
         return cls.from_settings(*pair_of(Named(target), draft, values), isolated=isolated)
 
     @classmethod
-    def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
-        """`load` for a path and settings that exist already."""
+    def from_settings(
+        cls,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        isolated: bool = False,
+        begun: Callable[[Core], None] = lambda core: None,
+    ) -> Engine:
+        """`load` for a path and settings that exist already. begun: gets an isolated core before it is loaded; to close it ends the load"""
         path, settings = Path(path_of("path", path, ConfigError)), settings_given(settings)
         if settings.replicas > 1 and not isolated:
             raise ConfigError(
@@ -137,7 +148,7 @@ class Engine(ServedEngine):
             )
         publishers = publishers_of(settings)
         try:
-            return cls._loaded(path, settings, isolated, publishers)
+            return cls._loaded(path, settings, isolated, publishers, begun)
         except BaseException:
             for publisher in publishers:
                 publisher.close()
@@ -145,7 +156,12 @@ class Engine(ServedEngine):
 
     @classmethod
     def _loaded(
-        cls, path: Path, settings: EngineSettings, isolated: bool, publishers: Sequence[BlockPublisher]
+        cls,
+        path: Path,
+        settings: EngineSettings,
+        isolated: bool,
+        publishers: Sequence[BlockPublisher],
+        begun: Callable[[Core], None],
     ) -> Engine:
         followers = [publisher.publish for publisher in publishers]
         on_blocks = followers[0] if followers else None
@@ -159,6 +175,7 @@ class Engine(ServedEngine):
                 else Supervisor(path, settings, on_blocks=on_blocks)
             )
             try:
+                begun(supervisor)
                 tokenizer, template = (
                     supervisor.tokenizer,
                     supervisor.template,
@@ -180,28 +197,44 @@ class Engine(ServedEngine):
     # -- for programs: they wait for room in the queue -----------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Convert text, token ids or chat messages to the token ids of a generation. Raises RequestError, BadTemplate."""
+        """Convert text, token ids or chat messages to the token ids of a generation. Raises RequestError, BadTemplate.
+
+        Rows of images have ids of 2^32 or more: `request` takes the images themselves.
+        """
+        return self._encode(prompt, None).ids
+
+    def _encode(self, prompt: Prompt, images: object) -> Sighted:
         if isinstance(prompt, Request):
-            return prompt.prompt
+            return Sighted(prompt.prompt, prompt.images)
         if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
+            return self._sight.text(self.tokenizer, prompt, images)
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], str):
             raise RequestError(
                 "the prompt is a list of texts; want text, token ids or messages (`generate_many` takes a list of prompts)"
             )
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
-            messages = cast(Sequence[Message], prompt)
+            messages, seen = cast(Sequence[Message], prompt), Shown()
             check_messages(messages)
-            values = template_defaults(self.info.chat_template)
+            messages = self._sight.with_marks(messages, images, seen)
+            values, rows = (
+                template_defaults(self.info.chat_template),
+                self._sight.rows(self.tokenizer, seen),
+            )
             try:
-                return tuple(self.template.encode(self.tokenizer, messages, kwargs=values))
+                ids = self.template.encode(self.tokenizer, messages, kwargs=values, rows=rows)
             except RecursionError:
                 raise RequestError("messages are nested more deeply than they can be written") from None
-        return ids_of(prompt)
+            return placed(ids, seen)
+        if images:
+            raise RequestError("images go with text or messages; with token ids build a pyspec.Request")
+        return Sighted(ids_of(prompt))
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Convert token ids to text; include control tokens if `special`."""
+        """Convert token ids to text; include control tokens if `special`. Each image is "[image]"."""
         ids, n = ids_of(tokens, "tokens"), self.info.n_vocab
+        if has_images(ids):
+            runs = groupby(ids, is_image)
+            return "".join(SHOWN if of else self.decode([*run], special=special) for of, run in runs)
         if ids and not 0 <= min(ids) <= max(ids) < n:
             raise RequestError(
                 f"tokens: {shown(next(t for t in ids if not 0 <= t < n))} is outside 0..{n - 1}"
@@ -230,7 +263,8 @@ class Engine(ServedEngine):
                     f"a Request has its options already; {min(options.keys() - {'timeout'})} belongs where it is made"
                 )
             return prompt
-        request = request_of(self.encode(prompt), options, self.info.sampling)
+        given = self._encode(prompt, options.get("images"))
+        request = request_of(given.ids, options, self.info.sampling, images=given.images)
         if request.grammar is None:
             return request
         try:
@@ -303,6 +337,7 @@ class Engine(ServedEngine):
             self.info.chat_template,
             self.check_grammar,
             self.info.sampling,
+            self._sight,
         )
 
     @with_options

@@ -10,11 +10,20 @@ from typing import Annotated, Any
 from pyspec.constrain.formats import format_grammar
 from pyspec.engine.options import GenerateOptions, GrammarOptions, Message, check_messages, request_of
 from pyspec.engine.result import Result, collect
+from pyspec.engine.sight import Shown, Sight, Sighted, placed
 from pyspec.errors import ConfigError, RequestError
 from pyspec.ranges import Doc, shown
 from pyspec.request import Delta, Done, FinishReason, Request, SamplingParams, finish_reason
-from pyspec.text.answer_plan import CheckGrammar, plan_answer, text_grammar
-from pyspec.text.call_plan import Tool, ToolChoice, call_plan, tool_choice
+from pyspec.slots.images import is_image
+from pyspec.text.answer_plan import (
+    CheckGrammar,
+    Tool,
+    ToolChoice,
+    call_plan,
+    plan_answer,
+    text_grammar,
+    tool_choice,
+)
 from pyspec.text.described_tools import ToolList, has_tools, with_described
 from pyspec.text.left_out import own_tools
 from pyspec.text.markup.answer_grammar import ends_open
@@ -211,6 +220,7 @@ class Chats:
     source       the chat template's text
     check        compiles a grammar, or raises RequestError
     recommended  sampling of a chat without `params`
+    sight   reads images; None: there are none
     """
 
     tokenizer: Tokenizer
@@ -218,6 +228,7 @@ class Chats:
     source: str
     check: CheckGrammar
     recommended: SamplingParams | None = None
+    sight: Sight | None = None
 
     def call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
         """Make a request of a chat. Raises RequestError, ConfigError, BadTemplate."""
@@ -230,13 +241,17 @@ class Chats:
 
     def _call(self, messages: Sequence[Message], options: Mapping[str, Any]) -> ChatCall:
         check_messages(messages)
+        seen = Shown()
+        if self.sight is not None:
+            messages = self.sight.with_marks(messages, options.get("images"), seen)
         tools = tools_of(options.get("tools"))
         choice = choice_of(options.get("tool_choice"), tools)
         dialect, parallel = dialect_of(self.source, options), parallel_of(options)
         calls = call_plan(tools, choice, dialect, parallel=parallel)
-        prompt = self._prompt(messages, tools, dialect, may_call=choice.wanted != "none")
+        prompt = self._prompt(messages, tools, dialect, seen, may_call=choice.wanted != "none")
         think = think_marks(self.source)
-        is_open = think is not None and ends_open(self.tokenizer, prompt, think)
+        text = [token for token in prompt.ids if not is_image(token)] if seen.pictures else prompt.ids
+        is_open = think is not None and ends_open(self.tokenizer, text, think)
         markup = AnswerMarkup(think=think, is_open=is_open)
         request, name = self._request(prompt, options)
         grammar = request.grammar
@@ -248,8 +263,14 @@ class Chats:
         return ChatCall(request, plan.markup)
 
     def _prompt(
-        self, messages: Sequence[Message], tools: ToolList, dialect: Dialect, *, may_call: bool
-    ) -> tuple[int, ...]:
+        self,
+        messages: Sequence[Message],
+        tools: ToolList,
+        dialect: Dialect,
+        seen: Shown,
+        *,
+        may_call: bool,
+    ) -> Sighted:
         chat: Sequence[Message] = messages
         is_generic = dialect is GENERIC
         if has_tools(messages, tools) and (is_generic or (tools and recognised(self.source))):
@@ -262,12 +283,14 @@ class Chats:
                 knows_how=not is_generic,
             )
         values = template_defaults(self.source)
-        return tuple(self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values))
+        rows = {} if self.sight is None else self.sight.rows(self.tokenizer, seen)
+        ids = self.template.encode(self.tokenizer, chat, tools=tools or None, kwargs=values, rows=rows)
+        return placed(ids, seen)
 
-    def _request(self, prompt: tuple[int, ...], options: Mapping[str, Any]) -> tuple[Request, str]:
+    def _request(self, prompt: Sighted, options: Mapping[str, Any]) -> tuple[Request, str]:
         """The request without tools, its grammar not yet compiled, and the name of the option with that grammar."""
         rest = {name: value for name, value in options.items() if name not in OF_CHATS}
-        request = request_of(prompt, rest, self.recommended, OF_CHATS)
+        request = request_of(prompt.ids, rest, self.recommended, OF_CHATS, prompt.images)
         names = GrammarOptions.__annotations__
         given = next((name for name in names if rest.get(name) is not None), "")
         asked = format_grammar(options.get("response_format"))

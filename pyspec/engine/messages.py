@@ -11,11 +11,12 @@ import pickle
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pyspec.config import EngineSettings
 from pyspec.errors import PyspecError
@@ -38,7 +39,6 @@ from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.slots.blocks import BlockChange
 
 _HEAD = struct.Struct("<I")
-_KINDS = {Started: "s", Progress: "p", Delta: "d", Done: "e", Failed: "f"}
 SEND_BYTES = 1 << 20  # bytes in transit: a busy parent must not stall a round
 
 
@@ -72,18 +72,13 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Asks for Looked."""
+class Question:
+    """Asks for Reply: to "look" at the engine, to "park" or "wake" it, or to "act" on a slot. The engine reads and writes an action's file: a
+    slot's content does not travel."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class ActOnSlot:
-    """Asks for SlotActed. The engine reads and writes the file: a slot's content does not travel."""
-
-    number: int
-    action: SlotAction
+    what: Literal["look", "park", "wake", "act"]
+    action: SlotAction | None = None
 
 
 # -- from the engine ---------------------------------------------------------------------------------------------
@@ -155,19 +150,18 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Looked:
-    """The answer to Look."""
+    """The engine's state."""
 
-    number: int
     slots: Sequence[SlotInfo]
     metrics: Metrics
 
 
 @dataclass(frozen=True)
-class SlotActed:
-    """The answer to ActOnSlot."""
+class Reply:
+    """To a question: Looked, the answer of an action, True for a park or a wake, or the error."""
 
     number: int
-    answer: SlotAnswer
+    answer: Looked | SlotAnswer | Literal[True]
 
 
 @dataclass(frozen=True)
@@ -182,75 +176,22 @@ class Fatal:
 
 
 def pack(event: Event) -> tuple[Any, ...]:
-    """An event as a bare tuple, its kind first."""
-    if isinstance(event, Delta):
-        logprobs = [(p.token, p.logprob, p.top) for p in event.logprobs] or None
-        timings = None if event.timings is None else _fields(event.timings)
-        return (
-            "d",
-            event.request,
-            event.tokens,
-            event.text,
-            logprobs,
-            event.n_draft,
-            event.n_accepted,
-            timings,
-        )
-    if isinstance(event, Done):
-        e = event
-        timings = _fields(e.timings)
-        return (
-            "e",
-            e.request,
-            e.finish,
-            e.n_prompt,
-            e.n_predicted,
-            timings,
-            e.stop_string,
-            e.truncated,
-            e.slot,
-            e.n_in_stop,
-        )
-    if isinstance(event, Failed):
-        return "f", event.request, portable(event.error)
-    if isinstance(event, Started):
-        return "s", event.request, event.slot, event.n_prompt, event.n_cached
-    if isinstance(event, PromptLogprobs):
-        return (
-            "l",
-            event.request,
-            event.first,
-            [(p.token, p.logprob, p.top) for p in event.entries],
-            event.ranks,
-        )
-    return "p", event.request, event.n_prompt, event.n_cached, event.n_processed, event.ms
+    """An event as a bare tuple: a letter of its kind, its request, its other fields."""
+    letter, read, parts = _WAYS[type(event)]
+    values = read(event)
+    for i, bare, _ in parts:
+        if values[i]:
+            values = (*values[:i], bare(values[i]), *values[i + 1 :])
+    return letter, *values
 
 
 def unpack(packed: tuple[Any, ...]) -> Event:
     """The event of a tuple from `pack`."""
-    kind, *values = packed
-    if kind == "d":
-        request, tokens, text, logprobs, n_draft, n_accepted, timings = values
-        entries = () if logprobs is None else tuple(TokenLogprob(*entry) for entry in logprobs)
-        return Delta(request, tokens, text, entries, n_draft, n_accepted, timings and _timings(timings))
-    if kind == "l":
-        request, first, entries, ranks = values
-        return PromptLogprobs(request, first, tuple(TokenLogprob(*entry) for entry in entries), ranks)
-    if kind == "e":
-        request, finish, n_prompt, n_predicted, timings, *rest = values
-        return Done(request, finish, n_prompt, n_predicted, _timings(timings), *rest)
-    return {"f": Failed, "s": Started, "p": Progress}[kind](*values)
-
-
-_TIMINGS = tuple(Timings.__dataclass_fields__)
-
-
-def _fields(timings: Timings) -> tuple[Any, ...]:
-    return tuple([getattr(timings, name) for name in _TIMINGS])
-
-
-def _timings(values: tuple[Any, ...]) -> Timings:
-    return Timings(**dict(zip(_TIMINGS, values, strict=True)))
+    kind = _KINDS[packed[0]]
+    for i, _, made in _WAYS[kind][2]:
+        if packed[i + 1]:
+            packed = (*packed[: i + 1], made(packed[i + 1]), *packed[i + 2 :])
+    return kind(*packed[1:])
 
 
 def portable(error: PyspecError) -> PyspecError:
@@ -260,6 +201,32 @@ def portable(error: PyspecError) -> PyspecError:
     except Exception:  # noqa: BLE001 - an error class of another package, for example
         return PyspecError(str(error))
     return error
+
+
+_TIMINGS = tuple(field.name for field in fields(Timings))
+_ENTRIES = (
+    lambda entries: [(p.token, p.logprob, p.top) for p in entries],
+    lambda entries: tuple(TokenLogprob(*entry) for entry in entries),
+)
+_PARTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "timings": (
+        attrgetter(*_TIMINGS),
+        lambda values: Timings(**dict(zip(_TIMINGS, values, strict=True))),
+    ),
+    "logprobs": _ENTRIES,
+    "entries": _ENTRIES,
+    "error": (portable, lambda error: error),
+}
+"""Fields of events that are objects: how they become bare, and come back."""
+_KINDS: dict[str, Any] = {
+    "s": Started, "p": Progress, "l": PromptLogprobs, "d": Delta, "e": Done, "f": Failed
+}  # fmt: skip
+_WAYS: dict[type[Event], Any] = {}
+"""For each kind: its letter, the reader of its fields, and the places of those objects."""
+for _letter, _kind in _KINDS.items():
+    _names = tuple(field.name for field in fields(_kind))
+    _parts = tuple((i, *_PARTS[name]) for i, name in enumerate(_names) if name in _PARTS)
+    _WAYS[_kind] = _letter, attrgetter(*_names), _parts
 
 
 # -- between the first rank and the others ------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from pyspec.constrain.grammar import choice_of
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import Doc, rules_of, shown
 from pyspec.request import Grammar, Request, SamplingOptions, SamplingParams, check_request
+from pyspec.vision.picture import Placed
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message] | Request
@@ -55,6 +56,7 @@ class GenerateOptions(SamplingOptions, RequestOptions, GrammarOptions, total=Fal
 
     # fmt: off
     params: Annotated[SamplingParams | None, Doc("a pyspec.SamplingParams: values for the sampling options that are not given")]
+    images: Annotated[Sequence[Any] | None, Doc("what the model sees, each as bytes, a path or one of Pillow's images: where a text prompt has <__media__>, or else before it; in chats before the text of the last user message")]
     timeout: Annotated[float | None, Doc("seconds after which the call ends with pyspec.errors.TimedOut, and its request with it: waiting for a slot, the prompt and all rounds count; None: no limit")]
     # fmt: on
 
@@ -86,6 +88,8 @@ MEANT = {
     "kv_type_v": "type_v cache_type_v",
     "tp": "tensor_parallel_size n_gpu",
     "prefix_cache": "enable_prefix_caching",
+    "n_gpu_layers": "gpu_layers num_gpu ngl",
+    "override_tensor": "override_tensors tensor_buft_overrides",
     "draft": "draft_model model_draft speculative_model drafter",
     "target": "model model_path path",
     "hf": "repo repo_id hf_repo",
@@ -100,8 +104,7 @@ SAID_OF = {
     "temperature=0 takes the likeliest tokens": "do_sample",
     "`Engine.use_template` replaces the file's template": "chat_template chat_format",
     "the log of Python's `logging` has the loggers pyspec.*": "verbose",
-    "it is not needed: the whole model runs on one device (`device`), in memory that is planned before the load": "n_gpu_layers gpu_layers"
-    " num_gpu ngl gpu_memory_utilization flash_attn use_mmap use_mlock main_gpu tensor_split dtype device_map quantization trust_remote_code",
+    "it is not needed: the whole model runs on one device (`device`), in memory that is planned before the load": "gpu_memory_utilization flash_attn use_mmap use_mlock main_gpu tensor_split dtype device_map quantization trust_remote_code",
 }
 SAID = {typed: said for said, words in SAID_OF.items() for typed in words.split()}
 """What to do instead, by the name that was typed."""
@@ -130,8 +133,9 @@ def request_of(
     options: Mapping[str, object],
     recommended: SamplingParams | None = None,
     others: Iterable[str] = (),
+    images: tuple[Placed, ...] = (),
 ) -> Request:
-    """Make a request of token ids and GenerateOptions. Raises ConfigError, RequestError.
+    """Make a request of token ids with `images` and GenerateOptions. Raises ConfigError, RequestError.
 
     recommended  sampling of a request that gives no `params`
     others       further names that the caller could have typed
@@ -154,7 +158,8 @@ def request_of(
     if isinstance(stop := rest.get("stop"), str):
         rest["stop"] = (stop,)
     grammar = grammar_of(options)
-    request = Request(prompt=prompt, params=replace(params, **sampling), grammar=grammar, **rest)
+    params = replace(params, **sampling)
+    request = Request(prompt=prompt, params=params, grammar=grammar, images=images, **rest)
     check_request(request)
     return replace(request, stop=tuple(request.stop))
 

@@ -147,6 +147,21 @@ class ServedEngine:
         counts = self.core.metrics()
         return self._n_call + counts.requests_processing + counts.requests_queued > 0
 
+    def park(self) -> None:
+        """Give the device's memory back, but for what a process needs there, and keep the weights in the host's, while no request runs. Texts that
+        requests left are kept there, too, the last ones within `EngineSettings.cache_ram`: a prompt that goes on with one is not read again.
+        Until `wake` no request is taken.
+
+        On a CPU the slots' memory goes back to the system. On a GPU the model was loaded for it (`EngineSettings.parks`).
+
+        Raises NotSupported, Unavailable (a request came before), DeviceError.
+        """
+        self.core.park()
+
+    def wake(self) -> None:
+        """Undo `park`: weights are copied back to where they were. Raises DoesNotFit if their memory is taken; DeviceError, Unavailable."""
+        self.core.wake()
+
     @property
     def loop(self) -> Any:
         """The loop, for tests and measurements. Only an engine of this process has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,9 @@ from numpy.typing import NDArray
 from pyspec.constrain.check import GrammarCheck
 from pyspec.errors import PromptTooLong, RequestError
 from pyspec.request import EngineInfo, Grammar, Request, check_request
+from pyspec.slots.images import IMAGE, ROWS
 from pyspec.text.tokenizer import Tokenizer
+from pyspec.vision.picture import Placed
 
 Ids = NDArray[np.int64]
 FIRST_TURN = 8  # the first turn begins before this token
@@ -44,7 +47,7 @@ class Validator:
             raise PromptTooLong(
                 len(prompt), self.room, is_pool=self.room < i.n_ctx, is_trained=is_trained
             )
-        ids = self._ids(prompt, "prompt")
+        ids = self._prompt(prompt, request.images)
         self._ids(resumed, "resumed")
         most = self.room - len(prompt)
         if len(resumed) > (most if request.max_tokens < 0 else min(most, request.max_tokens)):
@@ -66,6 +69,25 @@ class Validator:
             n_stable=stable,
             grammar=self._grammar(request.grammar),
         )
+
+    def _prompt(self, prompt: tuple[int, ...], images: Sequence[Placed]) -> Ids:
+        """The prompt's ids, 0 for those of pictures' rows, which must be exactly where the pictures are."""
+        if not images:
+            return self._ids(prompt, "prompt")
+        if not self.info.sees:
+            raise RequestError("this model was loaded without --mmproj")
+        tokens, end = list(prompt), 0
+        for i, image in enumerate(images):
+            at, n_row = image.first, image.picture.n_row
+            if not (end <= at and 0 < n_row < ROWS and at + n_row <= len(prompt)):
+                raise RequestError(
+                    f"images[{i}] has rows {at} to {at + n_row - 1} of a prompt of {len(prompt)}; want places in order, apart, and within it"
+                )
+            end = at + n_row
+            if {*prompt[at:end]} != {IMAGE}:
+                raise RequestError(f"images[{i}]: the prompt has other ids than {IMAGE} in its rows")
+            tokens[at:end] = [0] * n_row
+        return self._ids(tuple(tokens), "prompt")
 
     def _grammar(self, grammar: Grammar | None) -> Grammar | None:
         """A checked grammar is not checked again, because other requests wait meanwhile."""

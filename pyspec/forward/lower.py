@@ -14,29 +14,26 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cpu.tensors import add, gate_times, scaled, side_by_side, times_rows
+from pyspec.cpu.tensors import add, capped, gate_times, scaled, side_by_side, times_rows, write_keys
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.cuda.ops.rows.ref import (
-    RELU2,
-    GroupNorm,
-    HeadGate,
-    HeadNorm,
-    Prep,
-    head_power,
-    norm_power,
-)
+from pyspec.cuda.ops.rows.ref import RELU2, GroupNorm, HeadGate, HeadNorm, Prep, head_power, norm_power
 from pyspec.forward import rewrite
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
-from pyspec.slots.kv import KVPool
+from pyspec.slots.batch import Batch
 
 
-def write_keys(pool: KVPool, rows: Tensor, keys: Tensor) -> None:
-    """Keys that are values, too, to rows of a pool."""
-    pool.write(rows, keys, None)
+def choose(choices: list[Batch], places: Batch) -> None:
+    """The last choice is the only one that is kept."""
+    choices[:] = [places]
+
+
+def keep_row(kept: list[Tensor], x: Tensor) -> None:
+    kept.append(x)
 
 
 def weighed(x: Tensor, routes: Routes) -> Tensor:
@@ -53,6 +50,11 @@ def unweighed(routes: Routes) -> Routes:
     return replace(routes, ids=routes.ids.view(-1, 1), weights=add(scaled(weights, 0.0), one))
 
 
+def one_expert(x: Tensor) -> Routes:
+    """All rows take one expert as it is."""
+    return Routes(x.new_zeros((len(x), 1), dtype=torch.int32), x.new_ones((len(x), 1)))
+
+
 def of_choices(y: Tensor, n_used: int) -> Tensor:
     """Sums of y [row * n_used, n], in the order of choice."""
     n, every = y.shape[1], y.view(-1, n_used * y.shape[1])
@@ -62,16 +64,29 @@ def of_choices(y: Tensor, n_used: int) -> Tensor:
     return total
 
 
+def of_values(y: Tensor, routes: Routes) -> Tensor:
+    """Sums of silu(y) [row, expert, n] of the experts that rows chose, times their weights, in the order of choice."""
+    ids = routes.ids.long()[..., None].expand(-1, -1, y.shape[-1])
+    own = F.silu(y.gather(1, ids)) * routes.weights[..., None]
+    total = own[:, 0]
+    for i in range(1, own.shape[1]):
+        total = total + own[:, i]
+    return total
+
+
 ONE = torch.ones(1)
 HELPERS = {
     "add": add,
     "side_by_side": side_by_side,
     "times_rows": times_rows,
     "gate_times": gate_times,
+    "capped": capped,
     "scaled": scaled,
     "weighed": weighed,
     "unweighed": unweighed,
+    "one_expert": one_expert,
     "of_choices": of_choices,
+    "of_values": of_values,
     "HeadNorm": HeadNorm,
     "HeadGate": HeadGate,
     "GroupNorm": GroupNorm,
@@ -81,6 +96,8 @@ HELPERS = {
     "keys_room": fuse.keys_room,
     "put_keys": fuse.put_keys,
     "write_keys": write_keys,
+    "choose": choose,
+    "keep_row": keep_row,
 }
 
 

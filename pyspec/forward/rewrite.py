@@ -261,6 +261,28 @@ def rows_before_choices(program: ForwardProgram, bound: Launches) -> None:
         moe.inputs = (*moe.inputs[:5], ready)
 
 
+def misses_before_others(program: ForwardProgram, bound: Launches) -> None:
+    """Experts that begin as soon as they are chosen: the choice stands before all of the feed-forward that it does not need."""
+    for moe in [call for call in program.calls if call.op == "moe"]:
+        route = program.maker(moe.inputs[3])
+        if route is None or not bound.loaded(moe).begins:
+            continue
+        x, prep, _, routes = moe.inputs[:4]
+        begun = Value(x.shape)
+        given = x, prep, routes, RunInput("row_seq")
+        begin = OpCall("moe.begin", moe.spec, given, (begun,), loads=moe.loads)
+        program.calls.remove(route)
+        for call in (route, begin):
+            program.calls.insert(_behind_inputs(program, call), call)
+        moe.inputs = (*moe.inputs[:5], begun)
+
+
+def _behind_inputs(program: ForwardProgram, call: OpCall) -> int:
+    """The first place where all that a call reads has been made."""
+    makers = (program.maker(value) for value in call.reads())
+    return max((program.calls.index(maker) + 1 for maker in makers if maker is not None), default=0)
+
+
 def shares_into_products(program: ForwardProgram, bound: Launches) -> None:
     """Of few rows, the launch that prepares a product's rows also sums the experts' outputs."""
     for product in [call for call in program.calls if call.op == "product"]:
@@ -293,6 +315,7 @@ BOUND: tuple[Callable[[ForwardProgram, Launches], None], ...] = (
     sums_of_few_rows,
     rows_from_launches,
     rows_before_choices,
+    misses_before_others,
     shares_into_products,
     weights_ahead,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
@@ -13,54 +13,74 @@ from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Value, Weight
 from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.slots.kv_types import KvFormat
 
+TOKEN_INPUTS = "per_layer_token_embd.weight"  # rows by token or n-gram, which no product reads
 
-class Site(Protocol):
-    """The place of a block, with everything that its function may depend on before weights are read.
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block stands: in a file, behind a prefix (blk.N; "": of the model itself), in a model of this width and this eps of norms."""
+
+    file: GGUFFile
+    prefix: str
+    n_embd: int
+    eps: float
+
+    def name(self, tensor: str) -> str:
+        """A tensor's name in the file: behind the prefix, unless there is none, or the tensor is the model's."""
+        return f"{self.prefix}.{tensor}" if self.prefix and tensor != TOKEN_INPUTS else tensor
+
+    def has(self, tensor: str) -> bool:
+        return self.name(tensor) in self.file.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Site(Place):
+    """The place of a block in a load, with everything that its function may depend on before weights are read.
+
+    flags  llama-server's flags of rope
+    dense  dtype that matrices are unpacked to; None: they stay packed
+    placement  the feed-forwards that are not on the card alone (`models.placement.Placement`)
+    leads  this is the first of the ranks, which alone adds the stream and the biases of sums
     norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed
     layer  the number of its memory
-    flags  llama-server's flags of rope
-    leads  this is the first of the ranks, which alone adds the stream and the biases of sums
-    dense  dtype that matrices are unpacked to; None: they stay packed
-    streams  kernels of a GPU read packed matrices
     """
 
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def kv(self) -> KvFormat: ...
-    @property
-    def file(self) -> GGUFFile: ...
-    @property
-    def prefix(self) -> str: ...
-    @property
-    def n_embd(self) -> int: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def norm(self) -> str: ...
-    @property
-    def layer(self) -> int: ...
-    @property
-    def flags(self) -> Any: ...
-    @property
-    def n_rank(self) -> int: ...
-    @property
-    def leads(self) -> bool: ...
-    @property
-    def dense(self) -> torch.dtype | None: ...
-    @property
-    def streams(self) -> bool: ...
+    device: torch.device
+    kv: KvFormat
+    flags: Any
+    n_rank: int
+    dense: torch.dtype | None
+    placement: Any
+    leads: bool = True
+    norm: str = ""
+    layer: int = 0
 
-    def has(self, tensor: str) -> bool: ...
-    def type_of(self, tensor: str) -> GGMLType: ...
+    @property
+    def streams(self) -> bool:
+        """Kernels of a GPU read packed matrices."""
+        return self.device.type == "cuda" and self.dense is None
+
+    @property
+    def slots(self) -> int | None:
+        """Experts of its feed-forward are in the host's memory, and so many have a copy on the card; None: all are on the card alone."""
+        found: int | None = self.placement.slots(self.prefix) if self.streams else None
+        return found
+
+    @property
+    def away(self) -> bool:
+        """Its feed-forward without experts is in the host's memory."""
+        return self.streams and self.prefix in self.placement.dense
+
+    def type_of(self, tensor: str) -> GGMLType:
+        return self.file.tensors[self.name(tensor)].type
+
     def takes(self, op: str, spec: Any) -> bool:
         """Whether a kernel runs this, as far as is known."""
-        ...
+        return True
 
     def behind(self, norm: str) -> Self:
         """The same with another norm."""
-        ...
+        return replace(self, norm=norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +129,16 @@ class Forward:
     def batch(self) -> RunInput:
         return RunInput("batch")
 
+    def choose(self, places: Value) -> Value:
+        """Leave the batch of chosen keys to the blocks behind, too."""
+        self.op("choose", None, RunInput("choices"), places, shape=())
+        return places
+
+    @property
+    def choice(self) -> RunInput:
+        """The last one that was left."""
+        return RunInput("choice")
+
     @property
     def state(self) -> RunInput:
         """The block's recurrent memory."""
@@ -126,9 +156,9 @@ class Forward:
         """Keys and values of a layer, the block's own unless another is named."""
         return RunInput("pool", self.at.layer if layer is None else layer)
 
-    def placed(self, pool: RunInput) -> RunInput:
-        """The batch with the rows and pages that it has in a pool."""
-        return RunInput("placed", pool.place)
+    def placed(self, pool: RunInput, *, is_near: bool = False) -> RunInput:
+        """The batch with the rows and pages that it has in a pool, as a block with a window sees it (is_near) or one without."""
+        return RunInput("placed", (pool.place, is_near))
 
     def kv_rows(self, pool: RunInput) -> RunInput:
         """The rows of a pool that the batch's rows have."""
@@ -226,6 +256,17 @@ class Forward:
         """act(x G^T) * (x U^T), the first cut at a limit and the second at plus and minus it, if there is one."""
         how = (("act", act), *([("limit", limit)] if limit else []))
         return self.product_by(Weight("gated", (gate, up), how), x, n_out)
+
+    def situ(self, x: Value, gate: str, up: str, n_out: int, betas: tuple[float, float]) -> Value:
+        """b tanh(g / b) sigmoid(g) * c tanh(u / c) of g = x G^T and u = x U^T, by betas b and c; u itself where c is not positive."""
+        beta, linear = betas
+        g, u = self.split(self.product(x, gate, up, n_out=2 * n_out), (n_out, n_out))
+        y = self.gate_times(g, self.capped(g, beta), "sigmoid", n_out)
+        return self.gate_times(y, self.capped(u, linear), "none", n_out)
+
+    def capped(self, x: Value, cap: float) -> Value:
+        """cap tanh(x / cap); x itself for a cap that is not positive."""
+        return x if cap <= 0 else self.op("capped", None, x, cap, shape=x.shape)
 
     def over_ranks(self, x: Value) -> Value:
         """The sum of all ranks' x."""

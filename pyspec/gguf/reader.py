@@ -136,17 +136,18 @@ class GGUFFile:
         assert out.dtype == np.uint8 and is_inside, f"{name}: {first} + {out.size} bytes"
         self._sources[info.shard].read_into(info.offset + first, out)
 
-    def split(self, name: str, parts: Sequence[str]) -> None:
-        """From now on the tensor is several ones, of equal numbers of rows each."""
+    def split(self, name: str, parts: Sequence[str], first: int | None = None) -> None:
+        """From now on the tensor is several ones, of equal numbers of rows each. first: the rows of the first of two"""
         whole = self._info(name)
-        n_row, n_byte = whole.shape[0] // len(parts), whole.n_bytes // len(parts)
+        n_row, n_byte = whole.shape[0], whole.n_bytes // whole.shape[0]
+        each = n_row // len(parts) if first is None else min(first, n_row)
         made = {
             part: replace(
                 whole,
                 name=part,
-                shape=(n_row, *whole.shape[1:]),
-                offset=whole.offset + i * n_byte,
-                n_bytes=n_byte,
+                shape=(n := each if first is None or not i else n_row - each, *whole.shape[1:]),
+                offset=whole.offset + i * each * n_byte,
+                n_bytes=n * n_byte,
             )
             for i, part in enumerate(parts)
         }

@@ -17,8 +17,7 @@ from pyspec import progress
 from pyspec.errors import DownloadError
 from pyspec.hub.heads import check_unchanged, current, in_one_folder, read_head
 from pyspec.hub.names import choose, is_plain
-from pyspec.hub.network import unreachable
-from pyspec.hub.questions import answer_of, headers_for
+from pyspec.hub.questions import answer_of, headers_for, unreachable
 
 log = logging.getLogger(__name__)
 

@@ -139,6 +139,22 @@ def sidecars(names: Sequence[str], target: str, quant: str = "") -> list[Sidecar
     return found
 
 
+def choose_projector(target: str, names: Sequence[str]) -> str:
+    """The projector file beside a model's file, as llama.cpp chooses; "" if there is none.
+
+    In the model's folder or one above it, the nearest first; then the nearest number of bits by the names, the first one on ties.
+    """
+    beside = [
+        n
+        for n in names
+        if "mmproj" in n.lower() and n.lower().endswith(".gguf") and _is_around(n, target)
+    ]
+    bits = _bits(quant_of(target))
+    return min(
+        beside, key=lambda n: (-len(PurePosixPath(n).parts), abs(_bits(quant_of(n)) - bits)), default=""
+    )
+
+
 def _why(name: str, wanted: str, n_choice: int) -> str:
     own, among = quant_of(name), f" of {n_choice} there" if n_choice > 1 else ""
     if own and own.lower() == wanted.lower():
@@ -174,3 +190,8 @@ def _distance(name: str, wanted: str) -> tuple[int, bool, int, str]:
 def kind_of(name: str) -> str:
     """The drafter kind in a file's name; "" for models and other files."""
     return next((kind for kind in KINDS if _begins_with(name, (f"{kind}-",))), "")
+
+
+def bare_name(name: str) -> str:
+    """A served model's name without what clients write in several ways: ollama's `:latest`, a file's ending, spaces, capitals."""
+    return name.strip().casefold().removesuffix(".gguf").removesuffix(":latest")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.op import op_named
-from pyspec.gguf import GGMLType, GGUFFile
-from pyspec.models.rope import RopeFlags
+from pyspec.forward.trace import Site
+from pyspec.gguf import GGMLType
+from pyspec.models.part import LoadTypes, Place
 from pyspec.models.ropes import Angles, Ropes
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
@@ -42,58 +43,13 @@ class Tables:
         return () if self._all is None else self._all[:, tokens].unbind()
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """Where a part is bound.
-
-    prefix  of its tensors; "": a part of the model itself
-    layer  the number of its memory
-    norm   GGUF name of the norm before it, without prefix and ending; "": rows come normed, where a part takes such
-    kv     types of keys and values
-    tables  of a model whose forward looks them up
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding(Site):
+    """Where a part is bound. tables: of a model whose forward looks them up"""
 
     weights: Weights
-    prefix: str
-    layer: int
-    norm: str
-    n_embd: int
-    eps: float
-    kv: KvFormat
     ropes: Ropes
-    tables: Tables = field(default_factory=Tables)
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.device
-
-    @property
-    def flags(self) -> RopeFlags:
-        """What changes the model's ropes."""
-        return self.weights.rope
-
-    @property
-    def n_rank(self) -> int:
-        return self.weights.n_rank
-
-    @property
-    def file(self) -> GGUFFile:
-        return self.weights.file
-
-    @property
-    def leads(self) -> bool:
-        return self.weights.ranks is None or self.weights.ranks.rank.leads
-
-    @property
-    def dense(self) -> torch.dtype | None:
-        return self.weights.dense
-
-    @property
-    def streams(self) -> bool:
-        return self.device.type == "cuda" and self.dense is None
-
-    def name(self, tensor: str) -> str:
-        return f"{self.prefix}.{tensor}" if self.prefix else tensor
+    tables: Tables
 
     def has(self, tensor: str) -> bool:
         return self.weights.has(self.name(tensor))
@@ -104,15 +60,32 @@ class Binding:
     def takes(self, op: str, spec: Any) -> bool:
         return op_named(op).has_own(spec)
 
-    def behind(self, norm: str) -> Binding:
-        return replace(self, norm=norm)
+
+def bound_at(
+    w: Weights,
+    prefix: str,
+    layer: int,
+    n_embd: int,
+    eps: float,
+    kv: KvFormat,
+    ropes: Ropes,
+    tables: Tables | None = None,
+    norm: str = "",
+) -> Binding:
+    """prefix: of its tensors; "": a part of the model itself."""
+    on = LoadTypes(w.device, kv, w.dense, w.rope, w.n_rank, w.placement)
+    site = on.site(Place(w.file, prefix, n_embd, eps), norm)
+    own = {each.name: getattr(site, each.name) for each in fields(site)}
+    own |= {"layer": layer, "leads": w.ranks is None or w.ranks.rank.leads}
+    return Binding(**own, weights=w, ropes=ropes, tables=tables or Tables())
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """Arguments of every part of a forward, besides the residual stream. angles: of the model's ropes, by their places; rows: of its
     tables, likewise; queries: of ropes with a temperature, likewise (`Ropes.queries`); inputs: of each block [row, layer, n]
-    (`per_layer.py`); rings: the batch as rings of each size hold it (`decoder.Ringed`)."""
+    (`per_layer.py`); rings: the batch as rings of each size hold it (`decoder.Ringed`); near: as blocks with a window see it; None: as all do;
+    choices: the keys that an indexer chose last, as a batch; kept_rows: of the stream (`bank.Bank`)."""
 
     angles: tuple[Angles, ...]
     memory: Memory
@@ -121,7 +94,12 @@ class Pass:
     queries: tuple[Tensor | None, ...] = ()
     inputs: Tensor | None = None
     rings: Mapping[int, Batch] = field(default_factory=dict)
+    near: Batch | None = None
+    choices: list[Batch] = field(default_factory=list)
+    kept_rows: list[Tensor] = field(default_factory=list)
 
-    def placed(self, pool: KVPool) -> Batch:
-        """The batch with the rows and pages that it has in this pool."""
-        return self.rings[pool.n_ring] if pool.n_ring else self.batch
+    def placed(self, pool: KVPool, is_near: bool = False) -> Batch:
+        """The batch with the rows and pages that it has in this pool, as a block with a window sees it or one without."""
+        if pool.n_ring:
+            return self.rings[pool.n_ring]
+        return self.near if is_near and self.near is not None else self.batch

@@ -52,6 +52,7 @@ class Part:
     factor  f, of what the part adds to the stream
     post_eps  of the norm `post`; 0.0: the model's
     kind    of the norm before it
+    bank    a `bank.Bank`: it reads the stream mixed with rows that were kept of it; None: as it is
     """
 
     norm: str
@@ -61,6 +62,7 @@ class Part:
     factor: float = 1.0
     post_eps: float = 0.0
     kind: NormKind = RMS
+    bank: Any = None
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """`PartSpec.forward` behind its norm."""
@@ -87,10 +89,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpec:
-    """A block as data. scale: the tensor with one number that the stream behind it is multiplied with, where the file has it; "": none."""
+    """A block as data.
+
+    scale     the tensor with one number that the stream behind it is multiplied with, where the file has it; "": none
+    n_stream  streams that its rows have side by side
+    bank      a `bank.Bank` that mixes the stream behind all parts; None: none
+    """
 
     parts: tuple[Part, ...]
     scale: str = ""
+    n_stream: int = 1
+    bank: Any = None
 
     @property
     def specs(self) -> tuple[PartSpec, ...]:
@@ -108,6 +117,8 @@ class BlockSpec:
             wants |= {at.name(f"{norm}.weight"): Want((at.n_embd,)) for norm in part.norms}
             wants |= part.spec.tensors(at)
             wants |= {} if part.mix is None else part.mix.tensors(at)
+            wants |= {} if part.bank is None else part.bank.tensors(at)
+        wants |= {} if self.bank is None else self.bank.tensors(at)
         return wants | ({at.name(self.scale): Want((1,), optional=True)} if self.scale else {})
 
     def memory(self) -> LayerParts:
@@ -125,10 +136,17 @@ class BlockSpec:
         return self if parts == self.parts else replace(self, parts=parts)
 
     def forward(self, f: Forward, x: Value) -> Value:
-        """One stream x [row, n_embd] behind the block."""
+        """The stream x [row, n_stream * n_embd] behind the block."""
         for part in self.parts:
             adds = not part.post and part.factor == 1.0
-            x = part.forward(f, x, x) if adds else f.add(x, part.alone(f, x))
+            y = x if part.bank is None else part.bank.forward(f, x)
+            if part.bank is not None and part.bank.restarts:
+                part.bank.keep(f, x)
+                x = part.alone(f, y)
+            else:
+                x = part.forward(f, y, x) if adds else f.add(x, part.alone(f, y))
+        if self.bank is not None:
+            x = self.bank.forward(f, x)
         if self.scale and f.at.has(self.scale):
             x = f.scaled(x, f.read(_number, self.scale))
         return x

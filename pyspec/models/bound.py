@@ -126,12 +126,15 @@ GIVEN = {
     "batch": "run.batch",
     "state": "run.memory.states[{}]",
     "pool": "run.memory.kv[{}]",
-    "placed": "run.placed(run.memory.kv[{}])",
+    "placed": "run.placed(run.memory.kv[{0[0]}], {0[1]})",
     "kv_rows": "run.placed(run.memory.kv[{}]).kv_rows",
     "kept": "run.memory.layers[{0[0]}][{0[1]!r}]",
     "positions": "run.batch.positions",
     "row_seq": "run.batch.row_seq",
     "tokens": "run.batch.tokens",
+    "choices": "run.choices",
+    "kept_rows": "run.kept_rows",
+    "choice": "run.choices[0]",
     "inputs": "run.inputs[:, {}]",
 }
 """What a forward brings, as it is read of a `Pass`. {}: the layer."""
@@ -189,11 +192,11 @@ class BoundForward:
 
 
 class Block(BoundForward):
-    """A block bound to its weights. run: the residual stream x [row, n_embd] f32 and a `Pass` -> the stream behind it."""
+    """A block bound to its weights. run: the residual stream x [row, n_stream * n_embd] f32 and a `Pass` -> the stream behind it."""
 
     def __init__(self, spec: BlockSpec, at: Binding) -> None:
         folds = next((part.folds for part in spec.specs if part.folds is not None), None)
-        super().__init__(spec.forward, at, at.n_embd, folds=folds)
+        super().__init__(spec.forward, at, spec.n_stream * at.n_embd, folds=folds)
 
     @property
     def sums(self) -> Iterator[tuple[fuse.RankSum, Value]]:

@@ -13,8 +13,8 @@ from pyspec.cpu import tensors
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.ring_places.op import ring_places
 from pyspec.cuda.ops.ring_places.ref import RingPlacesSpec
-from pyspec.errors import OutOfBounds
-from pyspec.models.binding import Binding, Pass, Tables
+from pyspec.errors import EngineBug, OutOfBounds
+from pyspec.models.binding import Pass, Tables, bound_at
 from pyspec.models.blocks.layer_input import layer_inputs
 from pyspec.models.bound import Block, BoundForward, link_reads, link_sums
 from pyspec.models.gathered import Bend, out_of
@@ -25,7 +25,7 @@ from pyspec.models.target import Lead, Out
 from pyspec.models.wants import EMBEDDING
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import PROMPTS
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, PictureRows
 from pyspec.slots.memory import Memory
 
 
@@ -69,17 +69,13 @@ class Decoder:
         self.lead: Lead | None = None
         self.embedding = weights.embedding(EMBEDDING, config.embed_factor)
         self.ropes, self.tables = Ropes(weights), Tables()
-        of_model = Binding(weights, "", 0, "", own.n_embd, own.eps, kv, self.ropes, self.tables)
+        of_model = bound_at(weights, "", 0, own.n_embd, own.eps, kv, self.ropes, self.tables)
         self.inputs = None
         if (inputs := config.per_layer) is not None:
             self.inputs = BoundForward(partial(layer_inputs, inputs), of_model, own.n_embd)
         self.ringed = Ringed(memory, weights.device)
         self.blocks = [
-            bound_block(
-                config.residual,
-                block,
-                replace(of_model, prefix=f"blk.{i}", layer=i),
-            )
+            bound_block(config.residual, block, replace(of_model, prefix=f"blk.{i}", layer=i))
             for i, block in enumerate(own.blocks)
         ]
         self.tables.close()
@@ -89,9 +85,9 @@ class Decoder:
             link_sums(self.ranks, plain)
         for i, state in memory.states.items():
             state.fold = self.blocks[i].fold
-        self.norm = weights.vector(config.last_norm)
+        self.norm = weights.vector(config.last_norm) if config.last_norm else None
         self.residual = bound_residual(
-            config.residual, weights, config.n_embd, config.eps, self.norm, self.blocks
+            config.residual, weights, config.n_embd, config.eps, self.norm, self.blocks, of_model
         )
         self.output, self.bent = weights.head(), Bend(config.logit_factor, config.final_cap)
 
@@ -124,7 +120,7 @@ class Decoder:
     @torch.inference_mode()
     def states(self, batch: Batch) -> Tensor:
         """Hidden states [row, n_hidden] f32 of every row, as of an MTP block: for a drafter, which asks for few logits."""
-        x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
+        x, angles = self.ropes.embedded(self.embedding, batch)
         given = self._given(x, angles, batch)
         x = self.residual.begin(x)
         for block in self.blocks:
@@ -134,8 +130,20 @@ class Decoder:
     def _given(self, x: Tensor, angles: tuple[Angles, ...], batch: Batch) -> Pass:
         """x: rows of the embedding."""
         rows, queries = self.tables.rows(batch.tokens), self.ropes.queries(batch.positions)
-        given = Pass(angles, self.memory, batch, rows, queries, rings=self.ringed(batch))
+        near = batch.seeing_pictures() if self.config.sees_pictures else batch
+        rings, whole = self.ringed(near), near if self.config.sees_pictures == "all" else batch
+        given = Pass(angles, self.memory, whole, rows, queries, rings=rings, near=near)
         return given if self.inputs is None else replace(given, inputs=self.inputs.run(x, given))
+
+    def _deepened(self, x: Tensor, i: int, pictures: PictureRows) -> Tensor:
+        """The stream x behind block `i`, with the part that pictures' rows have for it."""
+        assert pictures.rows is not None, "the embedding has read them"
+        if pictures.rows.shape[1] < self.config.picture_width:
+            raise EngineBug(
+                f"rows of pictures have {pictures.rows.shape[1]} numbers, {self.config.picture_width} are needed"
+            )
+        part = pictures.rows[:, (i + 1) * self.n_embd : (i + 2) * self.n_embd]
+        return x.index_add(0, pictures.at, part)
 
     def of_states(self, hidden: Tensor) -> Tensor:
         """Logits [row, n_vocab] of the result of `states`."""
@@ -144,12 +152,14 @@ class Decoder:
     @torch.inference_mode()
     def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         """A forward of this rank; `forward` has the others run theirs."""
-        x, angles = self.ropes.embedded(self.embedding, batch.tokens, batch.positions)
+        x, angles = self.ropes.embedded(self.embedding, batch)
         given = self._given(x, angles, batch)
         x = self.residual.begin(x)
         tapped: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
             x = block.run(x, given)
+            if i < self.config.n_deep and batch.pictures is not None:
+                x = self._deepened(x, i, batch.pictures)
             if i in taps:
                 tapped[i] = self.residual.tapped(x)
         hidden, wanted = self.residual.end(x, batch.out_rows)

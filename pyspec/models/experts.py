@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyspec.cuda.ops.moe.ref import Router
@@ -44,17 +45,27 @@ def read_experts(file: GGUFFile, router: Router = "softmax", **own: Any) -> Expe
         "groups": read_groups(file),
     }
     if "n_ff" not in own:
-        read["n_ff"] = h.integer("expert_feed_forward_length", h.integer("feed_forward_length", 0))
+        width = _width(file, "ffn_down_exps.weight", -1) or h.integer("feed_forward_length", 0)
+        read["n_ff"] = h.integer("expert_feed_forward_length", width)
     return Experts(**{**read, **own})
 
 
 def shared_width(file: GGUFFile) -> int:
-    """Inner values of the shared expert: of their own key, or of as many as there are, which the file holds as one."""
+    """Inner values of the shared expert: as many as the file has. Of several, which are one in files, architectures name them in several ways:
+    by a key of one's or of all, or by their count."""
+    if found := _width(file, "ffn_up_shexp.weight", 0):
+        return found
     h = file.hparams
     count = h.integer("expert_shared_count", 0)
     return h.integer(
         "expert_shared_feed_forward_length", h.integer("expert_feed_forward_length", 0) * count
     )
+
+
+def _width(file: GGUFFile, name: str, axis: int) -> int:
+    """The size of the first block's tensor of that name; 0: no block has it."""
+    found = (info for each, info in file.tensors.items() if each.endswith(f".{name}"))
+    return next((info.shape[axis] for info in found), 0)
 
 
 def feeds(file: GGUFFile, n_layer: int, experts: Experts) -> Sequence[PartSpec]:
@@ -63,3 +74,12 @@ def feeds(file: GGUFFile, n_layer: int, experts: Experts) -> Sequence[PartSpec]:
     n_dense = h.integer("leading_dense_block_count", 0)
     dense = Mlp(h.integer("feed_forward_length")) if n_dense else experts
     return [dense if i < n_dense else experts for i in range(n_layer)]
+
+
+def cut_behind_silu(feed: PartSpec, limits: tuple[float, float]) -> PartSpec:
+    """A feed-forward whose activations are cut behind silu, those of experts and of others; 0: nowhere."""
+    own, shared = (-limit for limit in limits)
+    if isinstance(feed, Mlp):
+        return replace(feed, limit=shared)
+    assert isinstance(feed, Experts)
+    return replace(feed, limit=own, limit_shared=shared)

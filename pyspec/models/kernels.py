@@ -19,12 +19,14 @@ from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.cuda.ops.rows.ref import GATES, PrepKind, RowsSpec
 from pyspec.forward.call import ForwardProgram, OpCall, RunInput, Weight
 from pyspec.forward.rewrite import plain
-from pyspec.forward.trace import Block, traced
+from pyspec.forward.trace import Block, Site, traced
 from pyspec.gguf import GGUFFile, TensorInfo
+from pyspec.models.block import BlockSpec
+from pyspec.models.blocks.gated_part import head_row
 from pyspec.models.blocks.layer_input import layer_inputs
 from pyspec.models.model import ModelSpec
 from pyspec.models.mtp import MtpOfBlock
-from pyspec.models.part import LoadTypes, Place, PlannedSite, Request
+from pyspec.models.part import LoadTypes, Place, Request
 from pyspec.models.wants import scale_of
 from pyspec.models.weight_bytes import row_bytes
 
@@ -37,7 +39,7 @@ KINDS = {
 }
 
 
-Programs = Sequence[tuple[ForwardProgram, PlannedSite]]
+Programs = Sequence[tuple[ForwardProgram, Site]]
 """Programs of a model's blocks, and where they stand."""
 
 
@@ -46,11 +48,14 @@ def of_model(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Iterator[Reques
     yield from kernels(_programs(model, file, on, range(model.n_layer)))
     yield from kernels(_of_inputs(model, file, on))
     yield op_named("norms"), NormsSpec(on.device, model.n_embd, model.eps)
+    if (gates := model.residual.gates) is not None:
+        place, wide = Place(file, "", model.n_embd, model.eps), model.n_hidden
+        yield from kernels([program_of(partial(head_row, gates), place, on, wide)])
 
 
 def of_mtp(block: MtpOfBlock, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
-    """Those of the block behind the trunk, which may have a file of its own."""
-    return kernels([program_of(block.block.forward, block.place(file), on)])
+    """Those of the blocks behind the trunk, which may have a file of their own."""
+    return kernels([program_of_block(one.block, one.place(file), on) for one in block.each])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +95,9 @@ def needs_of_model(
 
 def _programs(
     model: ModelSpec, file: GGUFFile, on: LoadTypes, blocks: Iterable[int]
-) -> list[tuple[ForwardProgram, PlannedSite]]:
+) -> list[tuple[ForwardProgram, Site]]:
     """The forwards of some of its blocks."""
-    return [program_of(model.blocks[i].forward, model.place(file, i), on) for i in blocks]
+    return [program_of_block(model.blocks[i], model.place(file, i), on) for i in blocks]
 
 
 def _of_inputs(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Programs:
@@ -115,11 +120,16 @@ def _holds_prompts(call: OpCall) -> bool:
     return op_named(call.op.partition(".")[0]).in_prompts
 
 
+def program_of_block(block: BlockSpec, at: Place, on: LoadTypes) -> tuple[ForwardProgram, Site]:
+    """That of a block."""
+    return program_of(block.forward, at, on, block.n_stream * at.n_embd)
+
+
 def program_of(
     block: Block, at: Place, on: LoadTypes, *widths: int | None, norm: str = ""
-) -> tuple[ForwardProgram, PlannedSite]:
+) -> tuple[ForwardProgram, Site]:
     """That of a function whose inputs have these widths; a block's own one reads the stream alone."""
-    site = PlannedSite(at.file, at.prefix, at.n_embd, at.eps, on, norm)
+    site = on.site(at, norm)
     return plain(traced(block, site, *(widths or (at.n_embd,)))), site
 
 
@@ -144,12 +154,12 @@ def _scratch(program: ForwardProgram, n_row: int, n_token: int, keeps: bool) -> 
     return kept + most
 
 
-def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
+def _of_program(program: ForwardProgram, at: Site) -> Iterator[Request]:
     for call in program.calls:
         for x in call.inputs:
             if _is_angles(x):
                 yield op_named("angles"), AnglesSpec(at.device)
-            if isinstance(x, OpCall) and at.on.streams:
+            if isinstance(x, OpCall) and at.streams:
                 yield (
                     op_named("rows"),
                     RowsSpec(at.device, call.inputs[0].width, KINDS[x.op], x.spec.dim),
@@ -164,8 +174,20 @@ def _of_program(program: ForwardProgram, at: PlannedSite) -> Iterator[Request]:
 
 WINDOW = 3  # among the inputs of `attend`
 PLAIN = (
-    *("add", "rank_sum", "view", "scaled", "times_rows", "gate_times", "side_by_side", "write_keys"),
-    *("weighed", "unweighed", "of_choices"),
+    *(
+        "add",
+        "rank_sum",
+        "view",
+        "scaled",
+        "times_rows",
+        "gate_times",
+        "side_by_side",
+        "write_keys",
+        "choose",
+        "capped",
+        "keep_row",
+    ),
+    *("weighed", "unweighed", "one_expert", "of_choices", "of_values"),
 )
 
 
@@ -175,14 +197,12 @@ def is_streamed(t: TensorInfo, file: GGUFFile) -> bool:
     return len(t.shape) == 2 and t.type in FORMATS and (not has_scale or FORMATS[t.type].scaled)
 
 
-def _of_weight(
-    program: ForwardProgram, call: OpCall, weight: Weight, at: PlannedSite
-) -> Iterator[Request]:
+def _of_weight(program: ForwardProgram, call: OpCall, weight: Weight, at: Site) -> Iterator[Request]:
     """A product with its gate, or a gate that it leaves to the next one; a product of each head; a table of tokens."""
     how, info = dict(weight.how), at.file.tensors.get(at.name(weight.names[0]))
     if weight.kind == "slice_norms":
         yield op_named("norms"), NormsSpec(at.device, how["dim"], how["eps"])
-    if weight.kind == "gated" and at.on.streams and "limit" not in how:
+    if weight.kind == "gated" and at.streams and "limit" not in how:
         if how["act"] in GATES and info is not None and is_streamed(info, at.file):
             spec = LinearSpec(at.device, info.type, PROBE_ROWS, info.shape[1], Epilogue.GATED)
             yield linear_tall, spec
@@ -191,7 +211,7 @@ def _of_weight(
             yield op_named("rows"), RowsSpec(at.device, call.output.width, kind)
     if weight.kind == "embedding" and info is not None:
         yield op_named("embed"), EmbedSpec(at.device, info.type, info.shape[1])
-    is_packed = at.on.dense is None and info is not None and len(info.shape) == 3
+    is_packed = at.dense is None and info is not None and len(info.shape) == 3
     if weight.kind == "heads" and info is not None and is_packed:
         n_head = call.output.shape[0]
         yield op_named("heads"), asked(HeadsSpec(at.device, info.type, n_head, *info.shape[1:]))

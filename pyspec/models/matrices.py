@@ -16,7 +16,7 @@ from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import dequantize
-from pyspec.cuda.ops.moe.ref import activate
+from pyspec.cuda.ops.moe.ref import gated_halves
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import GeluGlu, Glu, Norm, Prep, PrepKind, RowsSpec
 from pyspec.gguf import GGMLType, TensorInfo
@@ -95,8 +95,7 @@ class CutGates:
         self.both, self.limit = both, limit
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        gate, up = self.both(x, prep).chunk(2, -1)
-        y = activate(gate, up, self.limit)
+        y = gated_halves(self.both(x, prep), self.limit)
         return y if residual is None else residual + y
 
 

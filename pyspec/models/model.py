@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.mtp import MtpOfBlock
+from pyspec.models.mtp import HEAD_NORM, MtpOfBlock
 from pyspec.models.part import AttentionShape, Place
 from pyspec.models.per_layer import PerLayer
 from pyspec.models.residual import Residual
@@ -23,13 +24,17 @@ class ModelSpec:
     n_ff         inner values of a row; with experts, those of all that it uses
     blocks       of the trunk
     mtp_block    the block behind the trunk, where the architecture has one
+    mtp_more     the blocks behind that one, where each drafts one token more
+    mtp_norm     the norm before that block's head
     residual     one stream or several
     per_layer    inputs of each block besides the stream
-    last_norm    the name of the norm before the head
+    last_norm    the name of the norm before the head; "": there is none
     ties_head    a file without a head has the embedding for it
     embed_factor  the embedding's rows are multiplied with it
     logit_factor  logits are multiplied with it
     final_cap    c: logits are c tanh(logits / c); 0: as they are
+    sees_pictures  blocks in which rows of a picture see all of it: "", "near" (those with a window), "all"
+    n_deep       parts of a picture's rows behind the first one, which are added behind the first blocks
     """
 
     arch: str
@@ -41,6 +46,8 @@ class ModelSpec:
     eps: float
     blocks: tuple[BlockSpec, ...]
     mtp_block: BlockSpec | None = None
+    mtp_more: tuple[BlockSpec, ...] = ()
+    mtp_norm: str = HEAD_NORM
     residual: Residual = Residual()  # noqa: RUF009 - frozen
     per_layer: PerLayer | None = None
     last_norm: str = "output_norm.weight"
@@ -48,6 +55,13 @@ class ModelSpec:
     embed_factor: float = 1.0
     logit_factor: float = 1.0
     final_cap: float = 0.0
+    sees_pictures: Literal["", "near", "all"] = ""
+    n_deep: int = 0
+
+    @property
+    def picture_width(self) -> int:
+        """Numbers of a picture's row."""
+        return (1 + self.n_deep) * self.n_embd
 
     @property
     def n_layer(self) -> int:
@@ -66,12 +80,11 @@ class ModelSpec:
 
     @property
     def mtp(self) -> MtpOfBlock | None:
-        """The MTP block with its projections and norms; None: the architecture has none."""
+        """The MTP block with its projections and norms, and those behind it; None: the architecture has none."""
         if self.mtp_block is None:
             return None
-        return MtpOfBlock(
-            self.mtp_block, self.residual, self.n_layer, self.n_vocab, self.n_embd, self.eps
-        )
+        own = self.n_layer, self.n_vocab, self.n_embd, self.eps, self.mtp_norm, self.mtp_more
+        return MtpOfBlock(self.mtp_block, self.residual, *own)
 
     def place(self, file: GGUFFile, i: int) -> Place:
         """Of block `i`."""
@@ -81,7 +94,7 @@ class ModelSpec:
         """The tensors that the trunk needs."""
         wants = {
             EMBEDDING: Want((self.n_vocab, self.n_embd)),
-            self.last_norm: Want((self.n_embd,)),
+            **({self.last_norm: Want((self.n_embd,))} if self.last_norm else {}),
             HEAD: Want(
                 (self.n_vocab, self.n_embd),
                 self.ties_head,

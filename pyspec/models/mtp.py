@@ -2,11 +2,14 @@
 
 It pairs a token with the hidden state of the position before it, and chaining feeds its own. In a model of several streams that state is
 all of them, as the trunk left them behind its last block.
+
+A model may have a block for each token of a draft (`step35`), one behind the other in the file. The k-th one makes draft k, of the hidden
+state that the one before made. Rows of the text are the trunk's hidden states in all of them, as in llama.cpp.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,12 +21,18 @@ from pyspec.models.residual import Residual
 from pyspec.models.wants import EMBEDDING, HEAD, Want
 from pyspec.slots.parts import LayerParts
 
+HEAD_NORM = "nextn.shared_head_norm.weight"
+EH_PROJ = "blk.{}.nextn.eh_proj.weight"
 PIECE = 1 << 26  # bytes compared at once
 
 
 @dataclass(frozen=True, slots=True)
 class MtpOfBlock:
-    """The block behind a trunk of `n_layer` blocks, as data."""
+    """The block behind `n_layer` others, as data.
+
+    head_norm  the norm before its head, where the file has it
+    more       the blocks of the drafts behind the first one
+    """
 
     block: BlockSpec
     residual: Residual
@@ -31,10 +40,26 @@ class MtpOfBlock:
     n_vocab: int
     n_embd: int
     eps: float
+    head_norm: str = HEAD_NORM
+    more: tuple[BlockSpec, ...] = ()
+
+    @property
+    def each(self) -> tuple[MtpOfBlock, ...]:
+        """The blocks by draft, each with the next ones behind it."""
+        if not self.more:
+            return (self,)
+        first, *others = self.more
+        return self, *replace(self, block=first, n_layer=self.n_layer + 1, more=tuple(others)).each
+
+    def in_file(self, file: GGUFFile, most: int) -> MtpOfBlock:
+        """Without blocks that this file does not have, and those behind the first `most`."""
+        n = min(most, sum(EH_PROJ.format(one.n_layer) in file.tensors for one in self.each))
+        return replace(self, more=self.more[: max(0, n - 1)])
 
     @property
     def attention(self) -> tuple[AttentionShape, ...]:
-        return self.block.attention
+        shapes = (shape for one in self.each for shape in one.block.attention)
+        return tuple(dict.fromkeys(shapes))
 
     @property
     def prefix(self) -> str:
@@ -44,12 +69,15 @@ class MtpOfBlock:
     def stands_alone(self) -> bool:
         """True if the block has tensors that have the names of the trunk's. Such a block has a file of its own, in which the model's names
         mean the block's own tensors, embedding and head, too."""
-        return bool(self.residual.tensors(self.n_embd))
+        return self.residual.n_iter is not None
 
     def tensors(self, file: GGUFFile, target: GGUFFile) -> dict[str, Want]:
+        return {k: v for one in self.each for k, v in one._tensors(file, target).items()}
+
+    def _tensors(self, file: GGUFFile, target: GGUFFile) -> dict[str, Want]:
         p, n = self.prefix, self.n_embd
         of_vocab = Want((self.n_vocab, n), optional=True)
-        own = self.residual.tensors(n)
+        own = self.residual.tensors(n) if self.stands_alone else {}
         if own and file is target:
             raise PairError(
                 "the MTP block stands in the target's file, where the mixers of its head have no place beside the trunk's"
@@ -60,16 +88,29 @@ class MtpOfBlock:
         return {
             **self.block.tensors(self.place(file)),
             **own,
-            f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
+            EH_PROJ.format(self.n_layer): Want((n, 2 * n)),
             f"{p}.nextn.enorm.weight": Want((n,)),
-            f"{p}.nextn.hnorm.weight": Want((n,)),
-            f"{p}.nextn.shared_head_norm.weight": Want((n,), optional=True),
+            **self._norms(file),
             f"{p}.nextn.embed_tokens.weight": of_vocab,
             f"{p}.nextn.shared_head_head.weight": of_vocab,
         }
 
+    def _norms(self, file: GGUFFile) -> dict[str, Want]:
+        """Of hidden states, before the block and behind it."""
+        n, at = self.n_embd, self.place(file)
+        before, behind = at.name("nextn.hnorm.weight"), at.name(self.head_norm)
+        if self.residual.gates is None:
+            return {before: Want((n,)), behind: Want((n,), optional=True)}
+        if behind in file.tensors:
+            raise PairError(
+                f"{behind}: a block between gated streams ends with gates of its own, and no norm"
+            )
+        n_stream = self.residual.n
+        own = {at.name(name): want for name, want in self.residual.of_mtp.tensors(n).items()}
+        return own | {before: Want((n_stream, n), also=((n_stream * n,), (n,)))}
+
     def layers(self) -> tuple[LayerParts, ...]:
-        return (*[{}] * self.n_layer, self.block.memory())
+        return (*[{}] * self.n_layer, *(one.block.memory() for one in self.each))
 
     def shared(self, file: GGUFFile, target: GGUFFile) -> tuple[str, ...]:
         names = (EMBEDDING, HEAD) if self.stands_alone else ()

@@ -12,9 +12,10 @@ from typing import Any, Protocol, Self
 import torch
 
 from pyspec.forward.call import Folding, Value
-from pyspec.forward.trace import Forward
-from pyspec.gguf import GGMLType, GGUFFile
+from pyspec.forward.trace import Forward, Site
+from pyspec.forward.trace import Place as Place
 from pyspec.models.cuts import KeyGroups
+from pyspec.models.placement import ON_CARD, Placement
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import KvFormat
@@ -53,28 +54,13 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a block stands: in a file, behind a prefix (blk.N; "": of the model itself), in a model of this width and this eps of norms."""
-
-    file: GGUFFile
-    prefix: str
-    n_embd: int
-    eps: float
-
-    def name(self, tensor: str) -> str:
-        return f"{self.prefix}.{tensor}" if self.prefix else tensor
-
-    def has(self, tensor: str) -> bool:
-        return self.name(tensor) in self.file.tensors
-
-
-@dataclass(frozen=True, slots=True)
 class LoadTypes:
     """Choices of a load that kernels depend on.
 
     kv     types of keys and values
     dense  dtype that matrices are unpacked to; None: they stay packed
     flags  what changes the model's ropes
+    placement  the feed-forwards that are not on the card alone
     """
 
     device: torch.device
@@ -82,6 +68,7 @@ class LoadTypes:
     dense: torch.dtype | None
     flags: RopeFlags = NO_FLAGS
     n_rank: int = 1
+    placement: Placement = ON_CARD
 
     @property
     def is_cuda(self) -> bool:
@@ -92,51 +79,10 @@ class LoadTypes:
         """True if kernels read packed matrices, and prepare rows for them."""
         return self.is_cuda and self.dense is None
 
-
-@dataclass(frozen=True, slots=True)
-class PlannedSite(Place):
-    """A place of a load, before weights are read. Implements `forward.trace.Site`."""
-
-    on: LoadTypes
-    norm: str = ""
-    layer: int = 0
-
-    @property
-    def device(self) -> torch.device:
-        return self.on.device
-
-    @property
-    def kv(self) -> KvFormat:
-        return self.on.kv
-
-    @property
-    def flags(self) -> RopeFlags:
-        return self.on.flags
-
-    @property
-    def n_rank(self) -> int:
-        return self.on.n_rank
-
-    @property
-    def leads(self) -> bool:
-        return True
-
-    @property
-    def dense(self) -> torch.dtype | None:
-        return self.on.dense
-
-    @property
-    def streams(self) -> bool:
-        return self.on.streams
-
-    def type_of(self, tensor: str) -> GGMLType:
-        return self.file.tensors[self.name(tensor)].type
-
-    def takes(self, op: str, spec: Any) -> bool:
-        return True
-
-    def behind(self, norm: str) -> PlannedSite:
-        return replace(self, norm=norm)
+    def site(self, at: Place, norm: str = "") -> Site:
+        """A place of the load, before weights are read."""
+        given = at.file, at.prefix, at.n_embd, at.eps, self.device, self.kv, self.flags, self.n_rank
+        return Site(*given, self.dense, self.placement, norm=norm)
 
 
 class PartSpec(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pyspec.errors import BadTensors, ModelError
@@ -67,6 +69,14 @@ def read_rope(
     return RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), neox, scaling)
 
 
+def read_axes(file: GGUFFile, rope: RopeSpec) -> RopeSpec:
+    """The rope with sections of a file that must have them. ModelError where they do not cover all frequencies."""
+    sections = file.hparams.each("rope.dimension_sections", 4)
+    if 2 * sum(sections) < rope.n_rot:
+        raise ModelError(f"rope sections {sections[:8]} cover fewer than {rope.n_rot // 2} frequencies")
+    return replace(rope, axes=tuple(sections[:3]))
+
+
 def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0) -> RopeSpec:
     """The rope of blocks with a window, which nothing stretches. base: where the file has none; 0.0: that of the others"""
     h, far = file.hparams, read_rope(file, shape, neox=neox)
@@ -76,12 +86,17 @@ def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: f
 
 
 def read_windows(
-    file: GGUFFile, n_block: int, pattern: int, default: int = 0, *, first_is_whole: bool = False
+    file: GGUFFile,
+    n_block: int,
+    pattern: int,
+    default: int | None = None,
+    *,
+    first_is_whole: bool = False,
 ) -> tuple[int, ...]:
     """The window of each block; 0: none. The file names the blocks, or a period whose last block has none (first_is_whole: whose first);
-    `pattern` is its default, and `default` that of the window."""
-    h, key = file.hparams, "attention.sliding_window_pattern"
-    window = h.integer("attention.sliding_window", default)
+    `pattern` is its default, and `default` that of the window, which the file must have without one."""
+    h, key, given = file.hparams, "attention.sliding_window_pattern", "attention.sliding_window"
+    window = h.integer(given) if default is None else h.integer(given, default)
     if isinstance(h.metadata.get(h.key(key)), np.ndarray):
         has_window = h.flags(key, n_block, or_more=True)
     else:
@@ -135,10 +150,14 @@ def read_kv_heads(file: GGUFFile, n_block: int) -> list[int]:
     return h.each(key, n_block) if key in h else [h.integer("attention.head_count")] * n_block
 
 
-def read_limits(file: GGUFFile, n_block: int) -> list[tuple[float, float]]:
-    """Where activations of each block are cut, the experts' and the shared one's; 0: nowhere."""
-    own = _each_number(file, "swiglu_clamp_exp", [0.0] * n_block)
-    shared = _each_number(file, "swiglu_clamp_shexp", own)
+def read_limits(
+    file: GGUFFile, n_block: int, *, one_for_both: bool = False
+) -> list[tuple[float, float]]:
+    """Where activations of each block are cut, the experts' and the shared one's; 0: nowhere. one_for_both: the shared one's are the experts'
+    in files that do not say"""
+    plain = [0.0] * n_block
+    own = _each_number(file, "swiglu_clamp_exp", plain)
+    shared = _each_number(file, "swiglu_clamp_shexp", own if one_for_both else plain)
     return [(a if a > 1e-6 else 0.0, b if b > 1e-6 else 0.0) for a, b in zip(own, shared, strict=True)]
 
 
@@ -150,7 +169,7 @@ def _each_number(file: GGUFFile, name: str, default: list[float]) -> list[float]
     try:
         return [h.number(name)] * n
     except ModelError:
-        return h.numbers(name, n)
+        return h.numbers(name, n, or_more=True)[:n]
 
 
 def split_gates(file: GGUFFile, n_block: int, n_ff: int) -> None:
@@ -168,7 +187,8 @@ def trunk_layers(file: GGUFFile) -> tuple[int, int]:
         raise ModelError(
             f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)"
         )
-    if n_nextn and not file.has_mtp and f"blk.{n_block - 1}.attn_norm.weight" in file.tensors:
+    last = (f"blk.{n_block - 1}.{x}.weight" in file.tensors for x in ("attn_norm", "hc_attn_norm"))
+    if n_nextn and not file.has_mtp and any(last):
         return n_block, 0
     return n_block - n_nextn, n_nextn
 

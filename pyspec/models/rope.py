@@ -255,6 +255,7 @@ class RopeSpec:
               two instead
     queries   a factor of queries alone
     turns     False: these dimensions stay as they are, whatever flags say
+    axes      frequencies of time, row and column, whose positions differ in pictures; (): all are of the row's number
     """
 
     n_rot: int
@@ -264,6 +265,11 @@ class RopeSpec:
     divisors: str = DIVISORS
     queries: QueryTemperature | None = None
     turns: bool = True
+    axes: tuple[int, ...] = ()
+
+    def axis_of(self, i: int) -> int:
+        """0: frequency `i` is of time, 1: of the row, 2: of the column. They take turns, until one has had its own."""
+        return i % 3 if self.axes and i < 3 * self.axes[i % 3] else 0
 
     def tensors(self) -> dict[str, Want]:
         is_long = self.scaling.kind == "longrope" and self.divisors == DIVISORS

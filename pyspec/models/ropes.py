@@ -9,10 +9,11 @@ from pyspec.config import EngineSettings
 from pyspec.cpu.tensors import query_factors, scaled
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
-from pyspec.errors import BadTensors
+from pyspec.errors import BadTensors, EngineBug
 from pyspec.models.matrices import Embedding
 from pyspec.models.rope import RopeFlags, RopeSpec
 from pyspec.models.weights import Weights
+from pyspec.slots.batch import Batch
 
 Angles = tuple[Tensor, Tensor]
 """cos, sin [row, 1, n_rot/2] f32"""
@@ -45,15 +46,37 @@ class Rope:
             kept = scaling.kept(n_rot, base, device) * scaling.ramp
             self.freq, self.factor = self.freq * (kept + (1 - kept) / scaling.divisor), 1.0
         self.launch = angles.bind(AnglesSpec(device))
+        self.axis = None
+        if spec.axes:
+            of = [spec.axis_of(i) for i in range(n_rot // 2)]
+            self.axis = torch.tensor(of, device=device).view(1, 1, 1, -1)
 
     def angles(self, positions: Tensor) -> Angles:
         """Of positions [row]."""
         return self._lengthened(self.launch(positions, self.freq, self.factor))
 
-    def embedded(self, embedding: Embedding, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Angles]:
-        """The tokens' rows of the embedding, and the angles of their positions, in one launch where a kernel has it."""
-        rows, angles = embedding.with_angles(tokens, positions, self.freq, self.factor)
-        return rows, self._lengthened(angles)
+    def of(self, batch: Batch) -> Angles:
+        """Of the rows of a batch."""
+        return self._in_pictures(self.angles(self._positions(batch)), batch)
+
+    def embedded(self, embedding: Embedding, batch: Batch) -> tuple[Tensor, Angles]:
+        """The tokens' rows of the embedding, and the angles of a batch, in one launch where a kernel has it."""
+        at = self._positions(batch)
+        rows, angles = embedding.with_angles(batch.tokens, at, self.freq, self.factor)
+        return rows, self._in_pictures(self._lengthened(angles), batch)
+
+    def _positions(self, batch: Batch) -> Tensor:
+        return batch.positions if self.axis is None else batch.rope_at
+
+    def _in_pictures(self, angles: Angles, batch: Batch) -> Angles:
+        """With those of pictures' rows, each frequency by its own axis."""
+        if self.axis is None or (pictures := batch.pictures) is None:
+            return angles
+        n = pictures.axes.shape[1]
+        own, index = self.angles(pictures.axes.flatten()), self.axis.expand(1, n, 1, -1)
+        for whole, x in zip(angles, own, strict=True):
+            whole.index_copy_(0, pictures.at, x.view(3, n, 1, -1).gather(0, index)[0])
+        return angles
 
     def _lengthened(self, angles: Angles) -> Angles:
         if self.length == 1.0:
@@ -97,15 +120,22 @@ class Ropes:
             for own in found
         )
 
-    def embedded(
-        self, embedding: Embedding, tokens: Tensor, positions: Tensor
-    ) -> tuple[Tensor, tuple[Angles, ...]]:
-        """The first two things of a forward: the tokens' rows of the embedding, and the angles of their positions."""
+    def embedded(self, embedding: Embedding, batch: Batch) -> tuple[Tensor, tuple[Angles, ...]]:
+        """The first two things of a forward: the rows of the embedding, in pictures those of their encoder, and the angles."""
         if not self.bound:
-            return embedding(tokens), ()
+            return seen_rows(embedding(batch.tokens), batch), ()
         first, *others = self.bound.values()
-        rows, angles = first.embedded(embedding, tokens, positions)
-        return rows, (angles, *(rope.angles(positions) for rope in others))
+        rows, angles = first.embedded(embedding, batch)
+        return seen_rows(rows, batch), (angles, *(rope.of(batch) for rope in others))
+
+
+def seen_rows(x: Tensor, batch: Batch) -> Tensor:
+    """x [row, n] f32 with the first n numbers of pictures' rows in their places. EngineBug where nobody has sent them."""
+    if (pictures := batch.pictures) is None:
+        return x
+    if pictures.rows is None or pictures.rows.shape[1] < x.shape[1]:
+        raise EngineBug(f"pictures without rows of {x.shape[1]} numbers")
+    return x.index_copy_(0, pictures.at, pictures.rows[:, : x.shape[1]])
 
 
 def bound(spec: RopeSpec, weights: Weights) -> Rope:

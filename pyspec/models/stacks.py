@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,21 +17,48 @@ if TYPE_CHECKING:
     from pyspec.models.weights import Weights
 
 
-def stacks_of(w: Weights, ffn: str, *, act: Act, biased: bool = False, shared: int = 0) -> Stacks:
+AS_THEY_ARE = 2.0**100
+"""The eps of a norm that leaves rows as they are: every mean square is nothing beside it, and its root is the norm's weight."""
+
+
+def unchanged(w: Weights, *, n: int) -> Tensor:
+    """Weights of a norm of `n` columns with that eps, for rows that come normed."""
+    return torch.full((n,), AS_THEY_ARE**0.5, device=w.device)
+
+
+def stacks_of(
+    w: Weights, ffn: str, *, act: Act, biased: bool = False, shared: int = 0, on_host: bool = False
+) -> Stacks:
     """The experts of the feed-forward whose tensors have this prefix (blk.N.ffn).
 
     biased  with the biases of the file. Of several ranks one adds those of `down`, because their outputs are summed
     shared  width of the shared expert, if it is one of them; else 0
+    on_host  in the host's memory, with the bytes of the file, whatever the device is
     """
-    down = w.stack(f"{ffn}_down_exps.weight")
+    stack = partial(w.stack, on_host=on_host)
+    down = stack(f"{ffn}_down_exps.weight")
     if act != "relu2" and w.has(both := f"{ffn}_gate_up_exps.weight"):
-        stacks = Stacks(*halves(w.stack(both)), down)
+        stacks = Stacks(*halves(stack(both)), down)
     else:
-        gate = None if act == "relu2" else w.stack(f"{ffn}_gate_exps.weight")
-        stacks = Stacks(gate, w.stack(f"{ffn}_up_exps.weight"), down)
+        gate = None if act == "relu2" else stack(f"{ffn}_gate_exps.weight")
+        stacks = Stacks(gate, stack(f"{ffn}_up_exps.weight"), down)
     if biased:
         stacks = _biased(w, ffn, stacks)
     return replace(stacks, shared=_shared(w, ffn, shared, stacks)) if shared else stacks
+
+
+def stack_of_one(w: Weights, ffn: str, *, act: Act, biased: bool = False) -> Stacks:
+    """A feed-forward without experts (blk.N.ffn) as one expert, in the host's memory with the bytes of the file."""
+
+    def stack(name: str) -> Stack:
+        one = w.stack(f"{ffn}_{name}.weight", on_host=True)
+        if not biased:
+            return one
+        own = f"{ffn}_{name}.bias"
+        bias = w.vector(own).cpu() if w.has(own) else torch.zeros(one.n_out)
+        return replace(one, bias=bias.view(1, -1))
+
+    return Stacks(None if act == "relu2" else stack("gate"), stack("up"), stack("down"))
 
 
 def halves(stack: Stack) -> tuple[Stack, Stack]:
@@ -43,7 +71,7 @@ def halves(stack: Stack) -> tuple[Stack, Stack]:
 
 def _biased(w: Weights, ffn: str, stacks: Stacks) -> Stacks:
     def biased(stack: Stack, name: str) -> Stack:
-        return replace(stack, bias=w.vector(f"{ffn}_{name}_exps.bias"))
+        return replace(stack, bias=w.vector(f"{ffn}_{name}_exps.bias").to(stack.data.device))
 
     gate, down = stacks.gate, biased(stacks.down, "down")
     if w.ranks is not None and not w.ranks.rank.leads and down.bias is not None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyspec.cpu.tensors import picked, side_by_side
 from pyspec.cuda import fuse
+from pyspec.cuda.ops.gated_streams.op import gated_streams
+from pyspec.cuda.ops.gated_streams.ref import GatedStreams, GatedStreamsSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.streams.op import streams
 from pyspec.cuda.ops.streams.ref import StreamMix, StreamsSpec
 from pyspec.models.binding import Binding, Pass
 from pyspec.models.block import BlockSpec, Part
+from pyspec.models.blocks.gated_part import head_row
 from pyspec.models.bound import Block, BoundForward
-from pyspec.models.residual import HEAD_MIX, Residual
+from pyspec.models.residual import HEAD_MIX, Gates, Residual
 from pyspec.models.slice_norms import SliceNorms
 from pyspec.models.target import Matrix
 from pyspec.models.weights import Weights
@@ -39,10 +44,15 @@ def bound_residual(
     weights: Weights,
     n_embd: int,
     eps: float,
-    norm: Tensor,
+    norm: Tensor | None,
     blocks: Sequence[Any],
+    at: Binding | None = None,
 ) -> BoundResidual:
-    """norm: weights of the last one. blocks: bound (`bound_block`), as they run."""
+    """norm: weights of the last one, if there is one. blocks: bound (`bound_block`), as they run. at: where its own gates are, if it has any."""
+    if residual.gates is not None:
+        assert at is not None, "gates are bound"
+        return BoundGated(residual.gates, at)
+    assert norm is not None, "every other residual ends with one"
     if residual.n_iter is None:
         return BoundResidual(weights.device, n_embd, eps, norm, residual)
     spec = StreamsSpec(weights.device, residual.n, n_embd, residual.n_iter, eps, residual.floor)
@@ -125,6 +135,7 @@ class BoundResidual:
             bound = SliceNorms(device, n_embd // spec.last.n_slice, eps)
         self.norms = self.last_norm = bound
         self.of_rows = torch.ones(n_embd, device=device) if spec.norms_rows else None
+        self.seeds_raw = spec.seeds_raw
 
     def begin(self, rows: Tensor) -> Any:
         """What blocks take (`run`), of the embedding's rows [row, n_embd]."""
@@ -137,7 +148,8 @@ class BoundResidual:
 
     def end(self, x: Any, out_rows: Tensor) -> tuple[Tensor, Tensor]:
         """(hidden states of all rows, normed rows of `out_rows` for the head)."""
-        return self.norms.picked(x, self.norm, out_rows)
+        hidden, wanted = self.norms.picked(x, self.norm, out_rows)
+        return (x if self.seeds_raw else hidden), wanted
 
     def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Any:
         """What an MTP block takes: product(norm(token), norm(hidden state))."""
@@ -145,11 +157,49 @@ class BoundResidual:
 
     def state(self, x: Any) -> Tensor:
         """The hidden states behind an MTP block."""
-        return self.last_norm(x, self.norm)
+        return x if self.seeds_raw else self.last_norm(x, self.norm)
 
     def headed(self, hidden: Tensor) -> Tensor:
         """The rows [row, n_embd] that the head reads of hidden states."""
-        return hidden
+        return self.last_norm(hidden, self.norm) if self.seeds_raw else hidden
+
+
+class BoundGated(BoundResidual):
+    """Several streams side by side x [row, n_stream * n_embd] f32, which parts read and write by gates. Hidden states are all of them, not normed."""
+
+    def __init__(self, gates: Gates, at: Binding) -> None:
+        self.n, self.n_embd = gates.n_stream, at.n_embd
+        wide = self.n * self.n_embd
+        self.row = BoundForward(partial(head_row, gates), at, wide)
+        self.capturable = self.row.capturable
+        self.norms = norms.bind(NormsSpec(at.device, self.n_embd, at.eps))
+        spec = GatedStreamsSpec(at.device, self.n, self.n_embd, at.eps)
+        self.streams: GatedStreams = gated_streams.bind(spec)
+
+    def begin(self, rows: Tensor) -> Tensor:
+        return side_by_side((rows,) * self.n)
+
+    def tapped(self, x: Tensor) -> Tensor:
+        return x.view(len(x), self.n, self.n_embd).mean(1)
+
+    def end(self, x: Tensor, out_rows: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.headed(picked(x, out_rows))
+
+    def paired(self, product: Matrix, tokens: Normed, hidden: Normed) -> Tensor:
+        """The token's row goes with each stream of the hidden state. Weights of the streams' norm are each stream's own, or one for all."""
+        rows, weight = hidden
+        if weight.numel() == self.n_embd:
+            weight = weight.repeat(self.n)
+        e, h = self.norms(*tokens), self.streams.norm(rows, weight.flatten())
+        pairs = [part for own in h.split(self.n_embd, 1) for part in (e, own)]
+        return product(side_by_side(pairs).view(-1, 2 * self.n_embd)).view(len(rows), -1)
+
+    def state(self, x: Tensor) -> Tensor:
+        return x
+
+    def headed(self, hidden: Tensor) -> Tensor:
+        row: Tensor = self.row.run(hidden, None)
+        return row
 
 
 class BoundStreams(BoundResidual):
@@ -173,9 +223,8 @@ class BoundStreams(BoundResidual):
             step.next = next
             if prepares:
                 step.place = fuse.place_of(step.first())
-            if (
-                prepares and next is not None
-            ):  # they are merged and read in one launch, which may make sums
+            # They are merged and read in one launch, which may make sums
+            if prepares and next is not None:
                 step.leave_sums(self.streams)
 
     def begin(self, rows: Tensor) -> Carried:

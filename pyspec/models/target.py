@@ -22,7 +22,7 @@ class Out:
     """Results of a forward.
 
     logits  [out, vocab]      f32  for the batch's `out_rows`
-    hidden  [row, n_hidden]   f32  after the final norm, every row (the MTP seed); of several residual streams all, not normed
+    hidden  [row, n_hidden]   f32  after the final norm, every row (the MTP seed); not normed where `Residual` says so; of several streams all, not normed
     taps    [row, T * n_embd] f32  outputs of the asked layers, side by side, before the next layer's norm; or None
     best    [2, out]          f64  each row's largest logit's token (the lowest on ties) and value; or None
     head    of several ranks, while the logits are the columns of this rank alone: the results with those of all (`Gathered.whole`)

@@ -15,9 +15,8 @@ from pyspec.slots.mapped import mapped
 PIECE = 64 << 20  # bytes under way at once
 SMALL = 1 << 20  # below, one plain copy is as fast
 N_BUFFER = 3
-Read = Callable[
-    [np.ndarray, int], None
-]  # (out [n] uint8, first): the n bytes from byte `first` on into `out`
+# (out [n] uint8, first): the n bytes from byte `first` on into `out`
+Read = Callable[[np.ndarray, int], None]
 
 
 class Upload:
@@ -27,9 +26,8 @@ class Upload:
         self.device, self.piece, self.small = device, piece, small
         self.is_cuda = device.type == "cuda"
         self._buffers: list[Tensor] = []
-        self._taken: list[torch.cuda.Event | None] = [
-            None
-        ] * N_BUFFER  # when the device has read a buffer
+        # When the device has read a buffer
+        self._taken: list[torch.cuda.Event | None] = [None] * N_BUFFER
         self._readers: ThreadPoolExecutor | None = None
         self._at = 0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyspec.forward.trace import TOKEN_INPUTS as TOKEN_INPUTS
 from pyspec.gguf import GGMLType
 from pyspec.models.cuts import Cut
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-TOKEN_INPUTS = "per_layer_token_embd.weight"  # rows by token, which no product reads
 WHOLE = (GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64)
 
 

@@ -15,9 +15,8 @@ from pyspec.models.cuts import share_of
 from pyspec.models.wants import TOKEN_INPUTS, Want
 from pyspec.models.weights import GROUPED, HEADS, OF_HEADS, PLAIN, cuts_of
 
-LARGE_BYTES = (
-    10 << 20
-)  # of a tensor from which on torch asks the driver for one piece, in steps of 2 MiB
+# Of a tensor from which on torch asks the driver for one piece, in steps of 2 MiB
+LARGE_BYTES = 10 << 20
 
 
 def shares_of(file: GGUFFile, wants: Mapping[str, Want], n: int) -> dict[str, TensorInfo]:
@@ -40,8 +39,10 @@ def weight_bytes(
     `shares`: the tensors as a rank has them."""
     size = 0 if dense is None else torch.empty((), dtype=dense).element_size()
     tensors = [t for name, t in (shares or file.tensors).items() if name not in without]
-    big = [t for t in tensors if len(t.shape) > 1]
+    big = [t for t in tensors if len(t.shape) > 1 and t.name != TOKEN_INPUTS]
     small = sum(4 * t.n_elements for t in tensors if len(t.shape) == 1)
+    # Its rows are read as they lie in the file
+    small += sum(t.n_bytes for t in tensors if t.name == TOKEN_INPUTS)
     if size:
         return small + size * sum(t.n_elements for t in big)
     copies = sum(2 * t.n_elements for t in big if t.name.endswith(GROUPED)) if repacked else 0

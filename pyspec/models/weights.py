@@ -35,6 +35,7 @@ from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.cuts import Cut, Share, share_of
 from pyspec.models.gathered import Gathered, RankNorms
 from pyspec.models.grouped import Grouped
+from pyspec.models.host import HostBytes
 from pyspec.models.matrices import (
     CutGates,
     Dense,
@@ -45,6 +46,7 @@ from pyspec.models.matrices import (
     Joined,
     Unpacked,
 )
+from pyspec.models.placement import ON_CARD, Placement
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.slice_norms import SliceNorms
 from pyspec.models.target import Matrix
@@ -84,6 +86,7 @@ class Weights:
     unpacked at each use on a CPU (less memory, slow). `wide`: keep f16 copies beside the packed matrices of kernels.
     `ranks`: the tensors in `cuts` are divided over them, and only this rank's share is read.
     `rope`: what flags change of the model's ropes.
+    `placement`: the experts that stay in the host's memory.
     """
 
     def __init__(
@@ -96,8 +99,9 @@ class Weights:
         ranks: Collective | None = None,
         cuts: Mapping[str, Cut] | None = None,
         rope: RopeFlags = NO_FLAGS,
+        placement: Placement = ON_CARD,
     ) -> None:
-        self.file, self.rope = file, rope
+        self.file, self.rope, self.placement = file, rope, placement
         self.device = device
         self.dense = dense
         self.alias = alias or {}
@@ -108,19 +112,19 @@ class Weights:
         self._shared: dict[tuple[str, ...], Matrix] = {}
         self._tables: dict[str, Tensor] = {}
         self._orders: dict[str, Tensor] = {}
-        self._upload = Upload(device)
+        self._upload, self._in_host = Upload(device), HostBytes(device)
         self._n_byte, self._n_read = max(sum(t.n_bytes for t in file.tensors.values()), 1), 0
 
     def _info(self, name: str) -> TensorInfo:
         share = self._share(name)
-        return self.file.tensors[self.alias.get(name, name)] if share is None else share.info
+        return self.file.tensors[self._own(name)] if share is None else share.info
 
     def _share(self, name: str) -> Share | None:
         """This rank's share of a tensor; None: all of it."""
         if self.ranks is None or name not in self.cuts:
             return None
         if name not in self._shares:
-            info = self.file.tensors[self.alias.get(name, name)]
+            info = self.file.tensors[self._own(name)]
             self._shares[name] = share_of(info, self.cuts[name], self.ranks.rank)
         return self._shares[name]
 
@@ -132,7 +136,7 @@ class Weights:
         return self._info(name).type
 
     def has(self, name: str) -> bool:
-        return self.alias.get(name, name) in self.file.tensors
+        return self._own(name) in self.file.tensors
 
     def reorder(self, name: str, order: Tensor) -> None:
         """From now on row i of the matrix is its row order[i] in the file; of a rank's share, if ranks divide it. order [row] int64"""
@@ -145,10 +149,9 @@ class Weights:
         return raw.view(len(order), -1)[order.to(raw.device)].view(-1)
 
     def _read(self, name: str) -> Tensor:
-        own, share = self.alias.get(name, name), self._share(name)
+        own, share = self._own(name), self._share(name)
         n_byte = self._info(name).n_bytes
-        progress.report(progress.part.get(), self._n_read / self._n_byte)
-        self._n_read = min(self._n_read + n_byte, self._n_byte)  # a tied head is read twice
+        self._count(n_byte)
         if share is not None:
             return self._upload(n_byte, partial(share.read_into, self.file))
         if self.device.type != "cpu" or own not in HEADS:
@@ -156,6 +159,15 @@ class Weights:
         if own not in self._tables:  # on a CPU the embedding and a tied head read the same bytes
             self._tables[own] = self._whole(own, n_byte)
         return self._tables[own]
+
+    def _count(self, n_byte: int) -> None:
+        """Report so many more as read."""
+        progress.report(progress.part.get(), self._n_read / self._n_byte)
+        self._n_read = min(self._n_read + n_byte, self._n_byte)  # a tied head is read twice
+
+    def _own(self, name: str) -> str:
+        """Its name in the file."""
+        return self.alias.get(name, name)
 
     def _whole(self, own: str, n_byte: int) -> Tensor:
         """A tensor by its name in the file."""
@@ -181,7 +193,7 @@ class Weights:
     def rank_norms(self, q: str, k: str, widths: tuple[int, int], eps: float) -> RankNorms:
         """Norms of queries and keys over all heads of a row, which ranks divide."""
         assert self.ranks is not None, "one rank norms its rows by an op"
-        files = (self.file.tensors[self.alias.get(name, name)] for name in (q, k))  # of all ranks
+        files = (self.file.tensors[self._own(name)] for name in (q, k))  # of all ranks
         n_q, n_k = (info.shape[-1] for info in files)
         return RankNorms(self.ranks, (self.vector(q), self.vector(k)), (n_q, n_k), widths, eps)
 
@@ -353,18 +365,31 @@ class Weights:
                 whole[at : at + piece.shape[0]] = part if scale == 1.0 else part * scale
                 at += piece.shape[0]
 
-    def stack(self, name: str) -> Stack:
-        """One matrix of every expert [expert, out, in]: as in the file, or unpacked where matrices are."""
+    def stack(self, name: str, *, on_host: bool = False) -> Stack:
+        """One matrix of every expert [expert, out, in]: as in the file, or unpacked where matrices are. A matrix [out, in] is one expert.
+        on_host: as in the file, in the host's memory."""
         info, side = self._info(name), scale_of(name)
+        if len(info.shape) == 2:
+            info = replace(info, shape=(1, *info.shape))
         scale = self.vector(side).expand(info.shape[0]) if self.has(side) else None
         if scale is not None and not scale.isfinite().all():
             raise ModelError(f"{side} has a number that is not finite")
         n_out, n_in = info.shape[1:]
+        if on_host:
+            scale = None if scale is None else scale.cpu()
+            return Stack(self._host(name).view(info.shape[0], -1), info.type, n_out, n_in, scale)
         with temporary(self.device):  # kernels have a layout of their own
             raw = self._raw(name)
         if self.dense is None:
             return Stack(raw.view(info.shape[0], -1), info.type, n_out, n_in, scale)
         return Stack(dequantize(raw, info.type, info.shape, self.dense), None, n_out, n_in, scale)
+
+    def _host(self, name: str) -> Tensor:
+        """A tensor's bytes in the host's memory."""
+        assert self.ranks is None, "ranks divide what is on their devices"
+        n_byte = self._info(name).n_bytes
+        self._count(n_byte)
+        return self._in_host.of(n_byte, partial(self.file.read_into, self._own(name)))
 
     def embedding(self, name: str, factor: float = 1.0) -> Embedding:
         """factor: the model's own, which its rows are multiplied with."""

@@ -17,6 +17,7 @@ from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import Dry, DryBreakers
 from pyspec.sample.feedback import Feedback, SpanChoice
 from pyspec.sample.noise import ACCEPT, DRAFT, XTC, Floats, Ints, of_round, resolve_seed, uniform
+from pyspec.slots.images import has_images, is_image
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
 
@@ -58,11 +59,12 @@ class SlotSampler:
         breakers: DryBreakers | None = None,
         budget: BudgetRule | None = None,
     ) -> None:
-        """`prompt` counts as history, as in llama.cpp. `breakers` is needed if DRY is on and has sequence breakers.
+        """`prompt` counts as history, as in llama.cpp, without rows of pictures. `breakers` is needed if DRY is on and has sequence breakers.
 
         Raises RequestError for settings that have no meaning and OutOfBounds for prompt tokens outside the vocabulary.
         """
         check(params, RequestError)
+        prompt = [t for t in prompt if not is_image(t)] if has_images(prompt) else prompt
         self.params = params
         self.n_vocab = n_vocab
         self.seed = resolve_seed(params.seed)

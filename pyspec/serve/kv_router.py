@@ -24,6 +24,7 @@ from pyspec.engine.served import ServedEngine
 from pyspec.errors import ConfigError
 from pyspec.repeats import limited
 from pyspec.serve.remote_core import Call, Packed
+from pyspec.slots.images import routed
 
 log = limited(__name__)
 
@@ -78,7 +79,12 @@ class KVRouter(KVAwareRouter):
             request = call.request
             asked = SimpleNamespace(
                 args=[SimpleNamespace(max_tokens=request.max_tokens)],
-                kwargs={REQUEST_TOKEN_IDS_KWARG: [*request.prompt, *request.resumed]},
+                kwargs={
+                    REQUEST_TOKEN_IDS_KWARG: [
+                        *routed(request.prompt, request.images),
+                        *request.resumed,
+                    ]
+                },
                 metadata=pending_request.metadata,
             )
             try:

@@ -20,6 +20,7 @@ from pyspec.repeats import limited
 from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.sample.noise import resolve_seed
 from pyspec.slot_action import SlotAction, SlotAnswer
+from pyspec.slots.images import routed
 from pyspec.text.tokenizer import Tokenizer
 
 log = limited(__name__)
@@ -115,6 +116,12 @@ class RemoteCore:
         busy = sum(record.in_slot for record in records)
         return replace(self._counts, requests_processing=busy, requests_queued=len(records) - busy)
 
+    def park(self) -> None:
+        raise NotSupported("engines of other machines are not parked")
+
+    def wake(self) -> None:
+        raise NotSupported("engines of other machines are not parked")
+
     def in_listener(self) -> bool:
         return threading.current_thread() is self._thread
 
@@ -165,7 +172,11 @@ class RemoteCore:
 
     async def _serve(self, record: SupervisedRequest) -> None:
         """Run a request until it has ended, by as many calls as that takes."""
-        text, n_before, n_lost = "".join(map(chr, record.request.prompt)), 0, 0
+        text, n_before, n_lost = (
+            "".join(map(chr, routed(record.request.prompt, record.request.images))),
+            0,
+            0,
+        )
         while True:
             why = await self._attempt(record, text)
             if record.name not in self._records:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -23,8 +24,10 @@ from pyspec.request import Metrics
 from pyspec.server.api import views
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.generate import generate, lookup_streams, read_stream, stop_stream
+from pyspec.server.api.models import ROUTER_ENDPOINTS, endpoint_of
 from pyspec.server.api.openapi import Endpoint, Handler, document, get, post
 from pyspec.server.api.out_of_scope import refuse_unsupported, routes_not_here
+from pyspec.server.api.pictures import SentPictures
 from pyspec.server.api.prepared import Kind, as_read, count_tokens
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
 from pyspec.server.api.responses import ResponsesBody
@@ -45,6 +48,7 @@ from pyspec.server.http.body import ClientGone, on_gone, parse_object
 from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error
 from pyspec.server.http.gate import LOCAL_ORIGIN, Cors, Gate
 from pyspec.server.metrics import EngineCollector, exposition
+from pyspec.server.models.router import Router
 from pyspec.server.page import page
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
@@ -52,9 +56,9 @@ from pyspec.server.settings import ServerSettings
 ANTHROPIC = "anthropic-version"  # header of Anthropic's clients
 
 
-def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
-    """An ASGI application that serves `engine`. Its `state.service` is the live Service."""
-    service = Service(engine, settings)
+def create_app(served: EngineLike | Router, settings: ServerSettings) -> Starlette:
+    """An ASGI application that serves an engine, or several models. Its `state.service` is the live Service or Router."""
+    service = served if isinstance(served, Router) else Service(served, settings)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -86,17 +90,25 @@ def _cors(settings: ServerSettings) -> Middleware:
     return Middleware(Cors, is_known=is_known)
 
 
-def _routes(service: Service) -> list[BaseRoute]:
-    """The routes of one service. Handlers get the service with each request."""
-    shown = [get("/", page)] if service.settings.page else []
+def _routes(service: Service | Router) -> list[BaseRoute]:
+    """The routes of one service, or of several models. Handlers get it with each request."""
     return [
         *(
             Route(path, partial(one.handler, service), methods=one.methods)
-            for one in (*shown, *ENDPOINTS)
+            for one in (*([get("/", page)] if service.settings.page else ()), *endpoints_of(service))
             for path in one.paths
         ),
         *routes_not_here(),
     ]
+
+
+def endpoints_of(service: Service | Router) -> tuple[Endpoint, ...]:
+    """The endpoints of one model; with several, first those of their server, then those of each, which find its service."""
+    if isinstance(service, Service):
+        return ENDPOINTS
+    own = {path for one in ROUTER_ENDPOINTS for path in one.paths}
+    others = (one for one in ENDPOINTS if one.paths[0] not in own)
+    return (*ROUTER_ENDPOINTS, *(replace(one, handler=endpoint_of(one)) for one in others))
 
 
 async def _health(service: Service, request: Request) -> Response:
@@ -127,7 +139,9 @@ async def _ready(service: Service, request: Request) -> Response:
 
 async def _models(service: Service, request: Request) -> Response:
     is_anthropic = ANTHROPIC in request.headers
-    return JSON((views.anthropic_models_view if is_anthropic else views.models_view)(service))
+    if is_anthropic:
+        return JSON(views.anthropic_models(service.names[:1], service.started))
+    return JSON(views.models_view(service))
 
 
 async def _model(service: Service, request: Request) -> Response:
@@ -135,7 +149,9 @@ async def _model(service: Service, request: Request) -> Response:
     if name not in service.names:
         raise NotFound(f"no model {name[:80]!r} here; there is {service.model}")
     is_anthropic = ANTHROPIC in request.headers
-    return JSON((views.anthropic_model_view if is_anthropic else views.model_view)(service))
+    if is_anthropic:
+        return JSON(views.anthropic_model(service.model, service.started))
+    return JSON(views.model_view(service))
 
 
 async def _props(service: Service, request: Request) -> Response:
@@ -167,12 +183,12 @@ async def _metrics(service: Service, request: Request) -> Response:
 
 
 async def _openapi(service: Service, request: Request) -> Response:
-    return JSON(await service.in_thread(_document))
+    return JSON(await service.in_thread(_document, type(service)))
 
 
 @cache
-def _document() -> dict[str, Any]:
-    return document(ENDPOINTS)
+def _document(kind: type[Service | Router]) -> dict[str, Any]:
+    return document((*ROUTER_ENDPOINTS, *ENDPOINTS) if kind is Router else ENDPOINTS)
 
 
 def _shown(view: Callable[[Service, Metrics], Any]) -> Handler:
@@ -227,18 +243,19 @@ def _apply_template(service: Service, raw: bytes) -> object:
     value = as_read("chat", parse_object(raw, service.settings.limits), service.settings)
     refuse_unsupported(value)
     body = validate(TemplateBody, value)
-    return {"prompt": chat_text(service.engine, body, service.settings)}
+    return {"prompt": chat_text(service.engine, body, service.settings, SentPictures(service.media))}
 
 
 def _input_tokens(service: Service, raw: bytes, kind: Kind = "chat") -> object:
     return {
         "object": "response.input_tokens",
-        "input_tokens": count_tokens(kind, raw, service.engine, service.settings),
+        "input_tokens": count_tokens(kind, raw, service.engine, service.settings, service.media),
     }
 
 
 def _count_tokens(service: Service, raw: bytes) -> object:
-    return {"input_tokens": count_tokens("messages", raw, service.engine, service.settings)}
+    given = service.engine, service.settings, service.media
+    return {"input_tokens": count_tokens("messages", raw, *given)}
 
 
 _CHAT, _SLOT = "Answer a chat", "Save, restore or erase a slot's contents"

@@ -6,7 +6,7 @@ dashboards keep working.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -169,7 +169,30 @@ def _per_position(name: str, about: str, counts: Iterable[int]) -> Metric:
     return family
 
 
-def exposition(collector: EngineCollector, accept: str) -> tuple[bytes, str]:
+class ModelsCollector(Collector):
+    """The figures of several models, each with its model as a label, and figures of their server.
+
+    own  (value, description) by name
+    """
+
+    def __init__(
+        self, collectors: Mapping[str, EngineCollector], own: Mapping[str, tuple[float, str]]
+    ) -> None:
+        self._collectors, self._own = collectors, own
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model, collector in self._collectors.items():
+            for metric in collector.collect():
+                family = families.setdefault(metric.name, metric)
+                labelled = [s._replace(labels={"model": model, **s.labels}) for s in metric.samples]
+                family.samples = [*(family.samples if family is not metric else ()), *labelled]
+        yield from families.values()
+        for name, (value, about) in self._own.items():
+            yield Gauge(f"{NATIVE}{name}", about, value=float(value))
+
+
+def exposition(collector: Collector, accept: str) -> tuple[bytes, str]:
     """The scrape's body and content type: Prometheus text, or OpenMetrics if the client accepts it."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)

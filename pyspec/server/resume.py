@@ -190,6 +190,11 @@ class ReplayStream:
     ) -> None:
         self._session, self._at, self._headers = session, at, head(headers or {})
 
+    @property
+    def pump(self) -> asyncio.Task[None] | None:
+        """The generation, which may go on when the client has left."""
+        return self._session.pump
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientGone):
             await while_connected(self._send_all(send), receive)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,18 +22,90 @@ from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.api.schema import AnyBody, validate
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
-from pyspec.server.fair_threads import FairThreads
 from pyspec.server.http.body import Reading, parse_object, read_body
 from pyspec.server.http.gate import key_of
 from pyspec.server.latency import Latencies
+from pyspec.server.media import media_of
 from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
 from pyspec.server.stream import while_connected
+
+# -- text threads ----------------------------------------------------------------------------------------------------
+# Fair order of text work: clients take turns by the thread time they have used.
+
+
+class FairThreads:
+    """A fixed number of text threads and their waiting clients. The client with the least used time goes next; its requests keep their order.
+
+    A client that was idle starts at the current minimum, so it gains no credit, or at an equal share, which rises with all work: however
+    many come, those that wait get their turn. Lives on one event loop.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n_free = n
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._here: Counter[str] = Counter()  # waiting or running requests by client
+        self._had_s: dict[str, float] = {}  # used time of these clients, in seconds
+        self._share_s = 0.0  # of a client that was always here, if all had used the same
+
+    async def take(self, client: str) -> None:
+        """Wait for a thread. The caller must call `give` afterwards, unless this is cancelled."""
+        if client not in self._had_s:
+            self._had_s[client] = max(min(self._had_s.values(), default=0.0), self._share_s)
+        self._here[client] += 1
+        if self._n_free:
+            self._n_free -= 1
+            return
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            # the thread was assigned before the cancellation
+            if mine.done() and not mine.cancelled():
+                self._next()
+            else:
+                self._remove(client, mine)
+            self._leave(client)
+            raise
+
+    def give(self, client: str, seconds: float) -> None:
+        """Return a thread after `seconds` of work for a client."""
+        self._had_s[client] += seconds
+        self._share_s += seconds / len(self._here)
+        self._leave(client)
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting:
+            client = min(self._waiting, key=self._had_s.__getitem__)
+            mine = self._waiting[client][0]
+            self._remove(client, mine)
+            if not mine.done():
+                mine.set_result(None)
+                return
+        self._n_free += 1
+
+    def _remove(self, client: str, mine: asyncio.Future[None]) -> None:
+        line = self._waiting.get(client, deque())
+        if mine in line:
+            line.remove(mine)
+            if not line:
+                del self._waiting[client]
+
+    def _leave(self, client: str) -> None:
+        self._here[client] -= 1
+        if not self._here[client]:
+            del self._here[client], self._had_s[client]
+
 
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
 LARGE_BODY = 64 << 10  # bytes
 HUGE_BODY = 1 << 20  # after a body of this size, freed memory is returned to the system
+KINDS = ("pyspec-text", "pyspec-large", "pyspec-compile", "pyspec-pictures")  # of threads
+PICTURE_THREADS = 4  # pictures are read and resized by a library that lets other threads run
+PICTURE = re.compile(rb'"(?:image|image_url|input_image|multimodal_data)"')
 
 
 class OfLoop(NamedTuple):
@@ -46,20 +119,25 @@ class OfLoop(NamedTuple):
 class Service:
     """One served engine. Lives on the event loop; only `text` work runs in threads."""
 
-    def __init__(self, engine: EngineLike, settings: ServerSettings) -> None:
+    def __init__(
+        self, engine: EngineLike, settings: ServerSettings, sessions: StreamSessions | None = None
+    ) -> None:
+        """sessions: streams that outlive their connections, if other services share them"""
         self.engine = engine
+        self.media = media_of(engine.info, settings)
+        settings = settings if self.media is None else settings.for_pictures()
         self.settings = settings.for_model(engine.info.sampling)
         self.names = tuple(dict.fromkeys((*settings.aliases, engine.info.model_name)))
         self.model = self.names[0]
-        self.sessions = StreamSessions(settings)
+        self.sessions = sessions or StreamSessions(settings)
         self.started = time.time()
         self.latencies = Latencies()
         self.is_draining = False
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
         self._inside: Counter[str] = Counter()  # requests by client
-        # Threads for small bodies, for large ones, and to compile grammars
-        self._text: list[ThreadPoolExecutor | None] = [None] * 3
+        # Threads for small bodies, for large ones, to compile grammars, and for bodies with pictures
+        self._text: list[ThreadPoolExecutor | None] = [None] * len(KINDS)
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
         self._of_loop: OfLoop | None = None
@@ -76,14 +154,14 @@ class Service:
         n_byte: int = 0,
         client: str = "",
         compiles: bool = False,
+        has_pictures: bool = False,
     ) -> T:
-        """Run tokenising or rendering off the event loop. Large bodies and grammars have threads of their own, so small bodies never wait
-        for them. Clients take turns. The threads start at the first call, because a mounted application gets no start-up event."""
-        which = 2 if compiles else int(n_byte > LARGE_BODY)
+        """Run tokenising or rendering off the event loop. Large bodies, grammars and pictures have threads of their own, so small bodies never
+        wait for them. Clients take turns. The threads start at the first call, because a mounted application gets no start-up event."""
+        which = 3 if has_pictures else 2 if compiles else int(n_byte > LARGE_BODY)
         if (threads := self._text[which]) is None:
-            n_thread = (self.settings.text_threads, 1, 1)[which]
-            name = ("pyspec-text", "pyspec-large", "pyspec-compile")[which]
-            threads = self._text[which] = ThreadPoolExecutor(n_thread, thread_name_prefix=name)
+            n_thread = (self.settings.text_threads, 1, 1, PICTURE_THREADS)[which]
+            threads = self._text[which] = ThreadPoolExecutor(n_thread, thread_name_prefix=KINDS[which])
         loop, turns = asyncio.get_running_loop(), self._here().turns[which]
         await turns.take(client)
         began = time.monotonic()
@@ -112,8 +190,13 @@ class Service:
         """Run `work` on the body in a text thread, while the request counts as admitted and its client is there."""
         raw, client = await self.body(request), self.client_of(request)
         with self.admitted(client):
-            done = self.text(work, self, raw, n_byte=len(raw), client=client)
+            has_pictures = self.has_pictures(raw)
+            done = self.text(work, self, raw, n_byte=len(raw), client=client, has_pictures=has_pictures)
             return await while_connected(done, request.receive)
+
+    def has_pictures(self, raw: bytes) -> bool:
+        """True if a body may have pictures that are to be read."""
+        return self.media is not None and PICTURE.search(raw) is not None
 
     def checked(self, model: type[AnyBody], raw: bytes) -> AnyBody:
         """A body as its model. Raises RequestError."""
@@ -206,7 +289,7 @@ class Service:
         """What belongs to this event loop; anew if the application moved to another one."""
         loop = asyncio.get_running_loop()
         if self._of_loop is None or self._of_loop.loop is not loop:
-            turns = tuple(FairThreads(n) for n in (self.settings.text_threads, 1, 1))
+            turns = tuple(FairThreads(n) for n in (self.settings.text_threads, 1, 1, PICTURE_THREADS))
             self._of_loop = OfLoop(loop, Post(loop), turns)
         return self._of_loop
 

@@ -16,13 +16,17 @@ from typing import Annotated, Any
 
 from pyspec.config import SERVING
 from pyspec.errors import ConfigError
-from pyspec.ranges import INT32, Doc, Flag, Many, OneOf, Real, Text, Whole
+from pyspec.ranges import INT32, SWITCH, Doc, Flag, Many, OneOf, Real, Text, Whole
 from pyspec.request import SamplingGiven, SamplingParams
 from pyspec.text.markup.dialect import NAMES
 
 PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 DAY_S = 86400.0
-LISTENING, CHATS = "Listening", "Chats"
+PICTURE_BODY, PICTURE_BODY_S = (
+    64 << 20,
+    60.0,
+)  # bytes of a body with pictures, in base64, and seconds until it is there
+LISTENING, CHATS, MODELS = "Listening", "Chats", "Several models"
 """Headings in help."""
 Words = Annotated[tuple[str, ...], Many(Text())]
 Line = Annotated[str, Text()]
@@ -47,6 +51,10 @@ class Limits:
     logit_bias: int = 4096  # entries
     tools: int = 4096
     breakers: int = 64  # of dry_sequence_breakers
+    pictures: int = 32  # of one request
+    pictures_s: float = 30.0  # to read all of a request
+    fetch_bytes: int = 10 << 20  # of one from a URL
+    fetch_s: float = 10.0
     top_logprobs: int = 50  # alternatives of each token, for an answer of any length
     most_top_logprobs: int = 1024  # allowed while an answer has at most `alternatives` in all
     alternatives: int = 1 << 18
@@ -87,6 +95,8 @@ class ServerSettings:
     props: Annotated[bool, Flag("--props $ENDPOINT_PROPS", SERVING), Doc("serve /props")] = True
     page: Annotated[bool, Flag("--ui --webui $UI", SERVING), Doc("serve the web page at /")] = True
     slot_save_path: Annotated[Line, Flag("--slot-save-path $", SERVING, "DIR"), Doc("directory of saved slots (POST /slots/ID)")] = ""
+    media_path: Annotated[Line, Flag("--media-path $", SERVING, "DIR"), Doc("directory of images that requests may name as file://NAME")] = ""
+    media_hosts: Annotated[Words, Flag("--media-hosts", SERVING, "HOST,..."), Doc("hosts of images that requests may name as URLs, if their addresses are public; HOST:PORT for another port")] = ()
     text_threads: Annotated[int, Whole(-1, 256), Flag("--threads-http $THREADS_HTTP", SERVING, help="Threads for text. -1: 2."), Doc("threads for tokenising and rendering")] = 2
     tool_call_parser: Annotated[str, OneOf(("auto", "none", *NAMES)), Flag("--tool-call-parser", CHATS, "NAME"), Doc(f"format of the model's tool calls: auto (the template's, or generic), none, {', '.join(NAMES)}")] = "auto"
     reasoning_format: Annotated[str, OneOf(("none", "auto", "deepseek", "deepseek-legacy")), Flag("--reasoning-format $THINK", CHATS), Doc("field for thoughts: none leaves them in content; the others use reasoning_content")] = "auto"
@@ -116,6 +126,15 @@ class ServerSettings:
             given = frozenset(name for name in names if getattr(ours, name) != getattr(plain, name))
         return replace(self, sampling=SamplingGiven(self.sampling, given).over(recommended))
 
+    def for_pictures(self) -> ServerSettings:
+        """These settings for a model that sees: its bodies are larger."""
+        limits = self.limits
+        if limits.body == Limits.body:
+            limits = replace(
+                limits, body=PICTURE_BODY, body_read_s=max(limits.body_read_s, PICTURE_BODY_S)
+            )
+        return replace(self, limits=limits)
+
     @property
     def divides(self) -> bool:
         """Each key has cached texts and slots of its own: several may not learn each other's texts."""
@@ -136,6 +155,8 @@ class ServerSettings:
             raise ConfigError(
                 f"--slot-save-path {self.slot_save_path} is no directory; make it first",
             )
+        if self.media_path and not os.path.isdir(self.media_path):
+            raise ConfigError(f"--media-path {self.media_path} is no directory")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an api key is empty; remove it or give one")
         open_hosts = [host for host in self.hosts if not is_loopback(host)]
@@ -155,6 +176,23 @@ class ServerSettings:
         except (OSError, ValueError) as e:
             files = f"--ssl-cert-file {self.ssl_cert_file} and --ssl-key-file {self.ssl_key_file}"
             raise ConfigError(f"{files} can not be used: {e}") from e
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """Several models behind one port: where they come from, and how many are loaded. 0 bytes: as much as is there."""
+
+    # fmt: off
+    models_dir: Annotated[Line, Flag("--models-dir $MODELS_DIR", MODELS, "DIR"), Doc("folder of models: GGUF files, and folders with the parts and the drafter of one")] = ""
+    models_preset: Annotated[Line, Flag("--models-preset $MODELS_PRESET", MODELS, "FILE"), Doc("INI with a section of flags for each model")] = ""
+    models_max: Annotated[int, Whole(0, INT32), Flag("--models-max $MODELS_MAX", MODELS), Doc("models that are loaded at once. 0: no limit but memory")] = 4
+    models_autoload: Annotated[bool, SWITCH, Flag("--models-autoload $MODELS_AUTOLOAD", MODELS), Doc("load a model when a request names it")] = True
+    sleep_idle: Annotated[int, Whole(-1, INT32), Flag("--sleep-idle-seconds $", MODELS), Doc("seconds without a request after which a model is unloaded, or parked; the next request loads it. -1: never")] = -1
+    memory_margin: Annotated[int, Whole(0, INT32), Flag("--models-memory-margin", MODELS), Doc("MiB of each GPU that models leave free")] = 1024
+    host_memory: Annotated[int, Whole(0, 1 << 50), Flag("--models-host-memory", MODELS, "SIZE"), Doc("host memory for all models together, as 48G. Default: what is free at the start, less 4 GiB or an eighth")] = 0
+    models_queue: Annotated[int, Whole(0, INT32), Flag("--models-queue", MODELS), Doc("requests that may wait for a model to load")] = 64
+    models_wait: Annotated[float, Real(1, DAY_S), Flag("--models-wait", MODELS), Doc("seconds that they wait at most")] = 600.0
+    # fmt: on
 
 
 def keys_of(path: str) -> tuple[str, ...]:

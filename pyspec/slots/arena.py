@@ -26,7 +26,7 @@ LEAST_PROMPT = (
 # places of a graph, besides the most its rows and slots allow: fewer places mean fewer launched blocks
 SEQUENCES = (8, 32)
 N_STAGE = 3  # host copies: the one being written is never in flight
-ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
+ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows", "rope_at")
 SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")
 
 
@@ -78,7 +78,7 @@ def graph_shapes(
 class Layout:
     """The integers of a batch on the host, without padding. Fields by name: see `slots.batch.Batch`.
 
-    rows     [6, row]      int64  one line for each of ROW64; that of out_rows ends with zeros
+    rows     [7, row]      int64  one line for each of ROW64; that of out_rows ends with zeros
     row_seq  [row]         int64
     seqs     [4, seq + 1]  int32  one line for each of SEQ32; the last column is seq_start's alone
     pages    per sequence  int64  as from `SlotTable.reach`

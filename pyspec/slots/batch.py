@@ -6,8 +6,8 @@ direct forwards can not differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout
+from pyspec.slots.images import IMAGE, ImageSpan, handle_of, index_of
 from pyspec.slots.table import SlotTable
 
 
@@ -43,6 +44,9 @@ class Seq:
     n_fold  recorded rows of the slot to fold into its state before these rows
     slack   the rows may move on by this many positions before they run (op `ahead`): pages are held for that
     first_key  the rows see no position below it, besides their own; it stays where the rows move on
+    shift   rows less positions of a text row at n_past (`images.shift_before` there), where positions have three axes (M-RoPE); where the rows
+            move on, of the place that they reach
+    images  pictures that have rows among these, in order
     """
 
     slot: int
@@ -53,6 +57,8 @@ class Seq:
     n_fold: int = 0
     slack: int = 0
     first_key: int = 0
+    shift: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def width(self) -> int:
@@ -74,13 +80,34 @@ class Seq:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureRows:
+    """Rows of pictures in a batch, which then lies in no arena: no graph and no recording has them.
+
+    at     [n]         int64  their rows in the batch
+    axes   [3, n]      int64  positions by time, row and column, for ropes of three axes
+    rows   [n, width]  f32    as the encoder made them: the model's width, and behind it parts of later blocks. None: nobody has sent them yet
+    seen   [row]       int64  `Batch.hi`, where rows of a picture see all of it
+    sources  the pictures whole, by handle, for those who observe the batch and compute some of these rows later
+    ahead  on the host: most rows that one sees behind itself by that
+    """
+
+    at: Tensor
+    axes: Tensor
+    rows: Tensor | None
+    seen: Tensor
+    ahead: int
+    sources: Mapping[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Rows of all sequences, one after another, without padding.
 
     seqs        the host's description, in row order
     starts      first row of each sequence, and the number of rows at the end
-    tokens      [row]        int64
+    tokens      [row]        int64  0 for rows of pictures
     positions   [row]        int64  absolute, also the rope position
+    rope_at     [row]        int64  by which text turns in ropes of three axes: positions less `Seq.shift`
     kv_rows     [row]        int64  where the row's K and V are written
     page_table  [seq, page]  int64  pages of each sequence, padded with its first page
     lo, hi      [row]        int64  the row attends to positions lo <= p < hi
@@ -98,6 +125,7 @@ class Batch:
     starts: Sequence[int]
     tokens: Tensor
     positions: Tensor
+    rope_at: Tensor
     kv_rows: Tensor
     page_table: Tensor
     lo: Tensor
@@ -111,6 +139,8 @@ class Batch:
     page_size: int
     max_hi: Sequence[int]  # per sequence, on the host: upper bound of its rows' `hi`
     causal: bool  # rows see earlier rows and themselves
+    ahead: int = 0  # most rows that one sees behind itself, of a batch in which only rows of pictures do
+    pictures: PictureRows | None = None
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
     pages: Sequence[NDArray[np.int64]] = ()  # per sequence, on the host: as in page_table
     prompt: bool = False  # in an arena, one whole prompt alone: only the device knows its number of rows
@@ -119,6 +149,17 @@ class Batch:
     @property
     def n_row(self) -> int:
         return self.starts[-1]
+
+    def seeing_pictures(self) -> Batch:
+        """The same where each row of a picture sees all of it. OutOfBounds for one that has rows behind these."""
+        if self.pictures is None:
+            return self
+        for seq in self.seqs:
+            for image in seq.images:
+                if image.end > seq.n_past + seq.width:
+                    what = f"slot {seq.slot} rows up to the end of a picture that is seen both ways"
+                    raise OutOfBounds(what, image.end - seq.n_past, seq.width + 1, seq.slot)
+        return replace(self, hi=self.pictures.seen, causal=False, ahead=self.pictures.ahead)
 
     @property
     def n_place(self) -> int:
@@ -136,6 +177,7 @@ def lay_out(
     pages: Sequence[NDArray[np.int64]] | None = None,
     first_key: int = 0,
     sees_own: bool = True,
+    pictures: Mapping[int, Tensor] | None = None,
 ) -> Batch:
     """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
 
@@ -143,7 +185,8 @@ def lay_out(
     pages: those of each sequence, if they are held already (`SlotTable.reach`).
     sees_own: rows see themselves, besides the rows before; otherwise the first of a slot's tokens is seen all the same.
     see_block: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
-    arena: put it there, padded to a bucket, if it fits; see `Batch.bucket`.
+    arena: put it there, padded to a bucket, if it fits and has no rows of pictures; see `Batch.bucket`.
+    pictures: rows [n_row, width] f32 of the encoder by handles, on the device. None: others send them (`PictureRows.rows`).
     """
     starts = [0]
     for seq in seqs:
@@ -161,6 +204,9 @@ def lay_out(
     if any(first_keys):
         of_rows = np.repeat(first_keys, [seq.width for seq in seqs])
         layout.rows[ROW64.index("lo")] = np.minimum(layout.rows[ROW64.index("positions")], of_rows)
+    found = _find_pictures(layout, seqs, starts) if any(seq.images for seq in seqs) else None
+    if found is not None:
+        arena = None
     bucket = None if arena is None else arena.bucket([seq.width for seq in seqs])
     prompt = bucket is None and arena is not None and not see_block and _is_prompt(seqs)
     if arena is not None and prompt:
@@ -174,6 +220,8 @@ def lay_out(
     max_hi = [end + seq.slack for end, seq in zip(ends, seqs, strict=True)]
     about: dict[str, Any] = {**fields, "max_hi": max_hi, "causal": causal, "bucket": bucket}
     about |= {"pages": pages, "single": single, "prompt": prompt and bucket is not None}
+    if found is not None:
+        about["pictures"] = _upload_pictures(*found, seqs, device, pictures)
     return Batch(seqs=seqs, starts=starts, page_size=size, **about)
 
 
@@ -211,13 +259,75 @@ def _write(
     row = np.arange(starts[-1])
     out_rows = (row >= first_out_row).nonzero()[0]
     rows = np.zeros((len(ROW64), len(row)), dtype=np.int64)
-    tokens, positions, kv_rows, hi, _, out = rows
+    tokens, positions, kv_rows, hi, _, out, rope_at = rows
     tokens[:] = [token for seq in seqs for token in seq.tokens]
     positions[:] = row + n_before
+    rope_at[:] = positions
+    if any(q.shift for q in seqs):
+        rope_at -= np.repeat([q.shift for q in seqs], widths)
     kv_rows[:] = table.rows_of(pages, widths, positions)
     hi[:] = end if see_block else positions + 1
     out[: len(out_rows)] = out_rows
     return Layout(rows, row_seq, per_seq, pages), len(out_rows)
+
+
+_Found = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Ids and rows of pictures in a batch, their axes [3, n], and `PictureRows.seen`."""
+
+
+def _find_pictures(layout: Layout, seqs: Sequence[Seq], starts: Sequence[int]) -> _Found | None:
+    """Rows of pictures, if there are some. Their tokens become 0, and text behind them goes on where they say."""
+    tokens, positions, hi, rope_at = (
+        layout.rows[ROW64.index(name)] for name in ("tokens", "positions", "hi", "rope_at")
+    )
+    at = (tokens >= IMAGE).nonzero()[0]
+    if not len(at):
+        return None
+    ids, seen = tokens[at], hi.copy()
+    time, row, column = axes = np.repeat(rope_at[None], 3, 0)
+    for seq, start in zip(seqs, starts, strict=False):
+        for image in seq.images:
+            first, end = (min(max(x - seq.n_past, 0), seq.width) for x in (image.first, image.end))
+            rows, behind = slice(start + first, start + end), slice(start + end, start + seq.width)
+            i = positions[rows] - image.first
+            began = rope_at[rows] - i  # where its first row stands or stood
+            time[rows], row[rows], column[rows] = began, began + i // image.nx, began + i % image.nx
+            seen[rows] = np.maximum(seen[rows], image.end)
+            rope_at[behind] -= image.shift
+    tokens[at] = 0
+    return ids, at, axes[:, at], seen
+
+
+def _upload_pictures(
+    ids: NDArray[np.int64],
+    at: NDArray[np.int64],
+    axes: NDArray[np.int64],
+    seen: NDArray[np.int64],
+    seqs: Sequence[Seq],
+    device: torch.device,
+    pictures: Mapping[int, Tensor] | None,
+) -> PictureRows:
+    whole = np.concatenate([at, axes.ravel(), seen])
+    n, both = len(at), sent(torch.from_numpy(whole), device)
+    ahead = max((image.n_row - 1 for seq in seqs for image in seq.images), default=0)
+    rows = None if pictures is None else _gathered(ids, seqs, pictures)
+    used = {image.handle for seq in seqs for image in seq.images}
+    sources = {handle: own for handle, own in (pictures or {}).items() if handle in used}
+    return PictureRows(both[:n], both[n : 4 * n].view(3, n), rows, both[4 * n :], ahead, sources)
+
+
+def _gathered(ids: NDArray[np.int64], seqs: Sequence[Seq], pictures: Mapping[int, Tensor]) -> Tensor:
+    """[n, width] the rows that these ids name. OutOfBounds for one that is not there."""
+    parts = []
+    for run in np.split(ids, (np.diff(ids) != 1).nonzero()[0] + 1):
+        handle, first = handle_of(int(run[0])), index_of(int(run[0]))
+        rows = pictures.get(handle)
+        if rows is None or first + len(run) > len(rows):
+            slot = next(seq.slot for seq in seqs if int(run[0]) in seq.tokens)
+            n = 0 if rows is None else len(rows)
+            raise OutOfBounds(f"slot {slot} rows of a picture", first + len(run), n + 1, slot)
+        parts.append(rows[first : first + len(run)])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _fresh(layout: Layout, n_out: int, device: torch.device) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 A router counts a prompt's first blocks as cached, so only a block that a request can go on from is stored there. Where a prefix can be
 continued only at a kept state, that is a block with a state at its end or behind it; the others are removed from the router's view, though
-their pages are filed. Texts that grow are stored block by block, too: they are filed when their requests end.
+their pages are filed. Texts that grow are stored block by block, too: they are filed when their requests end. Routers hash the ids of texts,
+and pictures have none that they could know: no block is stored from a text's first picture on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from pyspec.slots.images import has_images
 from pyspec.slots.prefix import Node, PrefixTree
 from pyspec.slots.table import Slot
 
@@ -132,6 +134,8 @@ class BlockLog:
         for i in range(len(digests), slot.n_past // size):
             before = digests[-1] if digests else start_of(slot.owner.salt)
             tokens = slot.tokens[i * size : (i + 1) * size]
+            if slot.images and slot.images[0].first < (i + 1) * size:
+                break
             known = self._digests.get(slot.nodes[i]) if i < len(slot.nodes) else None
             digest = known or chained(before, tokens)
             self._hold(digest, before if i else None, tokens)
@@ -153,6 +157,8 @@ class BlockLog:
             assert node.parent is not None
             node = node.parent
         for each in reversed(path):
+            if has_images(each.tokens):
+                break
             self._store(each)
 
     def _goes_on(self, node: Node) -> bool:

@@ -101,12 +101,18 @@ class PrefixCache:
             self._file_state(node, slot, draft, fold)
 
     def file_copy(
-        self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], paged: Iterable[PartMemory]
+        self,
+        slot: Slot,
+        draft: object | None,
+        fold: Callable[[Slot], None],
+        paged: Iterable[PartMemory],
+        n_unread: int = 0,
     ) -> None:
-        """As `file`, and the last page and the state there, too: the slot was filled by no forward and goes on. paged: all paged memory."""
-        node = self.table.file(slot)
+        """As `file`, and the last page and the state there, too, of a slot that goes on: where no forward has filled it, and behind pictures.
+        paged: all paged memory."""
+        node = self.table.file(slot, n_unread=n_unread)
         if node is None and (self.memory.needs_state or draft is not None):
-            found = self.table.file_tail(slot)
+            found = self.table.file_tail(slot, n_unread=n_unread)
             if found is None:
                 return
             node, copy = found
@@ -160,6 +166,16 @@ class PrefixCache:
             self.states.add_start(node, at, saved)
         else:  # another request left one here
             self.drop_start(saved)
+
+    def leave_device(self, page_bytes: int) -> list[int]:
+        """Move all states to the host, and forget what its limit has no room for beside filed pages of `page_bytes` each: what was used longest
+        ago. Returns the pages that are still filed. No request runs."""
+        tree, limit = self.table.tree, self.states.limits[1]
+        # pages of a recurrent model are of no use without states, nor are states without pages
+        self.states.leave_device(max(limit // 2, limit - tree.n_node * page_bytes))
+        while tree.n_node * page_bytes + self.states.n_bytes[1] > limit and tree.evict():
+            pass
+        return sorted(node.page for node in tree.nodes())
 
     def check(self, *, now: bool = False) -> None:
         """Check the invariants that hold between rounds.

@@ -1,7 +1,8 @@
 """The folder of the prefix cache on disk: entries by content, shared by all engines of a host. No torch here.
 
 A text is cut into segments of SEGMENT tokens. The key of a segment is a digest of the key before it and its tokens, and the first key is a
-digest of everything else that decides the content (models, types, layout), and of the text's salt if it has one. So equal keys mean equal content, whichever process wrote it,
+digest of everything else that decides the content (models, types, layout), and of the text's salt if it has one. Rows of pictures have no ids
+outside their process: their segment's key also digests which rows of which pictures they are. So equal keys mean equal content, whichever process wrote it,
 and no index is shared: the names of the files are the index.
 
     DIR/<identity>/<parent>-<n>-<key>.pages   the pages of the whole segment behind `parent`
@@ -31,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.errors import BadSlotFile
+from pyspec.slots.images import IMAGE, STORED, Handles, named
 from pyspec.slots.span_file import ENTRY, Bytes, SpanFile, file_bytes, is_abandoned, write
 
 FORMAT = 2  # raise it when the same tokens get another content
@@ -48,7 +50,7 @@ SCAN_S = 1.0  # seconds after which all files are counted again
 SCAN_SHARE = 0.01  # of the limit, after whose writing they are, too: other processes write as well
 SLACK = 0.97  # of the limit, which is left when files are removed
 
-Tokens = NDArray[np.int32]
+Tokens = NDArray[np.int32] | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,14 @@ class DiskHit:
 
 
 class TextKeys:
-    """The keys of a text: after each whole segment, and at any place behind one."""
+    """The keys of a text: after each whole segment, and at any place behind one. handles: of the pictures in it."""
 
-    def __init__(self, root: str, tokens: Sequence[int] | Tokens) -> None:
-        self.tokens = np.asarray(tokens, dtype="<i4")
+    def __init__(
+        self, root: str, tokens: Sequence[int] | Tokens, handles: Handles | None = None
+    ) -> None:
+        self.ids, self.handles = np.asarray(tokens, dtype=np.int64), handles
+        self.has_images = len(self.ids) > 0 and int(self.ids.max()) >= IMAGE
+        self.tokens = np.where(self.ids >= IMAGE, STORED, self.ids).astype("<u4")
         self.keys = [root]
         for i in range(len(self.tokens) // SEGMENT):
             self.keys.append(self._key(i, SEGMENT))
@@ -101,6 +107,9 @@ class TextKeys:
     def _key(self, i: int, n: int) -> str:
         at = i * SEGMENT
         content = self.tokens[at : at + n].tobytes()
+        if self.has_images:
+            assert self.handles is not None
+            content += named(self.ids[at : at + n].tolist(), self.handles)
         return sha256(bytes.fromhex(self.keys[i]) + content).hexdigest()[:32] if n else self.keys[i]
 
     def segment(self, i: int) -> DiskEntry:
@@ -135,9 +144,13 @@ class DiskFolder:
 
     identity  everything besides tokens that decides the content, as JSON values
     limit     bytes of all entries of all identities
+    handles   of the pictures in texts
     """
 
-    def __init__(self, path: Path, identity: dict[str, Any], limit: int) -> None:
+    def __init__(
+        self, path: Path, identity: dict[str, Any], limit: int, handles: Handles | None = None
+    ) -> None:
+        self.handles = handles
         self.identity = {"format": FORMAT, "segment": SEGMENT, **identity}
         self.root = sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:32]
         self.path, self.limit = path, limit
@@ -164,7 +177,7 @@ class DiskFolder:
     def chain(self, tokens: Sequence[int] | Tokens, salt: str = "") -> TextKeys:
         """The keys of a text under this identity."""
         root = sha256((self.root + salt).encode()).hexdigest()[:32] if salt else self.root
-        return TextKeys(root, tokens)
+        return TextKeys(root, tokens, self.handles)
 
     # -- finding -------------------------------------------------------------------------------------------------
 

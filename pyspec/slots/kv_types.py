@@ -80,6 +80,11 @@ TYPES = {t.name: t for t in (F16, BF16, F32, Q8_0, F8, Q5_1, Q5_0, Q4_1, Q4_0)}
 """By the names of config.KV_TYPES."""
 
 
+def floats_of(of: KvType) -> KvType:
+    """The type of rows that are floats beside keys of this type: the same, or f16."""
+    return of if of.is_float else F16
+
+
 def type_of(of: KvType | torch.dtype) -> KvType:
     """A type, or the one whose codes alone have this dtype."""
     if isinstance(of, KvType):
@@ -115,6 +120,11 @@ class KvFormat:
     def name(self) -> str:
         """As -ctk names it; "f16/q8_0" if values have another type than keys."""
         return self.k.name if self.is_one else f"{self.k.name}/{self.v.name}"
+
+    @property
+    def floats(self) -> KvFormat:
+        """Of rows that stay numbers whatever keys are: their type, or f16 where it has codes."""
+        return KvFormat.both(floats_of(self.k))
 
     @property
     def is_one(self) -> bool:

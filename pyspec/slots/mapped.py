@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from pyspec.heap import own_pages
+from pyspec.heap import give_back_pages, own_pages
 
 LEAST = 256 << 10  # bytes of a piece; for smaller ones the C library wastes less than whole pages do
 MOST = 16 << 10  # pieces: a Linux process may have 65,530 mappings, and needs some for other things
@@ -50,6 +50,17 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu" or not n_bytes:
         return torch.zeros(*shape, dtype=dtype, device=device)
     return mapped(n_bytes).view(dtype).view(*shape)
+
+
+def empty(tensor: Tensor) -> None:
+    """Write zeros into a tensor. On a CPU its whole pages go back to the system, until they are written again."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor.zero_()
+        return
+    whole = tensor.view(-1).view(torch.uint8)
+    first, end = give_back_pages(whole.data_ptr(), whole.numel())
+    whole[:first].zero_()
+    whole[end:].zero_()
 
 
 def empty_like(live: Tensor, n_element: int) -> Tensor:

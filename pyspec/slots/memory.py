@@ -177,7 +177,7 @@ def memory_of(part: CachePart, s: CacheSizes, device: torch.device) -> Any:
     match part:
         case Paged(n_head, dim, ratio, alone):
             return KVPool(
-                part.n_row(s), n_head, dim, s.kv, device, tokens_per_row=ratio, keys_only=alone
+                part.n_row(s), n_head, dim, part.kv(s), device, tokens_per_row=ratio, keys_only=alone
             )
         case RingPages(Paged(n_head, dim, window=window)):
             return RingPool(s.n_slot, part.n_page(s), s.page_size, window, n_head, dim, s.kv, device)

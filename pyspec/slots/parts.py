@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from pyspec.slots.kv_types import KvFormat, key_bytes, row_bytes
+from pyspec.slots.kv_types import KvFormat, floats_of, key_bytes, row_bytes
 
 KV, STATE = "kv", "state"  # names of the parts that attention and recurrences read
 
@@ -142,6 +142,7 @@ class Paged:
     The last of these tokens makes the row, in its own page. So a page is complete without its successors, at any size; a page with no
     such token has an unused row.
     keys_only: the keys are the values, too.
+    as_floats: rows are never codes (`KvFormat.floats`).
     window: a row sees the last tokens, this many with its own; 0: all.
     """
 
@@ -150,7 +151,12 @@ class Paged:
     tokens_per_row: int = 1
     keys_only: bool = False
     window: int = 0
+    as_floats: bool = False
     paged: ClassVar[bool] = True
+
+    def kv(self, s: CacheSizes) -> KvFormat:
+        """The types of its rows."""
+        return s.kv.floats if self.as_floats else s.kv
 
     def n_row(self, s: CacheSizes) -> int:
         """Rows of all pages."""
@@ -158,7 +164,7 @@ class Paged:
 
     def n_bytes(self, s: CacheSizes) -> int:
         of_row = key_bytes if self.keys_only else row_bytes
-        return self.n_row(s) * of_row(self.n_head, self.head_dim, s.kv)
+        return self.n_row(s) * of_row(self.n_head, self.head_dim, self.kv(s))
 
     def saved_bytes(self, s: CacheSizes) -> int:
         return 0
@@ -217,7 +223,7 @@ class Ring:
         """The dtype of its rows in a load."""
         if self.dtype is not None:
             return self.dtype
-        return s.kv.k.dtype if s.kv.k.is_float else torch.float16
+        return floats_of(s.kv.k).dtype
 
     def _row_bytes(self, s: CacheSizes) -> int:
         return sum(map(prod, self.rows.values())) * self.dtype_of(s).itemsize

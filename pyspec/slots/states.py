@@ -136,7 +136,9 @@ class StateStore:
         assert isinstance(state.content, Saved)
         saved = state.content
         pieces = (
-            pieces_of((saved.checkpoint, saved.draft)) if state.content.n_bytes <= self.limits[1] else []
+            pieces_of((saved.checkpoint, saved.draft, saved.logits))
+            if saved.n_bytes <= self.limits[1]
+            else []
         )
         if len(self.ready) < len(pieces):
             self.ready.append(page_locked(pieces[len(self.ready)]))
@@ -196,9 +198,18 @@ class StateStore:
             self.on_change(state.node)
             return
         ready, self.ready = self.ready, []
-        checkpoint, share = to_host((saved.checkpoint, saved.draft), ready)
-        state.content = replace(saved, checkpoint=checkpoint, draft=share)
+        state.content = Saved(*to_host((saved.checkpoint, saved.draft, saved.logits), ready))
         self._put(1, state, n_bytes)
+
+    def leave_device(self, most: int) -> None:
+        """Move all states to the host, starts among them, and keep `most` bytes there: those that were used last. No request runs."""
+        for state, n_bytes in list(self.starts.items()):
+            self.lose(state)
+            self._put(0, state, n_bytes)
+        while sum(self.n_bytes) > most:
+            self.drop(next(iter(self.tiers[1] or self.tiers[0])))
+        self.room(self.limits[0])
+        self.ready.clear()
 
     def touch(self, state: State) -> None:
         """Mark as used now."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.errors import OutOfBounds, RequestError
+from pyspec.slots.images import Handles, ImageSpan, shift_before
 from pyspec.slots.prefix import NO_HIT, NOBODY, Hit, Node, Owner, PrefixTree
 
 
@@ -25,6 +26,7 @@ class Slot:
 
     tokens      committed: their K and V are in `pages`, at position = index
     nodes       the first pages, which are filed and immutable
+    images      pictures of the request's prompt, in order
     left        the text that the last request filed: the content of an idle slot
     owner       whose text it is; left_owner: whose `left` is
     n_fold      recorded rows that are committed but not folded into the recurrent state yet
@@ -40,6 +42,7 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    images: tuple[ImageSpan, ...] = ()
     left: tuple[int, ...] = ()
     owner: Owner = NOBODY
     left_owner: Owner = NOBODY
@@ -50,6 +53,15 @@ class Slot:
     @property
     def n_past(self) -> int:
         return len(self.tokens)
+
+    @property
+    def shift(self) -> int:
+        """Rows less positions of a text row behind its tokens, where positions have three axes (M-RoPE)."""
+        return shift_before(self.images, self.n_past)
+
+    def images_in(self, first: int, end: int) -> tuple[ImageSpan, ...]:
+        """Pictures with rows from `first` to `end` - 1."""
+        return tuple(span for span in self.images if span.first < end and span.end > first)
 
     def left_of(self, salt: str) -> tuple[int, ...]:
         """The text that the last request filed, if it had this salt."""
@@ -70,6 +82,7 @@ class SlotTable:
         self.slots = [Slot(i) for i in range(n_slot)]
         self._free = list(range(n_page - 1, -1, -1))
         self.tree = PrefixTree(page_size, self._free.append)
+        self.handles = Handles()  # of pictures
         self.has_unread = False  # a page was filed of which the drafter has no rows
         self.n_change = 0  # pages that slots have released, and requests
         self.needs_state = False  # a prefix can be continued only at a kept state (recurrent layers)
@@ -191,8 +204,9 @@ class SlotTable:
             slot.nodes.append(node)
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
 
-    def file_tail(self, slot: Slot) -> tuple[Node, tuple[int, int] | None] | None:
-        """File the slot's last page, though it is not full; the slot goes on in a copy of it, if there is a page for that. File its full pages first.
+    def file_tail(self, slot: Slot, *, n_unread: int = 0) -> tuple[Node, tuple[int, int] | None] | None:
+        """File the slot's last page, though it is not full; the slot goes on in a copy of it, if there is a page for that. File its full pages
+        first. n_unread: as for `file`.
 
         Returns the page's node, and (from, to) if a page has to be copied before any forward.
         """
@@ -205,6 +219,7 @@ class SlotTable:
         node.mark(slot.owner.client, len(tokens))
         if node.page != slot.pages[i]:  # another request has left it
             return node, None
+        self.has_unread, node.n_unread = self.has_unread or n_unread > 0, min(node.end, n_unread)
         self.tree.hold(node)
         slot.pages[i], slot.page_ids = self._take(), None
         self.tree.let_go([node])
@@ -228,7 +243,7 @@ class SlotTable:
         slot.nodes.clear()
         slot.pages.clear()
         slot.tokens.clear()
-        slot.n_fold, slot.page_ids = 0, None
+        slot.n_fold, slot.page_ids, slot.images = 0, None, ()
 
     def erase(self, slot: Slot, salt: str = "") -> int:
         """Forget filed pages of requests of this salt in this slot, except those that other slots hold or have left. Returns the number of

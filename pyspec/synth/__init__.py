@@ -21,6 +21,7 @@ from pyspec.synth.dims import MODELS, TINY, Dims, find, shortened, widened
 from pyspec.synth.drafters import drafter_of, made_for
 from pyspec.synth.fill import Filler
 from pyspec.synth.layout import Parts, Spec
+from pyspec.synth.routing import ROUTING, routed
 
 __all__ = ["MODELS", "QUANTS", "TINY", "Dims", "Recipe", "drafter_of", "find", "write"]
 
@@ -65,6 +66,7 @@ class Recipe:
     sidecar  only that block, the embedding and the head
     drafter  the drafter of the entry, of the kind `dflash`, `dflash2`, `dspark` or `eagle3`; `fork` with the naming of older forks
     n_layer  number of the target's layers; 0: all of them
+    routing  of experts, a key of `placement.HITS`; "": as random weights have it, which differs by architecture
     hollow   zeros in all tensors, as holes that use no disk space: for inspection, not for running
     """
 
@@ -77,6 +79,7 @@ class Recipe:
     sidecar: bool = False
     fork: bool = False
     n_layer: int = 0
+    routing: str = ""
     hollow: bool = False
 
 
@@ -92,6 +95,7 @@ class RecipeOptions(TypedDict, total=False):
     sidecar: bool
     fork: bool
     n_layer: int
+    routing: str
     hollow: bool
 
 
@@ -116,8 +120,10 @@ def write(
         raise ConfigError(f"{dims.name} ({dims.arch}) {why}")
     parts = layout.parts_of(dims, mtp=recipe.mtp, sidecar=recipe.sidecar)
     writer = GGUFWriter(out_path, layout.file_arch(dims))
-    _add_metadata(writer, dims, parts, quant)
-    specs = {spec.name: spec for spec in layout.tensors(dims, parts)}
+    _add_metadata(writer, dims, parts, recipe)
+    every = layout.tensors(dims, parts)
+    every = routed(dims, every, recipe.routing, recipe.seed) if recipe.routing else every
+    specs = {spec.name: spec for spec in every}
     kinds = {name: _type_of(spec, dims, quant) for name, spec in specs.items()}
     unscaled = frozenset(name for name in specs if name.startswith(f"blk.{dims.n_layer}."))
     largest: dict[GGMLType, int] = {}
@@ -149,9 +155,11 @@ def _resolve(entry: str | Dims, recipe: Recipe) -> Dims:
     return replace(dims, fork=True) if recipe.fork and dims.kind == "dflash" else dims
 
 
-def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, quant: str) -> None:
+def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, recipe: Recipe) -> None:
     writer.add("general.name", f"{dims.name} (random weights)", ValueType.STRING)
-    writer.add("general.file_type", int(QUANTS[quant]), ValueType.UINT32)
+    if recipe.routing:
+        writer.add(ROUTING, recipe.routing, ValueType.STRING)
+    writer.add("general.file_type", int(QUANTS[recipe.quant]), ValueType.UINT32)
     writer.add("general.quantization_version", 2, ValueType.UINT32)
     for key, value, kind in layout.metadata(dims, parts):
         writer.add(key, value, kind)

@@ -22,22 +22,26 @@ class Dims:
     n_layer      blocks of the trunk, without MTP blocks
     n_ff         inner width of a feed-forward, and of an expert where `n_ff_expert` is 0
     keys, has    metadata that no other field gives; optional tensors of each block that the file has
-    tied, mtp    the embedding is the head, too; the model has a multi-token-prediction block
+    tied, mtp    the embedding is the head, too; the number of multi-token-prediction blocks
     louder       factor on the usual size of the head
     n_rot        dimensions of a head that turn; 0: all
     kda          dimensions of a head of Kimi Delta Attention; each `interval`-th block and the last have none
     pattern      of Nemotron, a letter for each block: M Mamba-2, * attention, - feed-forward, E experts
     convolved    blocks whose mixer is a short convolution over `n_conv` rows
+    n_near_head  heads in blocks that `sliding` names, where they have others
     near_dim     of Gemma 4: dimensions of heads in blocks with a window, which have `n_near_kv` key heads; each `interval`-th has none
     n_sharing    last blocks of Gemma 4 that read keys of earlier ones
     n_input      numbers of each block for each token, besides the stream
     ratios       tokens of a compressed row in each trunk layer, 0 for none
-    indexer      its heads, dimensions and number of chosen rows
+    indexer      its heads, dimensions and number of chosen rows, or of tokens of chosen blocks
+    ratio        tokens of a block that its indexer chooses; blocks with attention alone have it
+    n_gated, low  streams that gates read and write, and the rank of these
+    ngrams       the block before which rows of n-grams are added, their longest, heads of each length, taps, and a head's rows
     n_hash       layers whose experts are chosen by a table of tokens
     limit        clamp of the experts' activations
     kind         of a drafter (`drafters.KINDS`); "": it is none. fork: with the naming of older forks
     taps         layers of the target that a drafter reads, in the numbering of its training code
-    sliding      which layers of a drafter have its window
+    sliding      which blocks have the window
     convolution  of DFlash2: taps, and columns of a group
     selector     of DFlash2: rank, candidates
     markov       rank of DSpark's heads
@@ -60,7 +64,7 @@ class Dims:
     keys: tuple[tuple[str, Value], ...] = ()
     has: tuple[str, ...] = ()
     tied: bool = False
-    mtp: bool = False
+    mtp: int = 0
     louder: float = 1.0
     n_rot: int = 0
     sections: tuple[int, ...] = ()
@@ -90,9 +94,14 @@ class Dims:
     n_value: int = 0
     n_near_kv: int = 0
     near_dim: int = 0
+    n_near_head: int = 0
     n_sharing: int = 0
     n_input: int = 0
     ratios: tuple[int, ...] = ()
+    ratio: int = 0
+    n_gated: int = 0
+    low: int = 0
+    ngrams: tuple[int, ...] = ()
     n_stream: int = 0
     out_rank: int = 0
     indexer: tuple[int, int, int] = (0, 0, 0)
@@ -154,7 +163,27 @@ NONE_NEEDED = {"demo": "its file is in the package, and small: `pyspec run demo`
 """Catalogue names without a synthetic model, and the reason."""
 TINY: dict[str, Dims] = {arch: _tiny(arch) for arch in _TABLES}
 TINY["llama-spm"] = replace(TINY["llama"], name="tiny-llama-spm", vocab="spm")
-"""By architecture; `llama-spm` is llama with a SentencePiece vocabulary."""
+TINY["k2-horizon-mova"] = replace(
+    TINY["k2-horizon"],
+    name="tiny-k2-horizon-mova",
+    n_expert=6,
+    n_used=2,
+    n_ff_expert=64,
+    n_shared=1,
+    has=(
+        *TINY["k2-horizon"].has,
+        "attn_v_exps.weight",
+        "attn_v_gate.bias",
+        "ffn_gate_inp.weight",
+        "exp_probs_b.bias",
+    ),
+    keys=(
+        *TINY["k2-horizon"].keys,
+        *{"expert_gating_func": 2, "expert_weights_norm": True}.items(),
+        *{"attention.value_expert_count": 5, "attention.value_expert_used_count": 2}.items(),
+    ),
+)
+"""By architecture; `llama-spm` is llama with a SentencePiece vocabulary, `k2-horizon-mova` has experts, also of values."""
 
 
 def find(name: str, *, tiny: bool = False) -> Dims:
@@ -184,4 +213,5 @@ def shortened(dims: Dims, n_layer: int) -> Dims:
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows are multiples of 256, for the K types."""
     wide = _COMMON["wide"] | _TABLES[dims.arch].get("wide", {})
-    return replace(dims, name=f"{dims.name}-wide", **_values(wide))
+    values = _values({"keys": dict(dims.keys)}, wide)
+    return replace(dims, name=f"{dims.name}-wide", **values)

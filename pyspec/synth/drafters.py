@@ -9,7 +9,7 @@ from pyspec.synth.dims import Dims
 
 KINDS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE3"}
 """Kinds of drafters, with the end of their names."""
-HYBRID = ("qwen35", "qwen35moe", "qwen3next")
+HYBRID = ("qwen35", "qwen35moe", "qwen3next", "qwen4exp")
 ALIKE = ("llama", "qwen3", "qwen3moe", "gpt-oss", *HYBRID)  # EAGLE-3 has their heads
 
 
@@ -62,7 +62,7 @@ def stages_of(target: Dims) -> Dims:
         name=f"{target.name}-{KINDS['dspark']}",
         kind="dspark",
         n_layer=n_layer,
-        mtp=False,
+        mtp=0,
         keys=tuple((name, value) for name, value in target.keys if not name.startswith(dropped)),
         ratios=(0,) * n_layer,
         indexer=(0, 0, 0),

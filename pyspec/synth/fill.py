@@ -65,6 +65,8 @@ def values(spec: Spec, seed: int) -> np.ndarray:
             found = step + np.log(-np.expm1(-step))
         case _:
             found = spread(spec) * rng.standard_normal(spec.shape, dtype=np.float32)
+            if spec.rows:
+                found *= np.array(spec.rows, np.float32)[:, None]
     return found.astype(np.float32)
 
 
@@ -87,7 +89,7 @@ class Filler:
         if spec.kind in ("ids", "choice"):
             yield values(spec, self.seed).reshape(-1).view(np.uint8)
             return
-        if kind in EXACT and n <= EXACT_LIMIT:
+        if kind in EXACT and (n <= EXACT_LIMIT or spec.rows):
             yield quantize(torch.from_numpy(values(spec, self.seed)), kind).numpy().reshape(-1)
             return
         pool = self._pool(kind)

@@ -18,6 +18,7 @@ from pyspec.draft.dspark_heads import SURE_BIAS
 from pyspec.gguf import GGMLType, GGUFFile, ValueType, open_gguf
 from pyspec.gguf.write import GGUFWriter, Value
 from pyspec.models import read_config
+from pyspec.models.mtp import EH_PROJ
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.residual import HEAD_MIX
 from pyspec.models.wants import EMBEDDING, HEAD, Want, scale_of
@@ -38,6 +39,8 @@ BY_FIELD = {
     "n_value": "attention.value_length_mla",
     "out_rank": "attention.output_lora_rank",
     "n_stream": "hyper_connection.count",
+    "n_gated": "hyper_connection.count",
+    "low": "hyper_connection.low_rank",
     "n_expert": "expert_count",
     "n_used": "expert_used_count",
     "n_ff_shared": "expert_shared_feed_forward_length",
@@ -50,8 +53,9 @@ BY_FIELD = {
 }
 """Keys that a field other than 0 gives as it is."""
 
-ALWAYS = ("nextn.shared_head_norm.weight", SURE_BIAS)
+ALWAYS = ("nextn.shared_head_norm.weight", "layer_output_norm.weight", SURE_BIAS)
 """Optional tensors that each file has whose reader knows them, besides those of `Dims.has`."""
+U64_KEYS = ("ple.layer_multipliers", "ple.head_offsets", "ple.head_vocab_sizes")
 POINTED = 2.0
 KINDS = {
     "embedding": ("token_embd.weight", "per_layer_token_embd.weight"),
@@ -60,9 +64,9 @@ KINDS = {
     "choice": ("d2t",),
     "divisors": ("rope_freqs.weight",),
     "norm": ("*norm*.weight", "*_scale.weight", "*.scale", "ssm_d"),
-    "gate": ("ssm_alpha.*", "ssm_beta.*", "ssm_ba.*", "ssm_[fg]_[ab].*", "indexer.proj.*", "attn_[kv]_b.*", "ffn_latent_*", "*_conv_proj.*"),
-    "router": ("ffn_gate_inp*.weight", "exp_probs_b.bias", "*_ape.weight", "*hc_*_fn.*", "*hc_*_base.*", "output_hc_*", "attn_sinks.*", "conf_proj.*"),
-    "conv": ("ssm_conv1d*", "shortconv.conv.*", "*_conv_base"),
+    "gate": ("ssm_alpha.*", "ssm_beta.*", "ssm_ba.*", "ssm_[fg]_[ab].*", "indexer.proj.*", "attn_[kv]_b.*", "ffn_latent_*", "*_conv_proj.*", "*hc_*_inject.*", "indexer.[qk]_proj.*"),
+    "router": ("ffn_gate_inp*.weight", "exp_probs_b.bias", "*_ape.weight", "*hc_*_fn.*", "*hc_*_base.*", "output_hc_fn.*", "output_hc_base.*", "output_hc_scale.*", "attn_sinks.*", "conf_proj.*"),
+    "conv": ("ssm_conv1d*", "ple_conv1d.*", "shortconv.conv.*", "*_conv_base"),
     "decay": ("ssm_a",),
     "step": ("ssm_dt.bias",),
     "bias": ("*.bias",),
@@ -83,6 +87,7 @@ loop. Down matrices of experts, too, because a row's expert weights sum to one a
 class Spec:
     """One tensor: its shape in torch order, the kind of its values (a name of KINDS, see `fill`), and a factor on their usual size.
 
+    rows: factors on those of a matrix, or ().
     For "ids", whole numbers without repetition in a row, and "choice", whole numbers that rise, `gain` is their upper limit; for "divisors"
     of frequencies it is the share of pairs that turn.
     """
@@ -91,19 +96,20 @@ class Spec:
     shape: tuple[int, ...]
     kind: str
     gain: float = 1.0
+    rows: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a model in the file."""
+    """The parts of a model in the file. mtp: blocks of multi-token prediction"""
 
     trunk: bool = True
-    mtp: bool = False
+    mtp: int = 0
 
 
 def parts_of(dims: Dims, *, mtp: bool = True, sidecar: bool = False) -> Parts:
     """The parts in a file of this model, or in its sidecar."""
-    return Parts(trunk=not sidecar, mtp=mtp and dims.mtp and (sidecar or not dims.mtp_alone))
+    return Parts(not sidecar, dims.mtp if mtp and (sidecar or not dims.mtp_alone) else 0)
 
 
 def file_arch(dims: Dims) -> str:
@@ -116,10 +122,11 @@ def metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     for name, value in {**dict(dims.keys), **_keys(dims, dims.n_layer + parts.mtp)}.items():
         first = value[0] if isinstance(value, list | tuple) else value
         kind = ValueType.INT32 if name == BY_FIELD["sections"] else TYPES[type(first)]
+        kind = ValueType.UINT64 if name in U64_KEYS else kind
         key = name if name.startswith("tokenizer.") else f"{file_arch(dims)}.{name}"
         yield key, list(value) if isinstance(value, tuple) else value, kind
     if parts.mtp:
-        yield f"{dims.arch}.nextn_predict_layers", 1, U32
+        yield f"{dims.arch}.nextn_predict_layers", parts.mtp, U32
 
 
 def _keys(dims: Dims, n_block: int) -> dict[str, Any]:
@@ -164,6 +171,8 @@ def _keys(dims: Dims, n_block: int) -> dict[str, Any]:
         own["attention.head_count_kv"] = [
             int((i + 1) % d.interval == 0 or i + 1 == d.n_layer) for i in blocks
         ]
+    if d.n_near_head:
+        own["attention.head_count"] = [d.n_near_head if x else d.n_head for x in d.sliding]
     if d.near_dim:
         near = [(i + 1) % d.interval != 0 for i in blocks]
         own["attention.head_count_kv"] = [d.n_near_kv if x else d.n_head_kv for x in near]
@@ -178,7 +187,27 @@ def _keys(dims: Dims, n_block: int) -> dict[str, Any]:
     if d.indexer[0]:
         names = ("head_count", "key_length", "top_k")
         own |= {f"attention.indexer.{x}": n for x, n in zip(names, d.indexer, strict=True)}
+    own |= _gated_keys(d, n_block) if d.n_gated else {}
     return own | (_drafter_keys(d) if d.kind else {})
+
+
+def _gated_keys(dims: Dims, n_block: int) -> dict[str, Any]:
+    """Of streams that gates read: which blocks have an index, and the table of n-grams."""
+    is_full = [(i + 1) % dims.interval == 0 or i >= dims.n_layer for i in range(n_block)]
+    layer, n_gram, per, taps, size = dims.ngrams
+    n_head = (n_gram - 1) * per
+    return {
+        "attention.compress_ratios": [dims.ratio * full for full in is_full],
+        "ple.layers": [layer],
+        "ple.ngram_size": n_gram,
+        "ple.heads_per_ngram": per,
+        "ple.conv_kernel": taps,
+        "ple.eos_token_id": dims.n_vocab - 1,
+        "ple.layer_multipliers": [(1 << 45) - 55 - 2 * i for i in range(n_gram)],
+        "ple.head_vocab_sizes": [size] * n_head,
+        "ple.head_offsets": [size * i for i in range(n_head)],
+        "embedding_length_per_layer_input": dims.n_embd // n_head,
+    }
 
 
 def _drafter_keys(dims: Dims) -> dict[str, Any]:
@@ -272,9 +301,11 @@ def _looked_at(dims: Dims, parts: Parts) -> Iterator[tuple[str, tuple[int, ...]]
         names = {"attn_norm.weight", *dims.has}
         if dims.near_dim and (i + 1) % dims.interval:
             names.add("attn_v.weight")
+        if dims.n_expert and dims.n_dense <= i < dims.n_layer:
+            names.add("ffn_gate_inp.weight")
         yield from ((f"blk.{i}.{name}", one) for name in sorted(names))
-    if parts.mtp:
-        yield f"blk.{dims.n_layer}.nextn.eh_proj.weight", one
+    for i in range(parts.mtp):
+        yield EH_PROJ.format(dims.n_layer + i), one
 
 
 def _part(name: str) -> str:

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from pyspec.ranges import no_number
 from pyspec.text.abilities import HEAD, Abilities, Chat
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -92,7 +93,7 @@ def _name_of(call: Any) -> str:
 def _response(content: str) -> Any:
     """An object if the text is one."""
     with suppress(ValueError, RecursionError):
-        value = json.loads(content, parse_constant=_no_number)
+        value = json.loads(content, parse_constant=no_number)
         return value if isinstance(value, Mapping) else content
     return content
 
@@ -305,14 +306,10 @@ def _object(given: Any, able: Abilities) -> Any:
     value = given
     if isinstance(given, str):
         with suppress(ValueError, RecursionError):
-            value = json.loads(given, parse_constant=_no_number) if given.strip() else None
+            value = json.loads(given, parse_constant=no_number) if given.strip() else None
     if isinstance(value, Mapping) or value is None:
         return value or {}
     return given if isinstance(given, str) and able.takes_texts else {"arguments": value}
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def fitted_tools(tools: Sequence[Mapping[str, Any]], able: Abilities) -> list[dict[str, Any]]:

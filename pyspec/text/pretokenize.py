@@ -43,6 +43,8 @@ _EXAONE = (
     rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+# numbers in threes from their end: what \d{1,3}(?=(?:\d{3})*\b) says, in time that grows with their length alone
+_FROM_THE_RIGHT = (r"(?<!\d)\d++\b", r"\A\d{1,3}(?=(?:\d{3})*+\z)")
 _ASCII_PUNCT = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -99,6 +101,7 @@ _GROUPS = {
     "exaone-moe": PreTokenizer((_EXAONE,)),
     "laguna": PreTokenizer((r"[^\n]+|\n+", _QWEN2)),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", _MINICPM), ignore_merges=True),
+    "tiny_aya cohere2moe": PreTokenizer((*_FROM_THE_RIGHT, _GPT4O)),
     DEFAULT: PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 PRE = {name: pre for names, pre in _GROUPS.items() for name in names.split()}

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pyspec.text.automaton import TooLarge, automaton_of
 from pyspec.text.expressions import (
     Chars,
     Concat,
@@ -19,6 +18,8 @@ from pyspec.text.expressions import (
     Node,
     Ranges,
     Repeat,
+    TooLarge,
+    automaton_of,
     have_common,
     merged,
     others,

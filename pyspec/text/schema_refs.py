@@ -14,18 +14,16 @@ from pyspec.errors import RequestError
 
 Schema = Any
 """A mapping, True or False."""
-ONE = (
-    *(
-        "additionalItems",
-        "additionalProperties",
-        "contains",
-        "contentSchema",
-        "else",
-        "if",
-        "items",
-        "not",
-    ),
-    *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The keywords in a text."""
+    return tuple(text.split())
+
+
+ONE = words(
+    "additionalItems additionalProperties contains contentSchema else if items not propertyNames then unevaluatedItems "
+    "unevaluatedProperties"
 )
 """Keywords with a schema as value."""
 LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")

@@ -9,46 +9,321 @@ unknown `format` has no effect, as in the standard.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from pyspec.text.schema_keywords import named_types, plain_schema
-from pyspec.text.schema_refs import referred
+from pyspec.text.schema_patterns import plain_patterns
+from pyspec.text.schema_refs import referred, words
+
+# -- keywords --------------------------------------------------------------------------------------------------------
+# Rewrites keywords of JSON Schemas that llguidance does not know into ones that it knows. Keywords without effect are dropped.
+# llguidance refuses the remaining ones by name.
+
+_COUNTED = ("Length", "Items", "Properties", "Contains")
+COUNTS = tuple(f"{end}{what}" for what in _COUNTED for end in ("min", "max"))
+OF_ARRAYS = words("uniqueItems contains minContains maxContains unevaluatedItems additionalItems")
+OF_OBJECTS = words("propertyNames dependentRequired dependentSchemas dependencies unevaluatedProperties")
+ANNOTATIONS = frozenset(
+    words(
+        "title description default example examples deprecated readOnly writeOnly contentEncoding contentMediaType contentSchema "
+        "externalDocs xml $comment $schema $vocabulary $id $defs definitions"
+    )
+)
+"""Keywords that do not restrict a value."""
+TYPES = frozenset({"array", "boolean", "null", "number", "object", "string"})
+_CONDITIONS = ("if", "then", "else", "dependentSchemas", "dependencies")
+JOINS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "not", *_CONDITIONS})
+
+
+def plain_schema(node: dict[str, Any]) -> Any:
+    """A schema in plainer keywords of draft 2020-12. Its subschemas are plain already."""
+    node.pop("$schema", None)  # llguidance would apply another draft's rules
+    if _without_not(node) is False:
+        return False
+    for change in (
+        _nullable,
+        _counts,
+        _old_bounds,
+        _of_other_types,
+        _conditions,
+        _dependencies,
+        _arrays,
+        _unevaluated,
+        _names,
+        plain_patterns,
+    ):
+        node = change(node)
+    return node
+
+
+def _nullable(node: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI's way to allow null beside other values."""
+    if node.pop("nullable", None) is not True:
+        return node
+    if isinstance(node.get("enum"), list) and None not in node["enum"]:
+        node["enum"] = [*node["enum"], None]
+    if isinstance(types := node.get("type"), str | list):
+        own = [types] if isinstance(types, str) else types
+        return node | {"type": [*own, *(["null"] if "null" not in own else [])]}
+    return {"anyOf": [node, {"type": "null"}]} if node.keys() & JOINS else node
+
+
+def allows_any(schema: Any) -> bool:
+    """True if any value matches a schema."""
+    return schema is True or (isinstance(schema, Mapping) and not schema.keys() - ANNOTATIONS)
+
+
+def named_types(node: Mapping[str, Any]) -> frozenset[str] | None:
+    """The types that a schema names; None if it names none."""
+    types = node.get("type")
+    if isinstance(types, str):
+        return frozenset([types])
+    if isinstance(types, list):
+        return frozenset(each for each in types if isinstance(each, str))
+    return None
+
+
+def _without_not(node: dict[str, Any]) -> bool:
+    """Replace `not` by other keywords where possible. False: no value matches the schema."""
+    negated = node.get("not", False)
+    if allows_any(negated):
+        return False
+    keywords = set(negated) - ANNOTATIONS if isinstance(negated, Mapping) else set()
+    types = named_types(negated) if keywords == {"type"} else None
+    is_left = True
+    if negated is False:
+        node.pop("not", None)
+    elif types is not None:
+        is_left = _without_types(node, types)
+    elif keywords == {"const"} or (keywords == {"enum"} and isinstance(negated["enum"], list)):
+        values = [negated["const"]] if "const" in negated else negated["enum"]
+        is_left = _without_values(node, values)
+    elif keywords == {"pattern"} and named_types(node) == {"string"}:
+        _without_pattern(node, negated["pattern"])
+    return is_left
+
+
+def _without_pattern(node: dict[str, Any], pattern: Any) -> None:
+    if isinstance(pattern, str):
+        is_anchored = pattern.startswith("^")
+        _beginning_otherwise(node, pattern[1:] if is_anchored else f"[\\s\\S]*{pattern}")
+
+
+def _without_types(node: dict[str, Any], out: frozenset[str]) -> bool:
+    types = named_types(node) or TYPES
+    if "integer" in out - types and "number" in types and "number" not in out:
+        return True  # no type covers the numbers that are not integers
+    left = types - out - ({"integer"} if "number" in out else set())
+    node.pop("not")
+    node["type"] = sorted(left)
+    return bool(left)
+
+
+def _without_values(node: dict[str, Any], out: list[Any]) -> bool:
+    listed = [node["const"]] if "const" in node else node.get("enum")
+    if isinstance(listed, list):
+        texts = {json.dumps(each, sort_keys=True) for each in out}
+        node.pop("const", None)
+        node.pop("not")
+        node["enum"] = [each for each in listed if json.dumps(each, sort_keys=True) not in texts]
+        return bool(node["enum"])
+    if named_types(node) == {"string"}:
+        texts = {each for each in out if isinstance(each, str)}
+        _beginning_otherwise(node, f"(?:{'|'.join(map(_escaped, sorted(texts)))})$")
+    return True
+
+
+def _beginning_otherwise(node: dict[str, Any], pattern: str) -> None:
+    """Replace `not` by a pattern of texts with another beginning. If there is no such pattern, `not` stays and is refused."""
+    found = plain_patterns({"pattern": f"^(?!{pattern})"})
+    if "allOf" in found:
+        node.pop("not")
+        node["allOf"] = [*node.get("allOf", ()), *found["allOf"]]
+
+
+def _counts(node: dict[str, Any]) -> dict[str, Any]:
+    """Make whole floats integers: JSON Schema allows 4.0 as a count."""
+    for keyword in COUNTS:
+        if isinstance(value := node.get(keyword), float) and value.is_integer():
+            node[keyword] = int(value)
+    return node
+
+
+def _old_bounds(node: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite `exclusiveMinimum: true`, draft 4's modifier of `minimum`."""
+    for keyword, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(node.get(keyword), bool) and (node.pop(keyword) and bound in node):
+            node[keyword] = node.pop(bound)
+    return node
+
+
+def _of_other_types(node: dict[str, Any]) -> dict[str, Any]:
+    """Drop keywords of arrays and objects from schemas of other types."""
+    types = named_types(node)
+    for kind, keywords in (("array", OF_ARRAYS), ("object", OF_OBJECTS)):
+        if types is not None and kind not in types:
+            node = {keyword: value for keyword, value in node.items() if keyword not in keywords}
+    return node
+
+
+def _conditions(node: dict[str, Any]) -> dict[str, Any]:
+    if "if" not in node:
+        node.pop("then", None)
+        node.pop("else", None)
+        return node
+    branches = {
+        keyword: node[keyword]
+        for keyword in ("then", "else")
+        if keyword in node and not allows_any(node[keyword])
+    }
+    condition = node["if"]
+    if not branches or condition is False or allows_any(condition):
+        for keyword in ("if", "then", "else"):
+            node.pop(keyword, None)
+        kept = branches.get("else" if condition is False else "then")
+        if kept is not None:
+            node["allOf"] = [*node.get("allOf", ()), kept]
+    return node
+
+
+def _dependencies(node: dict[str, Any]) -> dict[str, Any]:
+    """Make dependencies of a required property required."""
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        if not isinstance(dependencies := node.get(keyword), Mapping):
+            continue
+        needed = node.get("required", [])
+        left = {}
+        for name, each in dependencies.items():
+            if isinstance(each, list) and name in needed:
+                needed = [*needed, *(other for other in each if other not in needed)]
+                node["required"] = needed
+            elif isinstance(each, Mapping) and name in needed:
+                node["allOf"] = [*node.get("allOf", ()), each]
+            elif each != [] and not allows_any(each):
+                left[name] = each
+        node[keyword] = left
+        if not left:
+            node.pop(keyword)
+    return node
+
+
+def _arrays(node: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(node.get("items"), list):  # until draft 2019-09
+        rest = node.pop("additionalItems", None)
+        node["prefixItems"] = node.pop("items")
+        if rest is not None:
+            node["items"] = rest
+    node.pop("additionalItems", None)
+    most = node.get("maxItems")
+    if not node.get("uniqueItems") or (isinstance(most, int) and most <= 1):
+        node.pop("uniqueItems", None)
+    if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
+        for keyword in ("contains", "minContains", "maxContains"):
+            node.pop(keyword, None)
+    elif allows_any(node["contains"]) and "maxContains" not in node:
+        least = max(node.pop("minContains", 1), node.get("minItems", 0))
+        node["minItems"] = least
+        node.pop("contains")
+    return node
+
+
+def _unevaluated(node: dict[str, Any]) -> dict[str, Any]:
+    """Replace `unevaluated...` by the list's keyword, if no other keyword evaluates the same value."""
+    for keyword, same, evaluates in (
+        ("unevaluatedProperties", "additionalProperties", JOINS),
+        ("unevaluatedItems", "items", JOINS | {"contains"}),
+    ):
+        if keyword in node and (same in node or allows_any(node[keyword])):
+            value = node.pop(keyword)  # a value with a schema counts as evaluated
+            if same == "additionalProperties":
+                node.setdefault(same, value)  # keeps an object open that says so
+        elif keyword in node and not node.keys() & evaluates:
+            node[same] = node.pop(keyword)
+    return node
+
+
+def _names(node: dict[str, Any]) -> dict[str, Any]:
+    """Replace `propertyNames` by patterns with the same meaning."""
+    names = node.get("propertyNames")
+    if names is None or allows_any(names) or (isinstance(names, Mapping) and _is_any_text(names)):
+        node.pop("propertyNames", None)
+        return node
+    listed, others = node.get("properties", {}), node.get("additionalProperties", True)
+    is_joined = node.keys() & (JOINS | {"patternProperties", "unevaluatedProperties"})
+    if is_joined or not isinstance(listed, Mapping):
+        return node
+    allowed = _words(names)
+    pattern = _pattern(names)
+    if allowed is not None:
+        if set(listed) - allowed:
+            return node
+        left = sorted(allowed - set(listed))
+        pattern = "^(" + "|".join(map(_escaped, left)) + ")$" if left else None
+    elif pattern is None or listed:
+        return node
+    node.pop("propertyNames")
+    node["additionalProperties"] = False
+    if pattern is not None and others is not False:
+        node["patternProperties"] = {pattern: others}
+    if allowed is not None and not set(node.get("required", ())) <= allowed:
+        return {"enum": []}
+    return node
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[\\.^$*+?()\[\]{}|/-]", r"\\\g<0>", text)
+
+
+def _is_any_text(names: Mapping[str, Any]) -> bool:
+    own = names.keys() - ANNOTATIONS
+    takes_text = "string" in (named_types(names) or {"string"})
+    return own <= {"type", "minLength"} and takes_text and not names.get("minLength")
+
+
+def _words(names: Any) -> set[str] | None:
+    if names is False:
+        return set()
+    if not isinstance(names, Mapping) or names.keys() - ANNOTATIONS - {"type", "enum", "const"}:
+        return None
+    listed = [names["const"]] if "const" in names else names.get("enum")
+    return {each for each in listed if isinstance(each, str)} if isinstance(listed, list) else None
+
+
+def _pattern(names: Any) -> str | None:
+    if not isinstance(names, Mapping) or "string" not in (named_types(names) or {"string"}):
+        return None
+    own = names.keys() - ANNOTATIONS - {"type"}
+    if own == {"pattern"} and isinstance(names["pattern"], str):
+        return str(names["pattern"])
+    if own and own <= {"minLength", "maxLength"}:
+        return f"^[\\s\\S]{{{names.get('minLength', 0)},{names.get('maxLength', '')}}}$"
+    return None
+
 
 OPEN = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames"})
 """Keywords about properties that are not listed."""
 JOINED = frozenset(
-    [
-        *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref"),
-        *("dependentSchemas", "dependentRequired", "dependencies"),
-    ]
+    words("allOf anyOf oneOf not if then else $ref dependentSchemas dependentRequired dependencies")
 )
 """Keywords that apply more than one schema to the same object."""
-RESTRICTING = frozenset(
-    [
-        *("type", "enum", "const", *OPEN, *JOINED),
-        *("required", "properties", "minProperties", "maxProperties"),
-        *("items", "prefixItems", "contains", "minContains", "maxContains"),
-        *("minItems", "maxItems", "uniqueItems", "unevaluatedItems"),
-        *("minLength", "maxLength", "pattern", "format"),
-        *("minimum", "maximum", "multipleOf", "exclusiveMinimum", "exclusiveMaximum"),
-    ]
+RESTRICTING = (
+    OPEN
+    | JOINED
+    | frozenset(
+        words(
+            "type enum const required properties minProperties maxProperties items prefixItems contains minContains maxContains minItems"
+            " maxItems uniqueItems unevaluatedItems minLength maxLength pattern format minimum maximum multipleOf exclusiveMinimum"
+            " exclusiveMaximum"
+        )
+    )
 )
 """Keywords that restrict a value."""
-FORMATS = frozenset(
-    [
-        *("date-time", "time", "date", "duration", "email", "hostname"),
-        *("ipv4", "ipv6", "uuid", "uri", "unknown"),
-    ]
-)
+FORMATS = frozenset(words("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown"))
 """The formats that llguidance enforces; it refuses others."""
-NOT_ALONE = (
-    *("not", "if", "then", "else", "contains", "propertyNames"),
-    *("unevaluatedProperties", "unevaluatedItems"),
-)
-TYPES = frozenset({"null", "boolean", "object", "array", "number", "string"})
+NOT_ALONE = words("not if then else contains propertyNames unevaluatedProperties unevaluatedItems")
 MOST_CHOICES = 100  # choices of a oneOf to compare with each other
 MOST_DEEP = 8  # nested references and choices that a comparison follows
 

@@ -17,9 +17,9 @@ from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
 from pyspec.text.abilities import HEAD, Abilities, in_parts
 from pyspec.text.fitting import fitted, fitted_tools, in_one_turn
-from pyspec.text.hidden import Hidden
+from pyspec.text.marks import Hidden, spliced
 from pyspec.text.sandbox_process import STALLED, SandboxProcess
-from pyspec.text.tokenizer import Tokenizer
+from pyspec.text.tokenizer import Part, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -209,12 +209,12 @@ class ChatTemplate:
         kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt's text. RequestError if the template refuses the messages or goes over its limits."""
-        if tools and self.tool_use is not None:
-            return self.tool_use.render(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
-            )
-        chat = self._fitted(messages)
-        return self._text(chat, self._fitted_tools(tools), add_generation_prompt, kwargs)
+        own = self._for(tools)
+        return own._text(own._fitted(messages), own._fitted_tools(tools), add_generation_prompt, kwargs)
+
+    def _for(self, tools: Sequence[Mapping[str, object]] | None) -> ChatTemplate:
+        """The template of chats with these tools."""
+        return self.tool_use if tools and self.tool_use is not None else self
 
     def _fitted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages in this template's form, with content as text."""
@@ -262,24 +262,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, object] | None = None,
         begun: str = "",
+        rows: Mapping[str, list[int]] | None = None,
     ) -> list[int]:
         """Token ids of the rendered prompt. Text of users and tools can not become control tokens. `begun` is the part of the answer
-        that exists already; it follows the prompt.
+        that exists already; it follows the prompt. `rows` are ids of pictures by their marks, which stand in contents.
 
         A content that contains a control token's text, or a part of one at an end, is tokenised as plain text: the template renders
         a mark in its place. In tools, calls and the template's own values, marks replace only the control tokens' texts. All other
         prompts are tokenised whole.
         """
-        if tools and self.tool_use is not None:
-            return self.tool_use.encode(
-                tokenizer,
-                messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                kwargs=kwargs,
-                begun=begun,
-            )
-        clean, shown = self._fitted(messages), self._fitted_tools(tools)
+        own = self._for(tools)
+        clean, shown = own._fitted(messages), own._fitted_tools(tools)
         forged = [i for i, m in enumerate(clean) if _forged(tokenizer, i, m)]
         hidden = Hidden(tokenizer)
         for message in clean:
@@ -293,9 +286,11 @@ class ChatTemplate:
         contents = {i: str(clean[i]["content"]) for i in forged}
         for mark, i in marks.items():
             clean[i]["content"] = _around(contents[i], mark)
-        text = self._text(clean, shown, add_generation_prompt, kwargs) + begun
+        text = own._text(clean, shown, add_generation_prompt, kwargs) + begun
         if not forged and not hidden.texts:
-            return tokenizer.encode(text)
+            return (
+                tokenizer.encode_parts(spliced([(text, True)], rows)) if rows else tokenizer.encode(text)
+            )
         pieces = re.split("(" + "|".join([*marks, *hidden.texts]) + ")", text)
         if gone := [i for mark, i in marks.items() if mark not in pieces]:
             raise RequestError(
@@ -303,8 +298,8 @@ class ChatTemplate:
             )
         hidden.check(pieces)
         plain = {mark: contents[i].strip() for mark, i in marks.items()} | hidden.texts
-        parts = [(plain[p], False) if p in plain else (p, True) for p in pieces]
-        return tokenizer.encode_parts(parts)
+        parts: list[Part] = [(plain[p], False) if p in plain else (p, True) for p in pieces]
+        return tokenizer.encode_parts(spliced(parts, rows or {}))
 
 
 def template_defaults(source: str) -> dict[str, object]:

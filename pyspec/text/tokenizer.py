@@ -20,7 +20,6 @@ from pyspec.errors import BadTokenizer, RequestError
 from pyspec.gguf.fields import Fields
 from pyspec.gguf.strings import Strings
 from pyspec.ranges import quoted, shown
-from pyspec.text.line_ends import LineEnds
 from pyspec.text.pretokenize import DEFAULT, KINDS, LINES, PRE, PreTokenizer
 from pyspec.text.rust import border
 from pyspec.text.vocab import (
@@ -34,6 +33,7 @@ from pyspec.text.vocab import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    LineEnds,
     byte_value,
     eog_ids,
     fim_marks,
@@ -54,6 +54,8 @@ SPM_CHARS = 4096  # of a token
 SPM_STEPS, SPM_JOINED = 1 << 29, 1 << 25
 Make = Callable[[bool, bool], HF]
 """(parse_special, space_prefix) -> what encodes."""
+Part = tuple[str, bool] | list[int]
+"""Of a prompt: text and its `parse_special`, or ids that no text has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,13 +207,20 @@ class Tokenizer:
         _check_text(text)
         return self._plain([text], False, False)[0]
 
-    def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
-        """Ids of one text in parts, each with its own `parse_special`. Begin and end ids are added once."""
+    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Ids of one text in parts, each with its own `parse_special`. Behind a part of ids a text begins anew. Begin and end ids are added
+        once."""
         ids: list[int] = []
-        for text, parse in parts:
+        begin = 0  # of the text that a part continues
+        for part in parts:
+            if isinstance(part, list):
+                ids += part
+                begin = len(ids)
+                continue
+            text, parse = part
             if (
                 self.add_space_prefix
-                and ids
+                and len(ids) > begin
                 and self._types[ids[-1]] not in (CONTROL, UNKNOWN, USER_DEFINED)
             ):
                 # the text continues up to here, so no space before it

@@ -205,14 +205,18 @@ def fim_marks(tokens: Sequence[str], control: Iterable[int], ids: Mapping[str, i
 def eog_ids(
     tokens: Sequence[str], control: Iterable[int], ids: Mapping[str, int | None]
 ) -> frozenset[int]:
-    """Ids that end generation. `<|end|>` ends only a message if the vocabulary has tokens that end the answer.
+    """Ids that end generation. `<|end|>` ends only a message if the vocabulary has tokens that end the answer, and so does `<|eom|>` if
+    messages have headers.
 
     control: as of `fim_marks`
     """
     named = {ids.get(k) for k in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
-    texts = {tokens[i]: i for i in control if tokens[i] in EOG_TEXTS}
+    own = {tokens[i]: i for i in control}
+    texts = {text: i for text, i in own.items() if text in EOG_TEXTS}
     if {"<|return|>", "<|call|>"} <= texts.keys() or {"<|calls|>", "<|flush|>"} <= texts.keys():
         named.discard(texts.pop("<|end|>", None))  # whatever the file says
+    if {"<|start|>", "<|message|>", "<|eot|>"} <= own.keys():
+        named.discard(own.get("<|eom|>"))
     return frozenset(i for i in named | set(texts.values()) if i is not None)
 
 
@@ -239,3 +243,36 @@ def token_bytes(text: str, kind: int, model: str) -> bytes:
         except KeyError:
             pass  # a normal token with characters outside the byte alphabet gives its own text
     return text.encode("utf-8", "surrogateescape")
+
+
+# -- runs of line ends -----------------------------------------------------------------------------------------------
+# Runs of line ends in vocabularies of `gemma4`: one that is a token is that token, whatever its merges give.
+
+
+class LineEnds:
+    """The tokens that are nothing but line ends, without those that are matched in raw text, which need no merges."""
+
+    def __init__(self, table: Mapping[str, int], types: Sequence[int]) -> None:
+        self._tokens = {
+            len(text): i
+            for text, i in table.items()
+            if types[i] == NORMAL and text and not text.strip("\n")
+        }
+        self._lengths = {i: n for n, i in self._tokens.items()}
+
+    def whole(self, ids: list[int]) -> list[int]:
+        """Ids of a text, with one token for each run of line ends that is one."""
+        if sum(map(self._lengths.__contains__, ids)) < 2:
+            return ids
+        found: list[int] = []
+        run: list[int] = []
+        for token in [*ids, None]:
+            if token in self._lengths:
+                run.append(token)
+                continue
+            whole = self._tokens.get(sum(self._lengths[i] for i in run)) if len(run) > 1 else None
+            found += run if whole is None else [whole]
+            run = []
+            if token is not None:
+                found.append(token)
+        return found

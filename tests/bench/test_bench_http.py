@@ -29,14 +29,8 @@ FINAL = {
     "tokens": [],
     "tokens_predicted": 12,
     "tokens_evaluated": 4,
-    "timings": {
-        "draft_n": 6,
-        "draft_n_accepted": 3,
-        "n_draft_used": [1, 0, 3],
-        "drafted_per_pos": [3, 3],
-        "odd": 1,
-    },
-}
+    "timings": {"draft_n": 6, "draft_n_accepted": 3, "n_draft_used": [1, 0, 3], "drafted_per_pos": [3, 3], "odd": 1},
+}  # fmt: skip
 
 
 def test_a_stream_is_read_whole_however_it_was_cut():
@@ -67,17 +61,9 @@ def samples(times: list[float]) -> Samples:
 
 def test_the_clients_record_is_judged_by_the_same_rule():
     streams = [  # as TWO in test_bench_measure.py: 10 tokens in the 2 seconds in which both decode
-        {
-            "events": [(102.0, 1), (103.0, 5), (104.0, 3), (105.0, 2), (106.0, 1)],
-            "ended": 106.0,
-            "last": FINAL,
-        },
-        {
-            "events": [(103.01, 1), (104.01, 4), (105.01, 1), (106.01, 4), (111.0, 4)],
-            "ended": 111.0,
-            "last": FINAL,
-        },
-    ]
+        {"events": [(102.0, 1), (103.0, 5), (104.0, 3), (105.0, 2), (106.0, 1)], "ended": 106.0, "last": FINAL},
+        {"events": [(103.01, 1), (104.01, 4), (105.01, 1), (106.01, 4), (111.0, 4)], "ended": 111.0, "last": FINAL},
+    ]  # fmt: skip
     watch = replay({"began": 100.0, "streams": streams}, samples([100.0, 104.0, 112.0]))
     assert watch.error is None
     assert watch.window == (10, pytest.approx(2.0))

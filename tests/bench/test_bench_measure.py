@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -47,8 +48,9 @@ class Script:
             self.sinks[stream](event)
 
     def metrics(self) -> Metrics:
+        n = self.rounds - 1
         return Metrics(
-            rounds=self.rounds - 1, verify_ms=7.0 * (self.rounds - 1), draft_ms=2.0 * (self.rounds - 1)
+            rounds=n, verify_ms=7.0 * n, draft_ms=2.0 * n, expert_hits=n**2, expert_misses=11 * n
         )
 
 
@@ -106,6 +108,13 @@ def test_milliseconds_are_those_of_a_round_in_the_window(monkeypatch: pytest.Mon
     assert r.rounds == 2
     assert r.round_ms == pytest.approx(1000.0)
     assert r.ms == {"draft": 2.0, "verify": 7.0, "sample": 0.0, "host": 0.0}
+
+
+def test_hits_are_those_of_the_windows_rounds(monkeypatch: pytest.MonkeyPatch):
+    r = run(monkeypatch, TWO, 2)
+    assert r.hit_rate == pytest.approx(12 / (12 + 22))  # of rounds 3 and 4: 4**2 - 2**2 and 2 * 11
+    assert r.result_text.endswith(", 35% of experts on the GPU")
+    assert "experts" not in replace(r, hit_rate=0.0).result_text
 
 
 def test_no_round_with_all_streams_gives_no_rate_instead_of_a_wrong_one(monkeypatch: pytest.MonkeyPatch):

@@ -26,21 +26,10 @@ NAMES = {
         "void cublasLt::splitKreduce_kernel<32, 16>",
         "sm90_xmma_gemm_f16f16",
     ],
-    "attention": [
-        "attend_split",
-        "attend_merge_long",
-        "attend_plain",
-        "rope_kv",
-        "void flash_fwd_kernel<Traits>",
-    ],
+    "attention": ["attend_split", "attend_merge_long", "attend_plain", "rope_kv", "void flash_fwd_kernel<Traits>"],
     "state": ["gdn_conv", "gdn_rows", "gdn_chunk_state", "mamba2_rows", "mamba2_chunk_state"],
-    "other": [
-        "Memcpy HtoD (Pinned -> Device)",
-        "void at::native::vectorized_elementwise_kernel<4>",
-        "rowsum",
-        "linearise",
-    ],
-}
+    "other": ["Memcpy HtoD (Pinned -> Device)", "void at::native::vectorized_elementwise_kernel<4>", "rowsum", "linearise"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,7 @@ from pyspec.bench.result import Report, changes, read_rates, summarise_turns
 from pyspec.cli import main
 from pyspec.errors import ConfigError
 
-ABOUT: dict[str, object] = {
-    "model": "m <1> & co",
-    "device": "cpu",
-    "drafter": "dflash",
-    "date": "2026-11-21 05:00",
-}
+ABOUT: dict[str, object] = {"model": "m <1> & co", "device": "cpu", "drafter": "dflash", "date": "2026-11-21 05:00"}  # fmt: skip
 LENGTHS = (3.0,) * 10 + (1.5,) * 20 + (0.0,) * 70
 
 
@@ -118,6 +113,12 @@ def test_made_up_acceptance_is_said_in_every_form(form: str):
     runs = tuple(replace(r, synthetic=True) for r in RUNS)
     assert "synthetic" in FORMATS[form](replace(REPORT, runs=runs))
     assert "synthetic acceptance" not in as_markdown(REPORT)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_synthetic_routing_is_named_in_every_form(form: str):
+    routed = replace(REPORT, about={**REPORT.about, "routing": "modest"})
+    assert "modest" in FORMATS[form](routed) and "modest" not in FORMATS[form](REPORT)
 
 
 def test_csv_and_jsonl_read_back():

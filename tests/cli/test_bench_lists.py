@@ -12,9 +12,8 @@ from pyspec.bench.measure import Mode, Run
 from pyspec.bench.report import FORMATS
 from pyspec.bench.result import Report, changes, joined, read_rates, summarise_turns, to_json
 from pyspec.cli import main
-from pyspec.cli.bench import BenchFlags
+from pyspec.cli.bench import BenchFlags, numbers
 from pyspec.cli.choice import EngineChoice
-from pyspec.cli.lists import numbers
 
 
 @pytest.mark.parametrize(
@@ -127,14 +126,7 @@ def test_cases_are_joined_shown_and_compared_with_their_like(tmp_path: Path):
     reports = []
     for case, rate in (("p8 n4", 100.0), ("p16 n4", 50.0)):
         runs = (run(case, "plain", rate), run(case, "spec", 2 * rate))
-        about = {
-            "model": "m",
-            "device": "cpu",
-            "drafter": "mtp",
-            "date": case,
-            "n_predict": 4,
-            "threads": len(reports),
-        }
+        about = {"model": "m", "device": "cpu", "drafter": "mtp", "date": case, "n_predict": 4, "threads": len(reports)}  # fmt: skip
         reports.append(Report(about=about, rows=summarise_turns(runs), runs=runs))
     whole = joined(reports)
     assert [row.label for row in whole.rows] == ["2 p8 n4", "2 p16 n4"]

@@ -1,4 +1,4 @@
-"""The command line's border: help, exit statuses, hints, and modules that stay unloaded."""
+"""The command line's border: help, exit statuses, hints, and modules that stay unloaded; and files of settings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from pyspec import errors
 from pyspec.cli import COMMANDS, ELSEWHERE, command_of, main
+from pyspec.cli.flags import honoured_flags, llama_flags
 from pyspec.cli.options import SPEC_TYPES
 
 PYSPEC = [sys.executable, "-m", "pyspec"]
@@ -53,7 +54,7 @@ def test_help_lists_every_command_with_a_sentence():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_says_of_a_command_what_the_command_says(name: str):
     command = main.get_command(click.Context(main), name)
-    assert command is not None and command.get_short_help_str(1000) == COMMANDS[name][1]
+    assert command is not None and command.get_short_help_str(1000) == COMMANDS[name]
 
 
 def test_help_imports_no_command():
@@ -159,10 +160,7 @@ def test_a_type_of_values_that_there_is_not_is_refused():
         (["run", "demo", "-hff", "a.gguf", "-p", "x"], "name the repository with -hf"),
         (["run", "-hf", "no-slash", "-p", "x"], "user/repo"),
         (["run", "demo", "-md", "gone.gguf", "-p", "x"], "no file gone.gguf"),
-        (
-            ["run", "deepseek-v4-flash", "-p", "x"],
-            "the catalogue has no download for 'deepseek-v4-flash'",
-        ),
+        (["run", "deepseek-v4-flash", "-p", "x"], "the catalogue has no download for 'deepseek-v4-flash'"),
         (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
         (["run", "demo", "y", "-p", "x"], "exclude each other"),
         (["run", "demo", "y", "--chat", "y"], "exclude each other"),
@@ -178,14 +176,11 @@ def test_a_type_of_values_that_there_is_not_is_refused():
         (["bench", "demo", "--max-regress", "much"], "percentage"),
         (["bench", "demo", "--baseline", "gone.json"], "cannot read gone.json"),
         (["synth", "no-such-model", "x.gguf"], "no-such-model"),
-        (
-            ["synth", "qwen3", "gone/x.gguf", "--tiny"],
-            "cannot write gone/x.gguf: there is no folder gone",
-        ),
+        (["synth", "qwen3", "gone/x.gguf", "--tiny"], "cannot write gone/x.gguf: there is no folder gone"),
         (["run", "demo", "--grammar-file", "-"], "--grammar-file - reads stdin, so the message"),
         (["run", "demo", "-jf", "-", "-f", "-"], "--json-schema-file - reads stdin, so the message"),
     ],
-)
+)  # fmt: skip
 def test_what_the_user_got_wrong_is_exit_code_2_and_said(args: list[str], message: str):
     code, out, err = invoke(*args)
     assert (code, out) == (2, "")
@@ -279,3 +274,90 @@ def test_synth_writes_a_file_that_inspect_reads(tmp_path: Path):
     code, out, _ = invoke("synth", "qwen3", str(path), "--tiny", "--quant", "Q8_0")
     assert (code, out) == (0, "")
     assert json.loads(invoke("inspect", str(path), "--json")[1])["architecture"] == "qwen3"
+
+
+def shown(*args: str, **env: str) -> dict[str, dict[str, object]]:
+    result = CliRunner().invoke(main, ["config", "show", "--json", *args], env=env)
+    assert result.exit_code == 0, result.output
+    return {row["flag"]: row for row in json.loads(result.stdout)}
+
+
+def test_each_setting_has_its_value_and_its_origin():
+    rows = shown(
+        "demo",
+        "-np",
+        "3",
+        "--api-key",
+        "secret,other",
+        LLAMA_ARG_CTX_SIZE="64",
+        PYSPEC_QUEUE="9",
+        LLAMA_ARG_PORT="1",
+    )
+    assert (rows["MODEL"]["value"], rows["MODEL"]["origin"]) == ("demo", "command line")
+    assert (rows["--parallel"]["value"], rows["--parallel"]["origin"]) == (3, "command line")
+    assert (rows["--ctx-size"]["value"], rows["--ctx-size"]["origin"]) == (64, "LLAMA_ARG_CTX_SIZE")
+    assert (rows["--queue"]["value"], rows["--queue"]["origin"]) == (9, "PYSPEC_QUEUE")
+    assert (rows["--threads"]["value"], rows["--threads"]["origin"]) == (0, "default")
+    assert rows["--api-key"]["value"] == "2 keys" and "secret" not in json.dumps(rows)
+
+
+def test_a_setting_that_is_wrong_is_refused_as_the_server_would():
+    result = CliRunner().invoke(main, ["config", "show", "demo", "--port", "99999"])
+    assert result.exit_code == 2 and "99999" in result.stderr
+
+
+def test_the_table_of_flags_is_for_people_and_programs():
+    rows = json.loads(CliRunner().invoke(main, ["config", "flags", "--json"]).stdout)
+    honoured = {name for flag in honoured_flags() for name in flag.names}
+    assert {name for row in rows for name in row["names"]} == honoured | set(llama_flags())
+    assert all(row["why"] for row in rows if row["fate"] != "honoured")
+    assert "--rope-scale" in CliRunner().invoke(main, ["config", "flags"]).stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_gets_a_script(shell: str):
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0 and "_PYSPEC_COMPLETE" in result.stdout and "pyspec" in result.stdout
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+
+
+@pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("serv", "server"),
+        ("server --no-s", "--no-slots"),
+        ("server -sm layer de", "demo"),
+        ("run de", "demo"),
+    ],
+)
+def test_a_shell_completes_commands_flags_and_models(words: str, offered: str):
+    env = os.environ | {
+        "_PYSPEC_COMPLETE": "bash_complete",
+        "COMP_WORDS": f"pyspec {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    code = "from pyspec.cli import main; main(prog_name='pyspec')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
+    )
+    assert f"plain,{offered}" in done.stdout.splitlines(), done.stdout + done.stderr
+
+
+ROOT = Path(__file__).parents[2]
+PLACES = [ROOT / "docs" / "serving.md", *sorted((ROOT / "deploy").iterdir())]
+
+
+def test_what_deploy_and_its_page_set_in_the_environment_is_read():
+    command = main.get_command(click.Context(main), "server")
+    assert command is not None
+    known = {name for p in command.params if isinstance(p, click.Option) for name in p.envvar or ()}
+    named = {
+        name
+        for path in PLACES
+        for name in re.findall(r"PYSPEC_[A-Z_]+[A-Z]", path.read_text(encoding="utf-8"))
+    }
+    assert {"PYSPEC_HOST", "PYSPEC_MODEL"} <= named
+    ours = {"PYSPEC_NAME", "PYSPEC_CACHE"}  # an example, the cache's own
+    assert sorted(named - known - ours) == []

@@ -335,25 +335,13 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         (3, [str(FIXTURES / "facts.json")], "facts.json"),
         (3, [str(DRAFTER)], f"type -m TARGET.gguf -md {DRAFTER}"),
         (3, [str(FIXTURES / "deepseek4_mtp.gguf")], "is a drafter (mtp), no model that answers"),
-        (
-            4,
-            ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")],
-            "the drafter has 300 tokens, the target 4096",
-        ),
-        (
-            5,
-            ["demo", "-np", "8", "-c", "16777216", "--rope-freq-base", "1e7", "-dev", "cpu"],
-            "this would fit: -c ",
-        ),
+        (4, ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")], "the drafter has 300 tokens, the target 4096"),
+        (5, ["demo", "-np", "8", "-c", "16777216", "--rope-freq-base", "1e7", "-dev", "cpu"], "this would fit: -c "),
         (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
         (6, ["demo", "-dev", "cuda:99"], "-dev"),  # the suggested command
-        (
-            4,
-            ["-m", str(FIXTURES / "qwen3.gguf"), "-md", str(FIXTURES / "deepseek4.gguf")],
-            "it can not be the draft model",
-        ),
+        (4, ["-m", str(FIXTURES / "qwen3.gguf"), "-md", str(FIXTURES / "deepseek4.gguf")], "it can not be the draft model"),
     ],
-)
+)  # fmt: skip
 def test_each_class_of_error_has_its_exit_code_the_numbers_and_how_to_mend_it(
     code: int, args: list[str], said: str
 ):

@@ -210,15 +210,7 @@ def test_a_models_own_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prepare, "compile_all", lambda programs, tell: wanted.extend(programs) or [])
     fixture = FIXTURE.parent / "qwen35_q8_0.gguf"
     assert compiled_ahead(str(fixture), "--arch", "sm_90")[0] == 0
-    assert {p.stem for p in wanted} >= {
-        "linear_sm90",
-        "linear_wgmma",
-        "rows",
-        "norms",
-        "embed",
-        "ahead",
-        "best",
-    }
+    assert {p.stem for p in wanted} >= {"linear_sm90", "linear_wgmma", "rows", "norms", "embed", "ahead", "best"}  # fmt: skip
     assert len(wanted) == len(set(wanted)) and {p.arch for p in wanted} == {"sm_90a"}
     wanted.clear()
     assert compiled_ahead("--arch", "sm_120")[0] == 0

@@ -37,15 +37,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--kv-pool": ("", "4099"),
     "--kv-unified-per-slot": ("", "130"),
     "--page-size": ("", "16", "64"),
-    "--spec-type": (
-        "",
-        "none",
-        "draft-mtp",
-        "draft-dflash",
-        "ngram-simple",
-        "suffix",
-        "draft-mtp,suffix",
-    ),
+    "--spec-type": ("", "none", "draft-mtp", "draft-dflash", "ngram-simple", "suffix", "draft-mtp,suffix"),
     "--spec-draft-n-max": ("", "1", "7", "16"),
     "--spec-draft-p-min": ("", "0.35"),
     "--spec-fixed": ("", "on"),
@@ -72,6 +64,15 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--exact": ("", "on"),
     "--kernels": ("", "reference", "linear=triton"),
     "-md": ("", str(DEMO / "pyspec-demo-dflash.gguf")),
+    "-ngl": ("", "all", "0", "1"),
+    "-ncmoe": ("", "3"),
+    "-ncffn": ("", "1"),
+    "-ot": ("", "exps=CPU,ffn_up=CUDA0", "attn=CPU"),
+    "-otd": ("", "ffn=CPU"),
+    "--moe-cache-mib": ("", "0"),
+    "-fit": ("", "off"),
+    "-fitt": ("", "1000"),
+    "--vram": ("", "3G"),
     "--queue": ("", "1", "77"),
     "--hang-timeout": ("", "7.5"),
     "-n": ("", "-1", "33"),
@@ -86,7 +87,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "--in-process": ("", "on"),
     "--log-format": ("", "json"),
     "--verbosity": ("", "0", "5"),
-}
+}  # fmt: skip
 """Flags that change the load or the server. "": not given; "on", "off": a switch."""
 
 

@@ -97,7 +97,7 @@ def no_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "pyspec.engine.api.Engine.open",
         lambda target, draft, values, isolated=False: accept(settings_from(values)),
     )
-    monkeypatch.setattr("pyspec.engine.plan.fit.fit", lambda path, settings, vram: accept(settings))
+    monkeypatch.setattr("pyspec.engine.plan.fit.fit", lambda path, settings, vram, ram: accept(settings))
     monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: [])
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda *args: accept(EngineSettings()))
     monkeypatch.setattr("pyspec.logits.load", lambda path, settings: accept(settings))

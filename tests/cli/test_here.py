@@ -92,12 +92,7 @@ def test_a_cache_that_is_not_there_is_no_error(cache: Path, monkeypatch: pytest.
     assert [one["type"] for one in json.loads(call("list", "--json").stdout)] == ["demo"]
 
 
-SLOT = {
-    "is_processing": True,
-    "n_past": 70,
-    "speculative": True,
-    "draft": {"n_draft": 3, "acceptance": 0.62},
-}
+SLOT = {"is_processing": True, "n_past": 70, "speculative": True, "draft": {"n_draft": 3, "acceptance": 0.62}}  # fmt: skip
 SILENT = SLOT | {"draft": {"n_draft": 0, "reason": "too slow"}}
 READING = SLOT | {
     "state": "prefill",
@@ -125,11 +120,7 @@ class Fake(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    Fake.answers = {
-        "/health": (200, {"status": "ok"}),
-        "/props": (200, {"model_path": "/m.gguf", "total_slots": 3}),
-        "/slots": (401, {}),
-    }
+    Fake.answers = {"/health": (200, {"status": "ok"}), "/props": (200, {"model_path": "/m.gguf", "total_slots": 3}), "/slots": (401, {})}  # fmt: skip
     http = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
     thread = threading.Thread(target=http.serve_forever, args=(0.02,))
     thread.start()
@@ -231,11 +222,7 @@ def test_models_tells_sizes_and_what_fits_and_what_is_here(cache: Path, monkeypa
     rows = json.loads(call("models", "--json").stdout)
     choices = {one["name"]: one for row in rows for one in row["choices"]}
     assert choices["qwen3.6-27b"]["fits"] == "no" and choices["qwen3.6-27b:Q4_K_M"]["fits"] == "yes"
-    assert {name for name, one in choices.items() if one["here"]} == {
-        "demo",
-        "qwen3.6-27b:Q4_K_M",
-        "qwen3.5-122b-a10b",
-    }
+    assert {name for name, one in choices.items() if one["here"]} == {"demo", "qwen3.6-27b:Q4_K_M", "qwen3.5-122b-a10b"}  # fmt: skip
     assert all(
         one["bytes"] and one["memory"] > one["bytes"]
         for name, one in choices.items()

@@ -114,15 +114,14 @@ def test_an_ignored_flag_is_taken_with_its_values_and_says_why_it_changes_nothin
     [
         (["-fa", "maybe"], "-fa: 'maybe' is not on, off or auto"),
         (["--flash-attn=maybe"], "--flash-attn: 'maybe' is not on, off or auto"),
-        (["-ngl", "abc"], "-ngl: 'abc' is not a whole number, auto or all"),
-        (["-ngl"], "-ngl: a value is missing: a whole number, auto or all"),
-        (["--fit", "auto"], "--fit: 'auto' is not on or off"),
+        (["--poll", "abc"], "--poll: 'abc' is not a whole number"),
+        (["--poll"], "--poll: a value is missing: a whole number"),
         (["-ts", "3,x"], "-ts: 'x' is not a number"),
-        (["-fitt", "1024,"], "-fitt: '' is not a whole number"),
+        (["-ts", "3,"], "-ts: '' is not a number"),
         (["--defrag-thold", "0.1.2"], "--defrag-thold: '0.1.2' is not a number"),
         (["--numa", "all"], "--numa: 'all' is not distribute, isolate or numactl"),
         (["-lm", "ram"], "-lm: 'ram' is not auto, none, mmap, mlock, mmap+mlock or dio"),
-        (["-ot"], "-ot: a value is missing"),
+        (["-mmdev"], "-mmdev: a value is missing"),
     ],
     ids=" ".join,
 )
@@ -132,13 +131,13 @@ def test_an_ignored_flag_refuses_values_that_llama_server_refuses(args: list[str
 
 
 def test_values_of_ignored_flags_are_read_as_llama_server_reads_them():
-    args = "-fa off -fa auto -fa -1 -fa 1 -fa -ngl -1 -ngl all -ngl auto -ngld 99 -ts 3/1,0.5 -fit off -fitt 512,1024 --poll 50 -sps 1E-1"
-    assert call(*args.split(), "-lm", "mmap+mlock", "-ot", "exps=CPU").exit_code == Loaded.exit_code
+    args = "-fa off -fa auto -fa -1 -fa 1 -fa -ts 3/1,0.5 --poll 50 -sps 1E-1"
+    assert call(*args.split(), "-lm", "mmap+mlock").exit_code == Loaded.exit_code
     result = call(LLAMA_ARG_FLASH_ATTN="maybe")
     assert result.exit_code == 2 and "LLAMA_ARG_FLASH_ATTN: 'maybe' is not" in result.stderr
     assert call(LLAMA_ARG_FLASH_ATTN="").exit_code == Loaded.exit_code
     assert call(LLAMA_ARG_MMPROJ="").exit_code == Loaded.exit_code, "set to nothing is not set"
-    assert call(LLAMA_ARG_MMPROJ="a.gguf").exit_code == 2
+    assert call(LLAMA_ARG_MMPROJ_URL="a.gguf").exit_code == 2
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.fate == "refused"], ids=lambda f: f.names[0])
@@ -153,8 +152,8 @@ def test_a_refused_flag_says_why(flag: LlamaFlag):
 
 
 def test_a_value_that_asks_for_what_happens_anyway_is_not_refused():
-    assert call("--sleep-idle-seconds", "-1", "--pooling", "none").exit_code == Loaded.exit_code
-    assert call("--sleep-idle-seconds", "60").exit_code == 2
+    assert call("--pooling", "none").exit_code == Loaded.exit_code
+    assert call("--pooling", "mean").exit_code == 2
 
 
 def test_long_names_go_before_short_ones(no_load: dict[str, object]):
@@ -228,20 +227,62 @@ def test_what_other_programs_hints_name_exists():
         assert [w for w in re.findall(r"(?<![\w-])--?[a-z][\w-]*", said) if w not in known] == [], said
 
 
-def test_flags_that_would_offload_warn_that_nothing_is():
-    for args in (["--n-cpu-moe", "20"], ["-ot", "exps=CPU"], ["--cpu-moe"]):
-        result = CliRunner().invoke(main, ["config", "show", "demo", *args])
-        assert (
-            f"{args[0]} has no effect: llama-server would keep these weights in host memory"
-            in result.stderr
-        )
-    result = call("--mmproj", "a.gguf")
-    assert result.exit_code == 2 and "leave it out: the text part of the model runs" in result.stderr
+@pytest.mark.parametrize(
+    ("args", "settings"),
+    [
+        ([], {"n_gpu_layers": -1, "fit": "on", "moe_cache_mib": -1, "vram": 0, "override_tensor": ()}),
+        (["-ngl", "99", "-ngld", "-1"], {"n_gpu_layers": 99, "draft_n_gpu_layers": -1}),
+        (["--gpu-layers", "all", "-ngld", "auto"], {"n_gpu_layers": 2**31 - 1, "draft_n_gpu_layers": -1}),
+        (["--n-cpu-moe", "20", "-cmoed"], {"n_cpu_moe": 20, "cpu_moe": False, "draft_cpu_moe": True}),
+        (["-ncmoed", "2", "-ncffn", "7", "-cmoe"], {"draft_n_cpu_moe": 2, "n_cpu_ffn": 7, "cpu_moe": True}),
+        (["-ot", "a=CPU,b=CUDA0", "-ot", "c=CPU"], {"override_tensor": ("a=CPU", "b=CUDA0", "c=CPU")}),
+        (["-otd", r"(?=x)exps=CPU"], {"draft_override_tensor": (r"(?=x)exps=CPU",)}),
+        (["-fit", "off", "-fitt", "512,1024", "-fitc", "4096"], {"fit": "off", "fit_target": "512,1024", "fit_ctx": 4096}),
+        (["--fit", "enabled", "--moe-cache-mib", "auto"], {"fit": "on", "moe_cache_mib": -1}),
+        (["--moe-cache-mib", "0", "--vram", "24G"], {"moe_cache_mib": 0, "vram": 24 << 30}),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)  # fmt: skip
+def test_what_llama_server_keeps_in_host_memory_is_read_as_it_reads_it(
+    args: list[str], settings: dict[str, object], no_load: dict[str, object]
+):
+    result = call(*args)
+    assert result.exit_code == Loaded.exit_code, result.output
+    found = no_load["engine"].settings
+    assert {name: found[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "name", "read"),
+    [
+        ("N_GPU_LAYERS", "12", "n_gpu_layers", 12),
+        ("N_CPU_MOE", "3", "n_cpu_moe", 3),
+        ("CPU_MOE", "1", "cpu_moe", True),
+        ("N_CPU_FFN", "4", "n_cpu_ffn", 4),
+        ("OVERRIDE_TENSOR", "exps=CPU,up=CUDA0", "override_tensor", ("exps=CPU", "up=CUDA0")),
+        ("FIT", "off", "fit", "off"),
+        ("FIT_TARGET", "512", "fit_target", "512"),
+        ("FIT_CTX", "512", "fit_ctx", 512),
+        ("N_GPU_LAYERS_DRAFT", "all", "draft_n_gpu_layers", 2**31 - 1),
+        ("SPEC_DRAFT_N_CPU_MOE", "1", "draft_n_cpu_moe", 1),
+        ("SPEC_DRAFT_CPU_MOE", "on", "draft_cpu_moe", True),
+    ],
+)
+def test_and_so_are_its_variables(
+    variable: str, value: str, name: str, read: object, no_load: dict[str, object]
+):
+    assert call(**{f"LLAMA_ARG_{variable}": value}).exit_code == Loaded.exit_code
+    assert no_load["engine"].settings[name] == read
+
+
+def test_what_is_refused_says_what_to_leave_out():
+    result = call("--mmproj-url", "https://example.org/a.gguf")
+    assert result.exit_code == 2 and "--mmproj takes a file" in result.stderr
 
 
 def test_config_show_tells_what_has_no_effect():
-    result = CliRunner().invoke(main, ["config", "show", "demo", "-ngl", "99", "-fa", "on"])
-    assert "-ngl has no effect" in result.stderr and "-fa has no effect" in result.stderr
+    result = CliRunner().invoke(main, ["config", "show", "demo", "-ts", "3", "-fa", "on"])
+    assert "-ts has no effect" in result.stderr and "-fa has no effect" in result.stderr
 
 
 def test_help_begins_with_what_belongs_to_the_command():
@@ -352,11 +393,10 @@ def test_a_wrong_value_from_the_environment_names_its_variable():
 
 
 def test_an_ignored_variable_says_so_and_one_that_is_off_says_nothing():
-    result = call(LLAMA_ARG_N_GPU_LAYERS="99", LLAMA_ARG_CONTEXT_SHIFT="0")
+    result = call(LLAMA_ARG_TENSOR_SPLIT="3,1", LLAMA_ARG_CONTEXT_SHIFT="0")
     assert result.exit_code == Loaded.exit_code
-    assert (
-        "LLAMA_ARG_N_GPU_LAYERS has no effect" in result.stderr and "CONTEXT_SHIFT" not in result.stderr
-    )
+    assert "LLAMA_ARG_TENSOR_SPLIT has no effect" in result.stderr
+    assert "CONTEXT_SHIFT" not in result.stderr
 
 
 HAS_OFF = {"--slots": "ENDPOINT_SLOTS", "--ui": "UI", "--prefill-assistant": "PREFILL_ASSISTANT"} | {
@@ -476,6 +516,14 @@ def test_rope_is_stretched_by_llama_servers_flags_and_variables():
         (["--temp", "-101"], "--temp is -101"),
         (["-n", "-5"], "-5 is not in the range"),
         (["-dev", "cuda:0,cuda:1"], "runs on one device"),
+        (["-ngl", "abc"], "'abc' is not a whole number or auto or all"),
+        (["-ngl", "-2"], "-ngl is -2; want a whole number from -1"),
+        (["-ncmoe", "-1"], "-ncmoe is -1; want a whole number from 0"),
+        (["--fit", "auto"], "-fit is 'auto'; want one of on, off"),
+        (["-fitt", "1024,"], "-fitt is '1024,'; want MiB as 1024"),
+        (["-ot", "exps"], "-ot[0] is 'exps'; want REGEX=CPU or REGEX=CUDA0"),
+        (["--moe-cache-mib", "2G"], "'2G' is not a whole number or auto"),
+        (["--vram", "24X"], "want an amount of memory such as 24G"),
         (["--chat-template-kwargs", "[1]"], "want a JSON object"),
         (["--tool-call-parser", "hermez"], "'hermez' is not one of"),
         (["--samplers", "top_k;top_q"], "--samplers"),

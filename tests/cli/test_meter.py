@@ -62,11 +62,11 @@ def test_work_that_fails_does_not_end_well(
 def test_memory_is_given_in_gib_or_with_a_unit(said: str, n_bytes: int) -> None:
     command = fit.fit
     option = next(p for p in command.params if p.name == "vram")
-    assert fit._bytes(click.Context(command), option, said) == n_bytes
+    assert fit.amount(click.Context(command), option, said) == n_bytes
 
 
 @pytest.mark.parametrize("said", ["-3", "much", "24X", "1K", "99999999T", "1e3"])
 def test_what_is_no_memory_is_refused(said: str) -> None:
     option = next(p for p in fit.fit.params if p.name == "vram")
     with pytest.raises(click.BadParameter, match=re.escape(repr(said))):
-        fit._bytes(click.Context(fit.fit), option, said)
+        fit.amount(click.Context(fit.fit), option, said)

@@ -48,12 +48,7 @@ def _bounded(rng: random.Random, depth: int) -> dict[str, Any]:
 
 def _array(rng: random.Random, depth: int) -> dict[str, Any]:
     low = rng.randint(0, 2)
-    return {
-        "type": "array",
-        "items": schema(rng, depth - 1),
-        "minItems": low,
-        "maxItems": low + rng.randint(0, 2),
-    }
+    return {"type": "array", "items": schema(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 2)}  # fmt: skip
 
 
 MAKERS: dict[str, Any] = {
@@ -64,10 +59,7 @@ MAKERS: dict[str, Any] = {
     "null": lambda rng, depth: {"type": "null"},
     "enum": lambda rng, depth: {"enum": rng.sample(["red", "grün", 1, 2.5, None, True, 'a"b', "\\"], 3)},
     "const": lambda rng, depth: {"const": rng.choice(["fixed", 7, None, "ä\n"])},
-    "pattern": lambda rng, depth: {
-        "type": "string",
-        "pattern": rng.choice(["^[a-z]{2,6}$", "^[0-9]{4}-[0-9]{2}$", "^(on|off)$"]),
-    },
+    "pattern": lambda rng, depth: {"type": "string", "pattern": rng.choice(["^[a-z]{2,6}$", "^[0-9]{4}-[0-9]{2}$", "^(on|off)$"])},
     "bounded": _bounded,
     "object": _object,
     "array": _array,
@@ -78,10 +70,5 @@ MAKERS: dict[str, Any] = {
         "additionalProperties": False,
         "maxProperties": 2,
     },
-    "tuple": lambda rng, depth: {
-        "type": "array",
-        "prefixItems": [schema(rng, 0), schema(rng, 0)],
-        "items": False,
-        "minItems": 2,
-    },
-}
+    "tuple": lambda rng, depth: {"type": "array", "prefixItems": [schema(rng, 0), schema(rng, 0)], "items": False, "minItems": 2},
+}  # fmt: skip

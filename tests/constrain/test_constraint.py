@@ -154,11 +154,8 @@ def test_a_refused_token_that_is_committed_ends_the_request_with_words() -> None
 
 
 def test_several_requests_are_filled_at_once_as_alone() -> None:
-    a, b, c = (
-        constraint("json_schema", PERSON),
-        constraint("regex", "[ab]+"),
-        constraint("gbnf", 'root ::= "no"'),
-    )
+    a, b = constraint("json_schema", PERSON), constraint("regex", "[ab]+")
+    c = constraint("gbnf", 'root ::= "no"')
     drafts = ids('{"name"')
     masks = fill([(a, drafts), (b, []), (c, ids("no"))], trie())
     alone = [fill([(a, drafts)], trie()), fill([(b, [])], trie()), fill([(c, ids("no"))], trie())]

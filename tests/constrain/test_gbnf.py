@@ -18,11 +18,7 @@ from pyspec.errors import RequestError
 MEETING = [
     ('root ::= w "a"\nw ::= [a-z]+', ["bca", "aa", "aaaa"], ["b", "a", "ab"]),
     ('root ::= num "\\n"\nnum ::= [0-9]+ ws\nws ::= [ \\t\\n]*', ["2\n", "2 \n\n"], ["2", "2 "]),
-    (
-        'root ::= "<t>" [^\\x00]* "</t>" ("yes" | "no")',
-        ["<t>hm</t>yes", "<t></t></t>no"],
-        ["<t>hm", "<t>yes"],
-    ),
+    ('root ::= "<t>" [^\\x00]* "</t>" ("yes" | "no")', ["<t>hm</t>yes", "<t></t></t>no"], ["<t>hm", "<t>yes"]),
     ('root ::= ("ab" | "a") "bc"', ["abbc", "abc"], ["ab", "abcc"]),
     (
         'root ::= (sum "=" ws one "\\n")+\nsum ::= one ([-+] one)*\none ::= [0-9]+ ws | "(" ws sum ")" ws\nws ::= [ \\t\\n]*',
@@ -31,26 +27,14 @@ MEETING = [
     ),
     ('root ::= "(" root ")" | [a-z()]*', ["", "((a)", "(((", "a)"], ["A"]),
     ('root ::= ws root ws | "x" ws\nws ::= ([ \\n] ws)?', ["x", " x \n", "\n\nx"], ["", " "]),
-    (
-        'root ::= item root? "\\n"\nitem ::= "- " [^\\x00]+',
-        ["- a\n", "- a- b\n\n", "- \n\n"],
-        ["- a", "-a\n", "- \n"],
-    ),
+    ('root ::= item root? "\\n"\nitem ::= "- " [^\\x00]+', ["- a\n", "- a- b\n\n", "- \n\n"], ["- a", "-a\n", "- \n"]),
     ('root ::= "é" | [è-ü] "é" "x" | "é" root', ["é", "éé", "èéx", "éééx"], ["è", "x", "éx"]),
     ("root ::= a b\na ::= [ab]{1,3}\nb ::= [bc]{2}", ["abb", "abc", "aabbb"], ["ab", "aaaabb"]),
-    (
-        'root ::= Integer "!"\nInteger ::= INTEGER\nINTEGER ::= integer+\ninteger ::= [0-9]',
-        ["12!"],
-        ["!", "x!"],
-    ),
+    ('root ::= Integer "!"\nInteger ::= INTEGER\nINTEGER ::= integer+\ninteger ::= [0-9]', ["12!"], ["!", "x!"]),
     ('root ::= start "!" | SPACE\nstart ::= "x"\nSPACE ::= "y"', ["x!", "y"], ["x", "!"]),
-    (
-        'start ::= "x"\nroot ::= R1 r-1 R-1\nR1 ::= "a"\nr-1 ::= "b"\nR-1 ::= "c"',
-        ["abc"],
-        ["x", "aaa", "abb"],
-    ),
+    ('start ::= "x"\nroot ::= R1 r-1 R-1\nR1 ::= "a"\nr-1 ::= "b"\nR-1 ::= "c"', ["abc"], ["x", "aaa", "abb"]),
     ('root ::= a\na ::= b "x" | "y"\nb ::= a "z"', ["y", "yzx", "yzxzx"], ["x", "yz"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "good", "bad"), MEETING)
@@ -176,15 +160,12 @@ def test_a_regular_part_is_one_expression_and_terminals_that_do_not_meet_stay_wh
 @pytest.mark.parametrize(
     "source",
     [
-        "root ::= "
-        + " ".join(f"a{i}" for i in range(300))
-        + "".join(f'\na{i} ::= "x" root? [a-z]*' for i in range(300)),
+        "root ::= " + " ".join(f"a{i}" for i in range(300)) + "".join(f'\na{i} ::= "x" root? [a-z]*' for i in range(300)),
         "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)) + '\nr40 ::= "a"\nroot ::= r0 root?',
-        "root ::= a0\n"
-        + "\n".join(f'a{i} ::= "b" a{(i * 7 + 1) % 60} | a{(i + 1) % 60} "c" | "d"' for i in range(60)),
+        "root ::= a0\n" + "\n".join(f'a{i} ::= "b" a{(i * 7 + 1) % 60} | a{(i + 1) % 60} "c" | "d"' for i in range(60)),
         "root ::= " + " | ".join(f'"{i:x}" root' for i in range(3000)) + ' | "z"',
     ],
-)
+)  # fmt: skip
 def test_grammars_that_are_large_are_read_within_bounds(source: str) -> None:
     began = time.process_time()
     with suppress(RequestError):

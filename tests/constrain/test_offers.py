@@ -6,8 +6,7 @@ import pytest
 from grammar_rig import PERSON, constraint, ids, trie
 
 from pyspec.constrain import phrases
-from pyspec.constrain.offer import Offer
-from pyspec.constrain.phrases import Estimate, Phrasebook, Phrasebooks
+from pyspec.constrain.phrases import Estimate, Offer, Phrasebook, Phrasebooks
 
 TEXT = '{"name": "Ann", "age": 7}'
 

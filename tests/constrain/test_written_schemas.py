@@ -133,10 +133,7 @@ WRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, accepted val
 REFUSED = [
     ({"$ref": "#/$defs/none"}, "refers to '#/\\$defs/none'"),
     (at_a({"$ref": "other.json"}), "refers to 'other.json'"),
-    (
-        at_a({"$ref": "#t"}, **{"$defs": {"x": {"$anchor": "t"}, "y": {"$anchor": "t"}}}),
-        "refers to '#t'",
-    ),
+    (at_a({"$ref": "#t"}, **{"$defs": {"x": {"$anchor": "t"}, "y": {"$anchor": "t"}}}), "refers to '#t'"),
     ({"oneOf": [WHOLE, {"type": "number"}]}, "oneOf"),
     ({"oneOf": [thing(a=TEXT) | {"additionalProperties": True}, thing(b=TEXT)]}, "oneOf"),
     ({"oneOf": [{"$ref": "#/$defs/t"}, {"enum": ["a"]}], "$defs": {"t": TEXT}}, "oneOf"),
@@ -145,7 +142,7 @@ REFUSED = [
     (at_a(TEXT, **{"not": {"required": ["b"]}}), "not"),
     ({"type": "string", "minLength": 1.5}, "minLength"),
     ({"type": "string", "pattern": "a(?=b)"}, "look"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.sampled(1, most=40)

@@ -14,6 +14,7 @@ import torch
 from eight_rig import eight_rigs
 from product_rig import product_rigs
 from route_cases import GROUPED
+from token_rigs import token_rigs
 from torch import Tensor
 
 from pyspec.cuda.op import Op
@@ -195,6 +196,7 @@ EXPERTS = {
     "odd and plain": MoeSpec(CPU, 3, 37, 19, "swiglu", G.F32, G.F16),
     "narrower than a panel": MoeSpec(CPU, 2, 5, 3, "relu2", G.BF16, G.BF16),
     "plain downs": MoeSpec(CPU, 2, 96, 13, "swiglu", G.Q8_0, G.F32),
+    "gates of kimi-k3": MoeSpec(CPU, 3, 96, 96, "situ", G.Q8_0, G.Q8_0, betas=(1.5, 2.0)),
     "a row of blocks and a rest": MoeSpec(CPU, 3, 288, 96, "swiglu", G.Q5_1, G.Q4_1, limit=2.0),
     "gates of another type": MoeSpec(CPU, 2, 256, 256, "swiglu", G.Q3_K, G.IQ4_XS, gate=G.Q2_K),
     "scaled": MoeSpec(CPU, 4, 64, 64, "relu2", G.NVFP4, G.NVFP4, scaled=True),
@@ -285,6 +287,7 @@ def small_rigs() -> Iterator[tuple[str, Rig]]:
 
 def rigs() -> Iterator[tuple[str, Rig]]:
     yield from small_rigs()
+    yield from token_rigs()
     yield from eight_rigs()
     yield from product_rigs()
     yield "what is not there", survives_what_is_not_there

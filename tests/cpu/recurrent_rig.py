@@ -31,18 +31,7 @@ from pyspec.slots.table import SlotTable
 CPU = torch.device("cpu")
 N_SLOT, WIDTH = 5, 20
 KEEP, VERIFY, LATE = SeqMode.KEEP, SeqMode.VERIFY, SeqMode.LATE
-SOURCES = (
-    "pool.h",
-    "pool.cpp",
-    "run.cpp",
-    "simd.h",
-    "scratch.h",
-    "sums.h",
-    "recurrent.h",
-    "gdn.cpp",
-    "mamba2.cpp",
-    "short_conv.cpp",
-)
+SOURCES = "pool", "run", "gdn", "mamba2", "short_conv"
 
 Launch = Callable[..., Tensor]
 
@@ -158,8 +147,8 @@ def compiled(folder: Path, isa: str, extra: tuple[str, ...] = ()) -> Any:
     """A library of the sources that the recurrent ops need."""
     native = folder / "native"
     native.mkdir()
-    for name in SOURCES:
-        shutil.copy(build.SOURCES / name, native / name)
+    for source in (*build.SOURCES.glob("*.h"), *(build.SOURCES / f"{name}.cpp" for name in SOURCES)):
+        shutil.copy(source, native / source.name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCES", native)
         return kernels._opened(str(build.build(isa, folder, extra)))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from forced import preloads
 from hostile import ATTEND, CPU, Rig, attends, cpu_of, has_own_bits, rigs, sees_no_later_nan, small_rigs
+from token_rigs import token_rigs
 
 from pyspec.cpu import build
 from pyspec.cpu.tape import Recorded, TapeMemory
@@ -24,7 +25,7 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
-SMALL, ALL = dict(small_rigs()), dict(rigs())
+SMALL, TOKENS, ALL = dict(small_rigs()), dict(token_rigs()), dict(rigs())
 BITS = [
     "ragged",
     "group 16",
@@ -40,6 +41,11 @@ BITS = [
 @pytest.mark.parametrize("name", SMALL)
 def test_small_kernels_match_their_references(name: str) -> None:
     assert SMALL[name]() is None
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_kernels_over_tokens_match_their_references(name: str) -> None:
+    assert TOKENS[name]() is None
 
 
 @pytest.mark.parametrize("name", ATTEND)

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import lives, wait_for
 
 from pyspec.cpu import build
 
@@ -52,32 +52,18 @@ def files(tmp_path: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
-def until(found: Callable[[], bool], limit_s: float = 20) -> bool:
-    end = time.monotonic() + limit_s
-    while not found() and time.monotonic() < end:
-        time.sleep(0.02)
-    return found()
-
-
-def lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_build_that_is_ended_leaves_neither_files_nor_compilers(
     tmp_path: Path, start: Callable[..., subprocess.Popen[str]], sig: signal.Signals
 ) -> None:
     log = tmp_path / "log"
     process = start(SLOW, BUILD)
-    assert until(lambda: log.exists() and bool(log.read_text())) and len(files(tmp_path)) == 2
+    wait_for(lambda: log.exists() and log.read_text(), 20)
+    assert len(files(tmp_path)) == 2
     process.send_signal(sig)
     process.communicate(timeout=20)
-    assert until(lambda: files(tmp_path) == {"lock"}), files(tmp_path)
-    assert until(lambda: not any(map(lives, map(int, log.read_text().split()))))
+    wait_for(lambda: files(tmp_path) == {"lock"}, 20)
+    wait_for(lambda: not any(map(lives, map(int, log.read_text().split()))), 20)
 
 
 def test_two_processes_compile_once_and_say_so(

@@ -190,11 +190,19 @@ def test_forwards_of_many_rows_take_no_new_pages() -> None:
 
 @pytest.mark.parametrize(
     "compute",
-    [lambda x: x + 1, lambda x: x.zero_(), lambda x: float(x.sum()), lambda x: x.clone()],
+    [
+        lambda x: x + 1,
+        lambda x: x.zero_(),
+        lambda x: float(x.sum()),
+        lambda x: x.clone(),
+        lambda x: x.view(2, 2).T.reshape(-1),
+        lambda x: x[::2].contiguous(),
+    ],
 )
-def test_what_a_replay_would_not_repeat_cannot_be_recorded(compute: object) -> None:
+@pytest.mark.parametrize("infers", [False, True])
+def test_what_a_replay_would_not_repeat_cannot_be_recorded(compute: object, infers: bool) -> None:
     x = torch.ones(4)
-    with pytest.raises(CannotRecord, match="aten::"):
+    with pytest.raises(CannotRecord, match="aten::"), torch.inference_mode(infers):
         Recorded(lambda: compute(x), TapeMemory())  # type: ignore[operator]
     assert kernels.here.tape is None, "the recording is over"
     assert torch.equal(axpy(x, torch.zeros(4)), torch.ones(4)), "and calls run again"
@@ -213,13 +221,7 @@ def test_first_recordings_of_a_shape_are_counted_and_those_that_were_dropped_are
 
     def run(n_row: int) -> int:
         before = kernels.here.n_first
-        shape = {
-            "bucket": n_row,
-            "n_row": n_row,
-            "n_place": 3,
-            "out_rows": range(n_row),
-            "single": False,
-        }
+        shape = {"bucket": n_row, "n_row": n_row, "n_place": 3, "out_rows": range(n_row), "single": False}  # fmt: skip
         assert torch.equal(forward(SimpleNamespace(tokens=x, **shape)), n_row * x)  # type: ignore[arg-type]
         return kernels.here.n_first - before
 

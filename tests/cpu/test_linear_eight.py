@@ -32,10 +32,8 @@ def test_the_usual_types_have_it() -> None:
 
 def test_a_context_decides_for_its_matrices() -> None:
     gen = torch.Generator().manual_seed(1)
-    x, raws = (
-        torch.randn(3, 512, generator=gen),
-        {t: sample(t, 16, 512, gen) for t in (G.Q4_K, G.Q8_0, G.F16)},
-    )
+    x = torch.randn(3, 512, generator=gen)
+    raws = {t: sample(t, 16, 512, gen) for t in (G.Q4_K, G.Q8_0, G.F16)}
     exact = CpuMatrix([(raw, t, 1.0) for t, raw in raws.items()])
     with within(Q8):
         assert spec_of(G.Q4_K).bits == 8 and spec_of(G.F16).bits == 16

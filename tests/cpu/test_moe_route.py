@@ -92,11 +92,8 @@ def test_a_row_has_the_same_bits_beside_any_others_and_with_any_threads() -> Non
 
 def test_a_recording_reads_its_rows_when_it_is_replayed() -> None:
     spec, x = replace(SPEC, biased=False), torch.randn(4, SPEC.n_in)
-    launch, norm, matrix = (
-        cpu.bind(spec),
-        torch.ones(spec.n_in),
-        torch.randn(spec.n_expert + 1, spec.n_in),
-    )
+    launch, norm = cpu.bind(spec), torch.ones(spec.n_in)
+    matrix = torch.randn(spec.n_expert + 1, spec.n_in)
     recorded = Recorded(lambda: launch(x, norm, matrix), TapeMemory())
     for _ in range(2):
         x.normal_()

@@ -55,10 +55,8 @@ def _threads_stay() -> Iterator[None]:
 
 def follow(rig: Rig, seed: int, n_round: int = 12) -> None:
     """Rounds on the reference and the kernels, from random states and records; every tensor of both layers at the end."""
-    layers, launches = (
-        [rig.layer(seed), rig.layer(seed)],
-        [rig.cpu.bind(rig.spec), rig.ref.bind(rig.spec)],
-    )
+    layers = [rig.layer(seed), rig.layer(seed)]
+    launches = [rig.cpu.bind(rig.spec), rig.ref.bind(rig.spec)]
     for i, seqs in enumerate(rounds(seed, n_round)):
         got, want = (call(rig, *one, seqs, seed=i) for one in zip(launches, layers, strict=True))
         assert (got - want).norm() < 1e-5 * want.norm() + 1e-6, f"round {i}: {seqs}"
@@ -128,10 +126,8 @@ def test_bits_do_not_depend_on_the_cut_of_a_text(rig: Rig) -> None:
 @pytest.mark.parametrize("before", range(247, 259))
 def test_a_sequence_behind_a_nearly_full_piece_is_as_alone(rig: Rig, before: int) -> None:
     """Its own first rows look back at the slot's window, wherever the kernel's pieces end."""
-    launch, seqs = (
-        rig.cpu.bind(rig.spec),
-        [Seq(0, 0, [0] * before, KEEP), Seq(1, 0, [0] * 9, KEEP, 0, 2), Seq(2, 0, [0], KEEP)],
-    )
+    launch = rig.cpu.bind(rig.spec)
+    seqs = [Seq(0, 0, [0] * before, KEEP), Seq(1, 0, [0] * 9, KEEP, 0, 2), Seq(2, 0, [0], KEEP)]
     whole, layer, alone = rig.inputs(before + 10), rig.layer(8), rig.layer(8)
     out = launch(*whole, layer, batch_of(seqs))
     for seq, at in zip(seqs, (0, before, before + 9), strict=True):

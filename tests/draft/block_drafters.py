@@ -9,17 +9,15 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
-from engine_rig import FIXTURES, Rig, plain_rig
+from engine_rig import FIXTURES, plain_rig
 from rewrite import rewrite
 
 from pyspec.draft import dflash2, dspark
-from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash_net import DFlashNet
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models.weights import Weights
 from pyspec.ranges import Real
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
-from pyspec.slots.drafts import DraftRequest, Drafts
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
@@ -64,10 +62,7 @@ def dspark_of(
     """quiet: the Markov head has no opinion."""
     (_, n, _), rng = _sizes(draft), np.random.default_rng(8)
     random = lambda *shape: (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype("<f4")  # noqa: E731
-    tensors = {
-        "markov_w1.weight": random(n_vocab, RANK),
-        "markov_w2.weight": (0 if quiet else 2) * random(n_vocab, RANK),
-    }
+    tensors = {"markov_w1.weight": random(n_vocab, RANK), "markov_w2.weight": (0 if quiet else 2) * random(n_vocab, RANK)}  # fmt: skip
     if sure:
         tensors |= {"conf_proj.weight": random(1, n + RANK), "conf_proj.bias": random(1)}
     keys = {"sample_from_anchor": from_anchor, "has_confidence_head": sure}
@@ -220,28 +215,6 @@ class Reference:
                 sure.append(float(softmax(logits).max()))
             drafts.append(int(logits.argmax()))
         return drafts[1:], sure
-
-
-def watch(r: Rig) -> list[tuple[list[int], list[int], int]]:
-    """(tokens with the anchor, drafts, rows of the block) of each draft that the host asks for."""
-    seen: list[tuple[list[int], list[int], int]] = []
-    drafter = r.loop.drafter
-    assert isinstance(drafter, DFlash)
-    draft = drafter.draft
-
-    def watched(requests: Sequence[DraftRequest]) -> list[Drafts]:
-        found = draft(requests)
-        live = [q for q in requests if q.n_draft]
-        n_row = drafter.length.rows(len(live), max((q.n_draft for q in live), default=1))
-        seen.extend(
-            ([*q.slot.tokens, q.anchor], [*d.tokens], n_row)
-            for q, d in zip(requests, found, strict=True)
-            if d.tokens
-        )
-        return found
-
-    drafter.draft = watched  # type: ignore[method-assign]
-    return seen
 
 
 class Sparse:

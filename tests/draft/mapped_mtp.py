@@ -50,10 +50,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None and isinstance(target, Decoder)
-    weights, memory = (
-        Weights(plan.file, target.device, options.dense),
-        own_memory(plan, table, options, target.device),
-    )
+    weights = Weights(plan.file, target.device, options.dense)
+    memory = own_memory(plan, table, options, target.device)
     spec = target.config.mtp
     assert spec is not None
     block = MappedBlock(spec, weights, memory, target, options.head)

@@ -44,6 +44,8 @@ def rewrite(
             plain = plain if isinstance(plain, str | bool | int | float) else list(plain)  # type: ignore[call-overload]
             kind = value_type(plain[0] if isinstance(plain, list) else plain)
             kind = ValueType.INT32 if key == "tokenizer.ggml.token_type" else kind  # llama.cpp insists
+            if kind is ValueType.UINT32 and isinstance(plain, list) and max(plain) >= 1 << 32:
+                kind = ValueType.UINT64
             writer.add(key, plain, kind)
     raw = {rename(name): file.raw(name) for name in file.tensors if not drop(name)}
     for name, info in file.tensors.items():

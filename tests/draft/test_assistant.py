@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +11,19 @@ import pytest
 import torch
 from engine_rig import FIXTURES, Rig, rig
 from harness import Bench
-from known_texts import N_TEXT, joined, known_texts
+from known_texts import N_TEXT, known_texts
 from rewrite import rewrite
 
 from pyspec.config import EngineSettings
 from pyspec.draft import assistant
 from pyspec.draft.assistant import Assistant, AssistantBlock, read_assistant
 from pyspec.draft.drafter import TargetFile
-from pyspec.errors import BadTensors, ConfigError, PairError, PyspecError
+from pyspec.errors import BadTensors, ConfigError, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.decoder import Decoder
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.drafts import DraftRequest, Drafts
 
 TARGET, ASSISTANT = FIXTURES / "gemma4-e.gguf", FIXTURES / "gemma4-assistant.gguf"
 READS = (1, 2)  # layers whose keys its first and its second layer read: the last with keys of their own
@@ -120,50 +118,6 @@ def drafted(**settings: object) -> Rig:
     return rig(TARGET, **({"draft_path": ASSISTANT, "n_draft_fixed": True, "n_draft_max": 4} | settings))
 
 
-def watch(r: Rig) -> list[tuple[list[int], list[int]]]:
-    """(tokens with the anchor, drafts) of each draft that the host asks for."""
-    seen: list[tuple[list[int], list[int]]] = []
-    drafter = r.loop.drafter
-    assert isinstance(drafter, Assistant)
-    draft = drafter.draft
-
-    def watched(requests: Sequence[DraftRequest]) -> list[Drafts]:
-        found = draft(requests)
-        pairs = zip(requests, found, strict=True)
-        seen.extend(([*q.slot.tokens, q.anchor], [*d.tokens]) for q, d in pairs if d.tokens)
-        return found
-
-    drafter.draft = watched  # type: ignore[method-assign]
-    return seen
-
-
-def test_drafts_are_those_of_the_reference() -> None:
-    """After prompts, accepted and refused drafts, and rounds without any."""
-    texts, rounds = list(known_texts(TARGET).items())[:3], count()
-    r = drafted(np=2)
-    seen = watch(r)
-    r.loop.controller.choose = lambda caps, *_: [  # type: ignore[method-assign]
-        cap * (n % 4 < 3) for n in (next(rounds),) for _, cap in caps
-    ]
-    heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
-    r.run()
-    assert r.info.drafter == "assistant" and [h.tokens for h in heard] == [text for _, text in texts]
-    assert len(seen) > 20
-    for tokens, drafts in seen[::3]:
-        assert drafts == reference().draft(tokens, len(drafts)), f"behind {len(tokens)} tokens"
-
-
-@pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("np", [1, 2, 4, 8])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_the_text_is_the_targets_with_staggered_joins(is_ahead: bool, np: int) -> None:
-    texts, r = known_texts(TARGET), drafted(np=np, ubatch=40)
-    r.loop.lookahead.on = is_ahead
-    heard = joined(r, texts)
-    assert [h.tokens for h in heard] == list(texts.values())
-    assert sum(h.timings.draft_n for h in heard) > 100
-
-
 def test_drafts_made_ahead_are_those_of_the_host() -> None:
     """The device goes on from the rows that a verify keeps: the same drafts, so as many are right."""
     prompt, text = next(iter(known_texts(TARGET).items()))
@@ -177,23 +131,6 @@ def test_drafts_made_ahead_are_those_of_the_host() -> None:
     assert abs(counts[0] - counts[1]) < 0.05
 
 
-def test_passes_are_recorded() -> None:
-    r = drafted()
-    prompt, text = next(iter(known_texts(TARGET).items()))
-    assert r.generate(prompt, N_TEXT).tokens == text
-    drafter = r.loop.drafter
-    assert isinstance(drafter, Assistant) and not drafter._next._cannot and drafter._next._tapes
-
-
-def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read() -> None:
-    prompt, r = max(known_texts(TARGET), key=len), drafted(page_size=16)
-    first = r.generate(prompt, 12)
-    seen, turn = watch(r), [*prompt, *first.tokens, 3, 4, 5]
-    h = r.generate(turn, 12)
-    assert h.timings.cache_n == len(prompt) + 11
-    assert seen and all(drafts == reference().draft(tokens, len(drafts)) for tokens, drafts in seen[:4])
-
-
 def test_flags_that_change_the_targets_ropes_change_its_own() -> None:
     """Its queries meet keys that these have turned."""
     r = drafted(rope_freq_base=5e5, rope_scale=2.0)
@@ -201,23 +138,6 @@ def test_flags_that_change_the_targets_ropes_change_its_own() -> None:
     assert isinstance(drafter, Assistant) and isinstance(target, Decoder)
     assert drafter.own.ropes.bound.keys() == target.ropes.bound.keys()
     assert {rope.base for rope in target.ropes.bound} == {1e4, 5e5}
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"embedding_length_out": 48}, "made for a width of 48; the target's is 32"),
-        ({"attention.key_length": 32, "attention.value_length": 32}, "heads of 32 dimensions; the keys of the target's layer 2"),
-        ({"attention.head_count": 0}, "0 heads do not divide"),
-        ({"attention.sliding_window_pattern": [True]}, "sliding_window_pattern has 1 entries; want 2"),
-    ],
-)  # fmt: skip
-def test_a_drafter_for_another_target_is_refused_with_the_numbers(
-    change: dict[str, object], text: str, tmp_path: Path
-) -> None:
-    keys = {f"gemma4-assistant.{key}": value for key, value in change.items()}
-    with pytest.raises(PyspecError, match=text):
-        rig(TARGET, draft_path=rewrite(ASSISTANT, tmp_path / "a.gguf", change=keys))
 
 
 def plan(target: Path, settings: EngineSettings) -> object:

@@ -105,7 +105,7 @@ def test_texts_are_the_same_and_drafts_nearly_as_good(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("n_slot", [1, 7, 12, 40])
 def test_every_draft_has_a_graph(n_slot: int, files: Path) -> None:
-    """Whatever slots draft, and how much: the warm-up has run a forward of that size, where one of the arena holds it."""
+    """For all slots and lengths of drafts: the warm-up has run a forward of that size, where one of the arena holds it."""
     bench = Bench(tiny("qwen35"), n_slot=n_slot)
     drafter = bench.drafter("dflash", files, n_draft=7)
     assert isinstance(drafter, DFlash)

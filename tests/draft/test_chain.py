@@ -1,22 +1,27 @@
-"""The base of chained heads runs with any block: another head is a module, and drafts as well in rounds that are launched ahead."""
+"""The base of chained heads runs with any block: another head is a module, drafts as well ahead, and has places for all rows of a verify."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from types import SimpleNamespace
 
 import mapped_mtp
 import pytest
 import torch
 from engine_rig import DEMO, Rig, rig
 from known_texts import demo_prompts
+from plans import fix_lengths
 from torch import Tensor
 
 from pyspec import registry
+from pyspec.draft.chain import Chain
+from pyspec.draft.drafter import NO_DRAFTER
 from pyspec.engine.loop import pending_round
 from pyspec.models.target import Out
 from pyspec.sample.choose import Chosen, Span, choose
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.table import SlotTable
 
 
 def overwrite_taps(r: Rig) -> None:
@@ -47,9 +52,10 @@ def test_a_second_chained_head_drafts_what_mtp_drafts_from_the_same_states(
         overwrite_taps(r)
         r.loop.lookahead.on = is_ahead
         rounds = count()  # three without drafts, three with: states wait, and are caught up on
-        r.loop.controller.choose = lambda caps, _offers, _beside=0, rounds=rounds: [  # type: ignore[method-assign]
-            cap * (n // 3 % 2) for n in (next(rounds),) for _, cap in caps
-        ]
+        fix_lengths(
+            r.loop,
+            lambda caps, rounds=rounds: [cap * (n // 3 % 2) for n in (next(rounds),) for _, cap in caps],
+        )
         heard = [r.submit(prompt, len(answer)) for prompt, answer in known]
         r.run()
         assert r.info.drafter == kind and [h.tokens for h in heard] == [answer for _, answer in known]
@@ -92,3 +98,29 @@ def watch_drafts(r: Rig, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(pending_round, "choose", seen)
     return found
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_a_verify_of_more_rows_is_not_drafted_behind_unread(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = SlotTable(3, 12, 16)
+    chain = object.__new__(Chain)
+    chain.table, chain.p_min, chain.device, chain.arenas = table, 0.0, torch.device("cpu"), [None] * 3
+    chain.hidden, chain.plan, chain.states = torch.zeros(9, 4), NO_DRAFTER, [None] * 3
+    for slot in table.slots:
+        table.acquire(slot, 40)
+    monkeypatch.setattr(
+        chain, "_state", lambda slot: SimpleNamespace(n_row=slot.n_past + 1, n_fold=0), raising=False
+    )
+    batch = lay_out(table, [Seq(i, 0, [1] * width, n_out=width) for i in range(3)], chain.device)
+
+    def follow(*_: object) -> None:
+        raise InterruptedError  # it goes on to lay out the first pass
+
+    chain.ahead = SimpleNamespace(follow=follow)
+    if width * 3 <= 9:
+        with pytest.raises(InterruptedError):
+            chain.draft_ahead(batch, None, None, 1)  # type: ignore[arg-type]
+    else:
+        assert chain.draft_ahead(batch, None, None, 1) is None  # type: ignore[arg-type]

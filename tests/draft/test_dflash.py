@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from engine_rig import DEMO, DEMO_DRAFT, GREEDY, rig
 from harness import Bench
 from known_texts import demo_prompts, tiny
+from plans import fix_lengths
 from rewrite import rewrite
 from sampling import few
 
@@ -21,6 +22,8 @@ from pyspec.device.capture import capture
 from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.engine.load import warmup
 from pyspec.engine.loop.loop import Loop
+from pyspec.engine.policy import plan
+from pyspec.engine.policy.estimate import CURVE_AT_FIRST
 from pyspec.errors import SlotError
 from pyspec.gguf import open_gguf
 from pyspec.models.target import Out
@@ -91,11 +94,8 @@ def dense_reference(
     t = lambda name: w.vector(name).double()  # noqa: E731
     get = lambda key: m[f"dflash.{key}"]  # noqa: E731
     eps, base = float(get("attention.layer_norm_rms_epsilon")), float(get("rope.freq_base"))
-    n_head, n_kv, dim = (
-        int(get("attention.head_count")),
-        int(get("attention.head_count_kv")),
-        int(get("attention.key_length")),
-    )
+    n_head, n_kv = int(get("attention.head_count")), int(get("attention.head_count_kv"))
+    dim = int(get("attention.key_length"))
     block, mask_id = int(get("block_size")), int(m["tokenizer.ggml.mask_token_id"])
     norm = lambda x, weight: x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight  # noqa: E731
     c = norm(taps.double() @ t("fc.weight").T, t("enc.output_norm.weight"))
@@ -396,10 +396,13 @@ def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
         drafter.plan = replace(drafter.plan, n_held=len(drafter.held) * bool(late))
         if late == "replayed":
             replay(r.loop, drafter)
-        controller.choose = lambda caps, _offers, _beside=0, rng=rng, c=controller: [  # type: ignore[method-assign, misc]
-            min(cap, rng.choice((1, 7)) if c.n_round // 20 % 3 == 0 and rng.random() < 0.5 else 0)
-            for _, cap in caps
-        ]
+        fix_lengths(
+            r.loop,
+            lambda caps, rng=rng, c=controller: [
+                min(cap, rng.choice((1, 7)) if c.n_round // 20 % 3 == 0 and rng.random() < 0.5 else 0)
+                for _, cap in caps
+            ],
+        )
         r.loop.speculator.clock = lambda: (
             0.0
         )  # cuts take no time on it, so their account does not depend on this machine
@@ -538,19 +541,21 @@ def test_drafts_tell_how_sure_they_are_if_they_are_asked(files: tuple[Path, Path
 
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("np_", [1, 4])
-def test_drafts_that_are_cut_and_windows_that_change_leave_the_text_as_it_is(np_: int) -> None:
+def test_drafts_that_are_cut_and_windows_that_change_leave_the_text_as_it_is(
+    np_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drafts are cut by how sure the drafter is; windows change at every other round."""
     texts = demo_prompts()[:6]
     r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, np=np_, ctx=512)
     rng, controller = random.Random(0), r.loop.controller
-    r.loop.speculator.window = lambda slot: rng.choice((0, 0, 16, 3))  # type: ignore[method-assign]
+    monkeypatch.setattr(plan, "window", lambda n_past, n_trained: rng.choice((0, 0, 16, 3)))
     lengths, cut = [], controller.cut
     controller.cut = lambda chosen, sure: lengths.append((chosen, found := cut(chosen, sure))) or found  # type: ignore[method-assign, func-returns-value]
     heard = [(r.submit(prompt, 48), text) for prompt, text in texts]
     r.run()
     n = [min(len(text), 48) for _, text in heard]
     assert all(h.tokens[:k] == text[:k] for k, (h, text) in zip(n, heard, strict=True))
-    assert any(a != b for a, b in lengths) and controller.certainty.n_verdict > 0
+    assert any(a != b for a, b in lengths) and (controller.texts.curves != CURVE_AT_FIRST).any()
 
 
 def test_a_cut_draft_counts_with_the_time_of_the_whole_one() -> None:
@@ -558,12 +563,12 @@ def test_a_cut_draft_counts_with_the_time_of_the_whole_one() -> None:
     r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, ctx=512).call_by_call()
     controller = r.loop.controller
     controller.cut = lambda chosen, sure: [(slot, 0) for slot, _ in chosen]  # type: ignore[method-assign]
-    asked, told, whole, timed = [], [], controller.whole, controller.timed
-    controller.whole = lambda caps, picked: asked.append(found := whole(caps, picked)) or found  # type: ignore[method-assign, func-returns-value]
+    asked, told, take, timed = [], [], controller.take, controller.timed
+    controller.take = lambda state, made: asked.append(made.asked) or take(state, made)  # type: ignore[method-assign, func-returns-value]
     controller.timed = lambda *took: told.append(took) or timed(*took)  # type: ignore[method-assign, func-returns-value]
     r.submit(demo_prompts()[0][0], 24)
     r.run()
-    drafted = [found[0] for found in asked if any(found)]
+    drafted = [n for found in asked for _, n in found if n]
     assert drafted and [took[3] for took in told if took[2]] == drafted
     assert all(took[0] == 1 for took in told), "no draft was verified"
 

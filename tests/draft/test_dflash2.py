@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +15,17 @@ from block_drafters import (
     dflash2_of,
     dspark_of,
     recorded_block,
-    watch,
 )
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, rig
 from known_texts import N_TEXT, demo_prompts, joined, known_texts, tiny
 from rewrite import rewrite
-from sampling import slow
 
 from pyspec import draft
 from pyspec.draft.blocks import BlockLength
 from pyspec.draft.dflash import DFlash
 from pyspec.draft.dflash2 import DFlash2Net, largest
 from pyspec.draft.dspark import DSparkNet
-from pyspec.errors import BadTensors, ConfigError, ModelError, PairError
+from pyspec.errors import BadTensors, ConfigError, PairError
 from pyspec.gguf import open_gguf
 from pyspec.slots.drafts import DraftRequest
 
@@ -89,50 +86,6 @@ def drafted(kind: str, target: str = "qwen35", **settings: object) -> Rig:
     return rig(tiny(target), **(given | settings))
 
 
-PAIRS = [
-    slow("dflash2", "qwen35"),
-    ("dflash2-capped", "qwen3"),
-    ("dspark", "qwen35"),
-    slow("dspark-behind", "qwen3"),
-]
-
-
-@pytest.mark.parametrize(("kind", "target"), PAIRS)
-def test_drafts_are_those_of_the_reference(kind: str, target: str) -> None:
-    """After prompts, accepted and refused drafts, and rounds without any."""
-    texts, rounds = list(known_texts(tiny(target)).items())[:4], count()
-    reference, r = Reference(tiny(target), drafter_for(kind, target)), drafted(kind, target, np=2)
-    seen = watch(r)
-    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
-        cap * (n % 4 < 3) for n in (next(rounds),) for _, cap in caps
-    ]
-    heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
-    r.run()
-    assert r.info.drafter == kind.partition("-")[0]
-    assert [h.tokens for h in heard] == [text for _, text in texts]
-    wholes = [[*prompt, *text] for prompt, text in texts]
-    features = [reference.features(whole) for whole in wholes]
-    assert len(seen) > 40
-    for tokens, drafts, n_row in seen:
-        at = next(i for i, whole in enumerate(wholes) if whole[: len(tokens)] == tokens)
-        want, _ = reference.draft(tokens[-1], features[at][: len(tokens) - 1], len(drafts), n_row)
-        assert drafts == want, f"behind {len(tokens)} tokens"
-
-
-@pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("np", [1, 2, 4, 8, 10])
-@pytest.mark.parametrize("is_ahead", [False, True])
-@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
-def test_the_text_is_the_targets_with_staggered_joins_and_cancels(
-    kind: str, is_ahead: bool, np: int
-) -> None:
-    texts, r = known_texts(tiny("qwen35")), drafted(kind, np=np, ubatch=40)
-    r.loop.lookahead.on = is_ahead
-    heard = joined(r, texts, cancels=True)
-    assert [h.tokens for h in heard] == list(texts.values())
-    assert sum(h.timings.draft_n for h in heard) > 100
-
-
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
 def test_rounds_ahead_draft_as_rounds_that_are_read(kind: str) -> None:
@@ -144,12 +97,7 @@ def test_rounds_ahead_draft_as_rounds_that_are_read(kind: str) -> None:
     }
     found = []
     for path, is_ahead in ((DEMO_DRAFT, False), (makers[kind](), False), (makers[kind](), True)):
-        settings: dict[str, object] = {
-            "np": 2,
-            "n_draft_max": 4,
-            "n_draft_fixed": True,
-            "device": DEVICE,
-        }
+        settings: dict[str, object] = {"np": 2, "n_draft_max": 4, "n_draft_fixed": True, "device": DEVICE}  # fmt: skip
         r = rig(DEMO, draft_path=path, **settings)
         r.loop.lookahead.on = is_ahead
         heard = [r.submit(prompt, 40, GREEDY) for prompt, _ in demo_prompts()[:3]]
@@ -173,33 +121,6 @@ def test_graphs_draft_and_leave_the_text(kind: str, np: int) -> None:
     drafter = r.loop.drafter
     assert isinstance(drafter, DFlash) and drafter.block._graphs
     assert sum(h.timings.draft_n for h in heard) > 100
-
-
-@pytest.mark.sampled(most=1)
-@pytest.mark.skipif(DEVICE != "cpu", reason="recordings are a CPU's")
-@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
-def test_blocks_are_recorded(kind: str) -> None:
-    r = drafted(kind)
-    prompt, text = next(iter(known_texts(tiny("qwen35")).items()))
-    assert r.generate(prompt, N_TEXT).tokens == text
-    drafter = r.loop.drafter
-    assert isinstance(drafter, DFlash) and not drafter.block._cannot and drafter.block._tapes
-
-
-@pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
-def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read(kind: str) -> None:
-    reference = Reference(tiny("qwen35"), drafter_for(kind, "qwen35"))
-    prompt, r = max(known_texts(tiny("qwen35")), key=len), drafted(kind, page_size=16)
-    first = r.generate(prompt, 12)
-    seen, turn = watch(r), [*prompt, *first.tokens, 3, 4, 5]
-    h = r.generate(turn, 20)
-    assert h.timings.cache_n == len(prompt) + 11
-    features = reference.features([*turn, *h.tokens])
-    assert seen
-    for tokens, drafts, n_row in seen:
-        want, _ = reference.draft(tokens[-1], features[: len(tokens) - 1], len(drafts), n_row)
-        assert drafts == want
 
 
 @pytest.mark.sampled(most=2)
@@ -248,44 +169,6 @@ def test_a_file_is_recognised_and_llama_cpps_name_fits() -> None:
         assert draft.recognised(file) == kind
         assert drafted(kind, spec_type=name.removeprefix("draft-")).info.drafter == kind
     assert draft.recognised(open_gguf(tiny("qwen35", drafter=True))) == "dflash"
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "error", "text"),
-    [
-        (
-            "dflash2",
-            {"target_layers": [1, 9]},
-            PairError,
-            r"taps layers \[0, 8\]; the target has layers 0\.\.",
-        ),
-        (
-            "dspark",
-            {"target_layers": [1]},
-            PairError,
-            "reads 128 features; 1 taps of the target give 64",
-        ),
-        ("dspark", {"embedding_length": 32}, PairError, "has hidden size 32, the target 64"),
-        ("dflash2", {"conv_group_size": 7}, PairError, "width 64, no multiple of its groups of 7"),
-        ("dflash2", {"selector_rank": 5}, BadTensors, "selector_hidden.weight: want "),
-        ("dflash2", {"conv_kernel_size": 4}, BadTensors, "attn_conv_base: want "),
-        ("dflash2", {"hidden_activation": "gelu"}, PairError, "activation is gelu; silu is supported"),
-        (
-            "dspark",
-            {"embedding_scale": 2.0},
-            PairError,
-            "embedding_scale of the drafter is 2; 1 is supported",
-        ),
-        ("dspark", {"hyper_connection.count": 4}, ModelError, "this architecture has one"),
-    ],
-)
-def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
-    kind: str, change: dict[str, object], error: type[Exception], text: str, tmp_path: Path
-) -> None:
-    change = {f"dflash.{key}": value for key, value in change.items()}
-    other = rewrite(drafter_for(kind, "qwen35"), tmp_path / "d.gguf", change=change)
-    with pytest.raises(error, match=text):
-        rig(tiny("qwen35"), draft_path=other)
 
 
 def test_a_drafter_for_another_width_or_vocabulary_is_refused(tmp_path: Path) -> None:

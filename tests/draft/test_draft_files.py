@@ -39,70 +39,22 @@ def test_a_head_of_few_tokens_drafts_those_of_the_target_that_its_d2t_names(tmp_
 
 
 OWN: dict[str, tuple[dict[str, np.ndarray], type[PyspecError], str]] = {
-    "d2t with too few entries": (
-        {"output.weight": HEAD, "d2t": np.zeros(31)},
-        PairError,
-        r"d2t is \[31\] .* 32 tokens",
-    ),
-    "d2t with too many": (
-        {"output.weight": HEAD, "d2t": np.zeros(33)},
-        PairError,
-        r"d2t is \[33\] of type F32",
-    ),
-    "d2t without a head": (
-        {"d2t": np.zeros(31)},
-        PairError,
-        r"d2t is \[31\] .* one for each of its head's 320 tokens",
-    ),
-    "d2t beyond the vocabulary": (
-        {"output.weight": HEAD, "d2t": np.full(32, 320.0)},
-        PairError,
-        r"320 to 320; .* 0\.\.319",
-    ),
-    "d2t below zero": (
-        {"output.weight": HEAD, "d2t": ids(*[0] * 31, -1)},
-        PairError,
-        "goes from -1 to 0",
-    ),
+    "d2t with too few entries": ({"output.weight": HEAD, "d2t": np.zeros(31)}, PairError, r"d2t is \[31\] .* 32 tokens"),
+    "d2t with too many": ({"output.weight": HEAD, "d2t": np.zeros(33)}, PairError, r"d2t is \[33\] of type F32"),
+    "d2t without a head": ({"d2t": np.zeros(31)}, PairError, r"d2t is \[31\] .* one for each of its head's 320 tokens"),
+    "d2t beyond the vocabulary": ({"output.weight": HEAD, "d2t": np.full(32, 320.0)}, PairError, r"320 to 320; .* 0\.\.319"),
+    "d2t below zero": ({"output.weight": HEAD, "d2t": ids(*[0] * 31, -1)}, PairError, "goes from -1 to 0"),
     "d2t with NaN": ({"output.weight": HEAD, "d2t": ids(*[0] * 31, np.nan)}, PairError, "goes from nan"),
-    "head of more tokens": (
-        {"output.weight": np.zeros((352, WIDTH))},
-        PairError,
-        "gives 352 tokens; the target has 320",
-    ),
-    "head of another width": (
-        {"output.weight": np.zeros((32, 96)), "d2t": np.zeros(32)},
-        BadTensors,
-        r"output.weight: want",
-    ),
-    "embedding of fewer tokens": (
-        {"token_embd.weight": np.zeros((288, WIDTH))},
-        PairError,
-        "embeds 288 tokens",
-    ),
-    "embedding of another width": (
-        {"token_embd.weight": np.zeros((320, 32))},
-        BadTensors,
-        r"want \[320, 64\], file has \[320, 32\]",
-    ),
-    "rope_freqs": (
-        {"rope_freqs.weight": np.ones(5)},
-        BadTensors,
-        r"rope_freqs.weight: want \[8\], file has \[5\]",
-    ),
+    "head of more tokens": ({"output.weight": np.zeros((352, WIDTH))}, PairError, "gives 352 tokens; the target has 320"),
+    "head of another width": ({"output.weight": np.zeros((32, 96)), "d2t": np.zeros(32)}, BadTensors, r"output.weight: want"),
+    "embedding of fewer tokens": ({"token_embd.weight": np.zeros((288, WIDTH))}, PairError, "embeds 288 tokens"),
+    "embedding of another width": ({"token_embd.weight": np.zeros((320, 32))}, BadTensors, r"want \[320, 64\], file has \[320, 32\]"),
+    "rope_freqs": ({"rope_freqs.weight": np.ones(5)}, BadTensors, r"rope_freqs.weight: want \[8\], file has \[5\]"),
     "a scale of two": ({"fc.scale": np.ones(2)}, BadTensors, r"fc.scale: want \[1\], file has \[2\]"),
-    "a scale of NaN": (
-        {"blk.0.attn_q.scale": ids(np.nan)},
-        ModelError,
-        "blk.0.attn_q.scale is nan; want a finite number",
-    ),
+    "a scale of NaN": ({"blk.0.attn_q.scale": ids(np.nan)}, ModelError, "blk.0.attn_q.scale is nan; want a finite number"),
     "one bias of three": ({"blk.0.attn_q.bias": np.ones(64)}, BadTensors, r"blk.0.attn_k.bias: missing"),
-    "a fused matrix": (
-        {"blk.1.attn_qkv.weight": np.ones((32, 32))},
-        BadTensors,
-        r"blk.1.attn_qkv.weight: want",
-    ),
-}
+    "a fused matrix": ({"blk.1.attn_qkv.weight": np.ones((32, 32))}, BadTensors, r"blk.1.attn_qkv.weight: want"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OWN)

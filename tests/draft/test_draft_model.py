@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_rig import FIXTURES, GREEDY, Rig, plain_rig, rig
 from known_texts import N_TEXT, joined, known_texts, tiny
+from plans import fix_lengths
 from rewrite import rewrite
 
 from pyspec.config import EngineSettings
@@ -137,9 +138,7 @@ def test_after_rounds_without_drafts_it_has_read_what_it_missed(
     assert isinstance(r.loop.drafter, Chain)
     r.loop.drafter.most_waiting = waiting
     r.loop.lookahead.on = is_ahead
-    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
-        cap * (n % 7 > 4) for n in (next(rounds),) for _, cap in caps
-    ]
+    fix_lengths(r.loop, lambda caps: [cap * (n % 7 > 4) for n in (next(rounds),) for _, cap in caps])
     heard = joined(r, [*texts])
     assert [h.tokens for h in heard] == list(texts.values())
     assert sum(h.timings.draft_n for h in heard) == sum(h.timings.draft_n_accepted for h in heard) > 30
@@ -152,9 +151,9 @@ def test_where_only_some_slots_draft_the_others_keep_up(path: Path, is_ahead: bo
     texts, rounds = free_texts(path), count()
     r = drafted(path, path, np=3, n_draft_max=3)
     r.loop.lookahead.on = is_ahead
-    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
-        min(cap, (n + slot) % 4) for n in (next(rounds),) for slot, cap in caps
-    ]
+    fix_lengths(
+        r.loop, lambda caps: [min(cap, (n + slot) % 4) for n in (next(rounds),) for slot, cap in caps]
+    )
     heard = joined(r, [*texts])
     assert [h.tokens for h in heard] == list(texts.values())
     assert all(h.timings.draft_n == h.timings.draft_n_accepted > 0 for h in heard)
@@ -170,8 +169,8 @@ def test_recorded_passes_draft_what_calls_draft() -> None:
         if not is_recorded:
             r.call_by_call()
         found.append([(h.tokens, h.timings.accepted_per_pos) for h in joined(r, texts)])
-        ways = (drafter._first, drafter._next, drafter._late)
-        assert not any(way._cannot for way in ways) and bool(drafter._next._tapes) is is_recorded
+        ways = (drafter._first, drafter._steps[0], drafter._late)
+        assert not any(way._cannot for way in ways) and bool(drafter._steps[0]._tapes) is is_recorded
     assert found[0] == found[1]
 
 
@@ -307,10 +306,8 @@ def test_behind_its_trained_length_it_drafts_no_more() -> None:
 def shuffled(path: Path, extra: int = 0) -> Path:
     """The same model with its tokens in another order, and with some that the target does not have behind them."""
     file = open_gguf(path)
-    tokens, kinds = (
-        file.fields.strings(TOKENS),
-        file.fields.integers(KINDS, len(file.fields.strings(TOKENS))),
-    )
+    tokens = file.fields.strings(TOKENS)
+    kinds = file.fields.integers(KINDS, len(file.fields.strings(TOKENS)))
     order = np.random.default_rng(1).permutation(len(tokens))
     own = {name: values(path, name)[order] for name in TABLES}
     own = {name: np.concatenate([x, np.zeros((extra, x.shape[1]), "<f4")]) for name, x in own.items()}
@@ -354,7 +351,7 @@ def test_vocabularies_that_differ_in_their_padding_need_no_map(more: int) -> Non
     r = drafted(LLAMA, draft, np=2)
     heard = joined(r, [*known])
     assert [h.tokens for h in heard] == list(known.values())
-    assert isinstance(r.loop.drafter, Chain) and not r.loop.drafter._next._cannot
+    assert isinstance(r.loop.drafter, Chain) and not r.loop.drafter._steps[0]._cannot
     r.generate([298, 299, 297], 8)
 
 
@@ -453,7 +450,7 @@ def test_a_load_says_what_to_expect_of_its_pair(caplog: pytest.LogCaptureFixture
     assert used < n and row_bytes(moe) == rest - embedding + experts * used // n
 
 
-# -- what is refused, planned and named -------------------------------------------------------------------------------
+# -- refusals, plans and names -----------------------------------------------------------------------------------------
 
 
 def test_a_model_that_is_given_is_a_draft_model() -> None:

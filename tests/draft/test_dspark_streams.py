@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from block_drafters import recorded_block, watch
+from block_drafters import recorded_block
 from engine_rig import Rig, rig
-from known_texts import N_TEXT, joined, known_texts, tiny
+from known_texts import N_TEXT, known_texts, tiny
 from rewrite import rewrite
 from spark_streams import HEAD_MIX, StreamsReference, streams_drafter
 
@@ -21,7 +20,6 @@ from pyspec.draft.dflash import DFlash
 from pyspec.draft.dspark_streams import StreamsNet
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
-from pyspec.errors import BadTensors, ModelError, PairError
 from pyspec.gguf import open_gguf
 from pyspec.slots.drafts import DraftRequest
 
@@ -49,29 +47,6 @@ def test_logits_and_drafts_are_those_of_llama_cpp() -> None:
     assert np.abs(logits.numpy() - want["logits"]).max() < 1e-4
 
 
-@pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_reference(kind: str) -> None:
-    """After prompts, accepted and refused drafts, and rounds without any; texts are longer than the window."""
-    texts, rounds = list(known_texts(tiny("deepseek4")).items())[:3], count()
-    reference, r = StreamsReference(drafter(kind)), drafted(kind, np=2)
-    seen = watch(r)
-    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
-        cap * (n % 4 < 3) for n in (next(rounds),) for _, cap in caps
-    ]
-    heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
-    r.run()
-    assert r.info.drafter == "dspark" and r.info.n_draft_max == (5 if kind == "behind" else 6)
-    assert [h.tokens for h in heard] == [text for _, text in texts]
-    wholes = [[*prompt, *text] for prompt, text in texts]
-    features = [reference.features(whole) for whole in wholes]
-    assert len(seen) > 30
-    for tokens, drafts, n_row in seen:
-        at = next(i for i, whole in enumerate(wholes) if whole[: len(tokens)] == tokens)
-        want, _ = reference.draft(tokens[-1], features[at][: len(tokens) - 1], len(drafts), n_row)
-        assert drafts == want, f"behind {len(tokens)} tokens"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_how_sure_it_is(kind: str) -> None:
     prompt = max(known_texts(tiny("deepseek4")), key=len)
@@ -85,17 +60,6 @@ def test_how_sure_it_is(kind: str) -> None:
     features = reference.features(slot.tokens)
     tokens, sure = reference.draft(anchor, features, 4, own.length.rows(1, 4))
     assert [*drafts.tokens] == tokens and np.abs(np.array(drafts.sure) - sure).max() < 1e-4
-
-
-@pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("np", [1, 3, 10])
-@pytest.mark.parametrize("is_ahead", [False, True])
-def test_the_text_is_the_targets_with_staggered_joins_and_cancels(is_ahead: bool, np: int) -> None:
-    texts, r = known_texts(tiny("deepseek4")), drafted(np=np, ubatch=40)
-    r.loop.lookahead.on = is_ahead
-    heard = joined(r, texts, cancels=True)
-    assert [h.tokens for h in heard] == list(texts.values())
-    assert sum(h.timings.draft_n for h in heard) > 100
 
 
 def test_one_key_a_token_is_planned_and_kept() -> None:
@@ -114,30 +78,3 @@ def test_a_file_is_recognised_and_may_have_the_checkpoints_names(tmp_path: Path)
     other = rewrite(drafter(), tmp_path / "d.gguf", rename=lambda name: names.get(name, name))
     prompt, text = next(iter(known_texts(tiny("deepseek4")).items()))
     assert drafted(draft_path=other).generate(prompt, N_TEXT).tokens == text
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    [
-        (
-            {"attention.compress_ratios": [0, 4]},
-            PairError,
-            r"is \[0, 4\]; layers without compressed rows",
-        ),
-        ({"hash_layer_count": 1}, PairError, "tables name the experts of 1 of the drafter's layers"),
-        ({"expert_gating_func": 2}, ModelError, "this architecture scores by"),
-        ({"attention.sliding_window": 0}, ModelError, "attention.sliding_window"),
-        ({"attention.head_count_kv": 2}, ModelError, "this architecture has one"),
-        ({"attention.q_lora_rank": 16}, BadTensors, "attn_q_a.weight: want"),
-        ({"hyper_connection.count": 3}, BadTensors, "hc_attn_fn.weight: want"),
-        ({"target_layers": [1, 9, 2]}, PairError, r"taps layers \[0, 8, 1\]"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_a_sentence(
-    change: dict[str, object], error: type[Exception], text: str, tmp_path: Path
-) -> None:
-    change = {f"dflash.{key}": value for key, value in change.items()}
-    other = rewrite(drafter(), tmp_path / "d.gguf", change=change)
-    with pytest.raises(error, match=text) as caught:
-        rig(tiny("deepseek4"), draft_path=other)
-    assert "\n" not in str(caught.value)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from functools import cache
-from itertools import count
 from pathlib import Path
-from tempfile import mkdtemp
 from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from eagle_files import LAYERS, eagle_for
 from engine_rig import FIXTURES, Rig, plain_rig, rig
 from known_texts import N_TEXT, joined, known_texts, tiny
-from rewrite import rewrite
 
 from pyspec import synth
 from pyspec.config import EngineSettings
@@ -23,13 +20,12 @@ from pyspec.draft.chain import Chain
 from pyspec.draft.eagle3 import EagleBlock, read_eagle
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
-from pyspec.engine.policy.rests import REST_AFTER
+from pyspec.engine.policy.controller import REST_AFTER
 from pyspec.errors import ConfigError, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models.target import Out
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out
-from pyspec.slots.drafts import DraftRequest, Drafts
 from pyspec.slots.kv import KvFormat
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
@@ -65,52 +61,11 @@ def test_rows_and_taps_give_the_numbers_of_llama_cpp() -> None:
 # -- a drafter for a target of the tests ------------------------------------------------------------------------------
 
 TARGETS = ("qwen3", "qwen35")
-LAYERS = [2, 1, 2]  # whose inputs it reads
 
 
-@cache
 def eagle(kind: str, *, own: bool) -> Path:
-    """A random drafter. own: with an embedding and a smaller head of its own, and the norms that are optional."""
-    path, rng = tiny(kind), np.random.default_rng(5)
-    file = open_gguf(path)
-    n_vocab, n_target = file.tensors["token_embd.weight"].shape
-    n, heads, dim, n_ff = (48, 3, 16, 40) if own else (n_target, 2, 32, 56)
-    random = lambda *shape: (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype("<f4")  # noqa: E731
-    norm = lambda m: (1 + 0.1 * rng.standard_normal(m)).astype("<f4")  # noqa: E731
-    tensors = {"fc.weight": random(n, 3 * n_target), "output_norm.weight": norm(n)}
-    shapes = {
-        "q": (heads * dim, 2 * n),
-        "k": (dim, 2 * n),
-        "v": (dim, 2 * n),
-        "output": (n, heads * dim),
-    }
-    tensors |= {f"blk.0.attn_{x}.weight": random(*shape) for x, shape in shapes.items()}
-    tensors |= {f"blk.0.{x}.weight": norm(n) for x in ("attn_norm", "attn_norm_2", "ffn_norm")}
-    tensors |= {f"blk.0.ffn_{x}.weight": random(n_ff, n) for x in ("gate", "up")} | {
-        "blk.0.ffn_down.weight": random(n, n_ff)
-    }
-    if own:
-        d2t = np.sort(rng.choice(n_vocab, 200, replace=False)).astype("<f4")
-        tensors |= {
-            "token_embd.weight": random(n_vocab, n) * np.sqrt(n),
-            "output.weight": random(200, n),
-            "d2t": d2t,
-        }
-        tensors["enc.output_norm.weight"] = norm(3 * n_target)
-    keys = {
-        "block_count": 1, "embedding_length": n, "feed_forward_length": n_ff, "attention.head_count": heads,
-        "attention.head_count_kv": 1, "attention.key_length": dim, "attention.value_length": dim,
-        "target_layers": LAYERS, "target_hidden_size": n_target, "norm_before_fc": own, "norm_before_residual": not own,
-        "rope.dimension_count": dim, "rope.freq_base": 1e4, "attention.layer_norm_rms_epsilon": 1e-6,
-    }  # fmt: skip
-    return rewrite(
-        path,
-        Path(mkdtemp(prefix="pyspec-eagle-")) / "eagle3.gguf",
-        arch="eagle3",
-        drop=lambda name: True,
-        add=tensors,
-        change={f"eagle3.{key}": value for key, value in keys.items()},
-    )
+    """A random drafter of a tiny model."""
+    return eagle_for(tiny(kind), own=own)
 
 
 def drafted(kind: str, *, own: bool, **settings: object) -> Rig:
@@ -170,10 +125,8 @@ class Reference:
     def last(self, tokens: Sequence[int], g: np.ndarray) -> tuple[np.ndarray, int]:
         """State and best token behind rows (tokens[i], g[i])."""
         dim = self.h.integer("attention.key_length")
-        e, m = (
-            self.rms(self.embedding[list(tokens)], self.w("blk.0.attn_norm")),
-            self.rms(g, self.w("blk.0.attn_norm_2")),
-        )
+        e = self.rms(self.embedding[list(tokens)], self.w("blk.0.attn_norm"))
+        m = self.rms(g, self.w("blk.0.attn_norm_2"))
         u = np.concatenate([e, m], -1)
         q, k, v = ((u @ self.w(f"blk.0.attn_{x}").T).reshape(len(u), -1, dim) for x in "qkv")
         q, k = self.turned(q)[-1], self.turned(k)[:, 0]
@@ -197,64 +150,6 @@ class Reference:
         return ids[len(tokens) - 1 :]
 
 
-def watch(r: Rig) -> list[tuple[list[int], list[int]]]:
-    """(tokens with the anchor, drafts) of each draft that the host asks for."""
-    seen: list[tuple[list[int], list[int]]] = []
-    drafter = r.loop.drafter
-    assert isinstance(drafter, Chain)
-    draft = drafter.draft
-
-    def watched(requests: Sequence[DraftRequest]) -> list[Drafts]:
-        found = draft(requests)
-        seen.extend(
-            ([*q.slot.tokens, q.anchor], [*d.tokens])
-            for q, d in zip(requests, found, strict=True)
-            if d.tokens
-        )
-        return found
-
-    drafter.draft = watched  # type: ignore[method-assign]
-    return seen
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("own", [True, False], ids=["own", "shared"])
-@pytest.mark.parametrize("kind", TARGETS)
-def test_drafts_are_those_of_the_reference(kind: str, own: bool) -> None:
-    """After prompts, accepted and refused drafts, and rounds without any."""
-    texts, rounds, reference = (
-        list(known_texts(tiny(kind)).items())[:4],
-        count(),
-        Reference(kind, own=own),
-    )
-    r = drafted(kind, own=own, np=2)
-    seen = watch(r)
-    r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
-        cap * (n % 4 < 3) for n in (next(rounds),) for _, cap in caps
-    ]
-    heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
-    r.run()
-    assert r.info.drafter == "eagle3" and [h.tokens for h in heard] == [text for _, text in texts]
-    wholes = [[*prompt, *text] for prompt, text in texts]
-    states = [reference.states(whole) for whole in wholes]
-    assert len(seen) > 40
-    for tokens, drafts in seen:
-        at = next(i for i, whole in enumerate(wholes) if whole[: len(tokens)] == tokens)
-        assert drafts == reference.draft(tokens, states[at], len(drafts)), f"behind {len(tokens)} tokens"
-
-
-@pytest.mark.sampled(1, most=1)
-@pytest.mark.parametrize("np", [1, 2, 4, 8])
-@pytest.mark.parametrize("is_ahead", [False, True])
-@pytest.mark.parametrize("kind", TARGETS)
-def test_the_text_is_the_targets_with_staggered_joins(kind: str, is_ahead: bool, np: int) -> None:
-    texts, r = known_texts(tiny(kind)), drafted(kind, own=True, np=np, ubatch=40)
-    r.loop.lookahead.on = is_ahead
-    heard = joined(r, texts)
-    assert [h.tokens for h in heard] == list(texts.values())
-    assert sum(h.timings.draft_n for h in heard) > 100
-
-
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_requests_that_were_not_read_are_joined_where_they_stand(is_ahead: bool) -> None:
     texts, r = known_texts(tiny("qwen3")), drafted("qwen3", own=True, np=5, ubatch=40)
@@ -269,53 +164,6 @@ def test_requests_that_were_not_read_are_joined_where_they_stand(is_ahead: bool)
     r.run()
     assert [h.tokens for h in heard] == list(texts.values())[:5]
     assert all(h.timings.draft_n > 0 for h in heard)
-
-
-def test_passes_are_recorded() -> None:
-    r = drafted("qwen3", own=False)
-    prompt, text = next(iter(known_texts(tiny("qwen3")).items()))
-    assert r.generate(prompt, N_TEXT).tokens == text
-    assert (
-        isinstance(r.loop.drafter, Chain)
-        and not r.loop.drafter._next._cannot
-        and r.loop.drafter._next._tapes
-    )
-
-
-def test_a_prefix_of_the_cache_is_drafted_from_as_a_text_that_was_read() -> None:
-    reference, prompt = Reference("qwen3", own=True), max(known_texts(tiny("qwen3")), key=len)
-    r = drafted("qwen3", own=True, page_size=16)
-    first = r.generate(prompt, 12)
-    seen, turn = watch(r), [*prompt, *first.tokens, 3, 4, 5]
-    h = r.generate(turn, 20)
-    assert h.timings.cache_n == len(prompt) + 11
-    states = reference.states([*turn, *h.tokens])
-    assert seen and all(
-        drafts == reference.draft(tokens, states, len(drafts)) for tokens, drafts in seen
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"target_hidden_size": 32}, "reads layers of width 32; the target's have 64"),
-        (
-            {"target_layers": [1, 2, 3]},
-            r"taps the inputs of layers \[1, 2, 3\]; inputs of layers 1\.\.2",
-        ),
-        ({"target_layers": [0, 1, 2]}, r"taps the inputs of layers \[0, 1, 2\]"),
-        ({"block_count": 2}, "has 2 layers; one is supported"),
-    ],
-)
-def test_a_drafter_for_another_target_is_refused_with_the_numbers(
-    change: dict[str, object], text: str, tmp_path: Path
-) -> None:
-    own = eagle("qwen3", own=True)
-    other = rewrite(
-        own, tmp_path / "e.gguf", change={f"eagle3.{key}": value for key, value in change.items()}
-    )
-    with pytest.raises(PairError, match=text):
-        rig(tiny("qwen3"), draft_path=other)
 
 
 def tensor_bytes(*roots: object) -> int:

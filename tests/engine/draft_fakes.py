@@ -232,11 +232,4 @@ class Broken(Fickle):
         return super().draft(asks)
 
 
-FAKES: dict[str, type[Oracle]] = {
-    "oracle": Oracle,
-    "liar": Liar,
-    "wild": Wild,
-    "fickle": Fickle,
-    "broken": Broken,
-    "ahead": Ahead,
-}
+FAKES: dict[str, type[Oracle]] = {"oracle": Oracle, "liar": Liar, "wild": Wild, "fickle": Fickle, "broken": Broken, "ahead": Ahead}  # fmt: skip

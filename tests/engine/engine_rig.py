@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,9 @@ from pyspec.device.worker import Worker
 from pyspec.draft.chain import Chain
 from pyspec.draft.dflash import DFlash
 from pyspec.draft.drafter import Drafter
+from pyspec.engine.api import Engine
 from pyspec.engine.load.load import Loaded, load
+from pyspec.engine.loop.disk_tier import DiskTier
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.pending_round import PendingRound
@@ -54,10 +57,8 @@ from pyspec.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
-DEMO, DEMO_DRAFT = (
-    ROOT / "pyspec" / "demo" / "pyspec-demo.gguf",
-    ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf",
-)
+DEMO = ROOT / "pyspec" / "demo" / "pyspec-demo.gguf"
+DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
 DEVICE = os.environ.get("PYSPEC_TEST_DEVICE", "cpu")
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -255,13 +256,7 @@ def overwriting(run: Callable[[Batch], Out]) -> Callable[[Batch], Out]:
 
 def rig(path: Path, **settings: object) -> Rig:
     """Load a model, with f32 caches and without warm-up, so that a text depends on the weights only. PYSPEC_TEST_DEVICE=cuda: on a GPU."""
-    values: dict[str, object] = {
-        "np": 1,
-        "ctx": 256,
-        "kv_type": "f32",
-        "warm_up": False,
-        "device": DEVICE,
-    }
+    values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": DEVICE}  # fmt: skip
     return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
 
 
@@ -312,3 +307,13 @@ def fake_rig(
 def fixture_tokenizer() -> Tokenizer:
     """300 tokens: bytes, merges, fillers and specials."""
     return Tokenizer.from_metadata(open_gguf(FIXTURES / "qwen35.gguf").metadata)
+
+
+def settled(e: Engine) -> None:
+    """All texts that requests have left are written, on all ranks."""
+    tier: DiskTier = e.loop.disk
+    done = threading.Event()
+    while tier._wants or tier._copying is not None or tier._in_flight or not done.is_set():
+        done.clear()
+        tier._tasks.put(done.set)
+        assert done.wait(60)

@@ -3,6 +3,7 @@
 `python fake_engine_main.py FOLDER DESCRIPTOR`. Files in FOLDER plan its failures:
 load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT;
           "wait": make the file "waits", and load once that is removed
+park, wake  at every park or wake: "sleep S", "refuse TEXT"
 room      tokens a request may hold if no number is given
 round     in the next round, once: "abort", "endless", "fatal TEXT", "kernel MODULE"
 poison    "TOKEN N": abort when a request with that token in its prompt has generated N tokens
@@ -21,7 +22,7 @@ from types import ModuleType, SimpleNamespace
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.checker import EXAMINATION
-from pyspec.engine.process import early, engine_main
+from pyspec.engine.process import engine_main
 from pyspec.errors import DeviceError, NoDevice, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import (
@@ -80,7 +81,7 @@ class FakeCore:
         self.step_began, self.pace = 0.0, SimpleNamespace(expected=0.001)
         self.jobs: list[Job] = []
         self.n_done = 0
-        self.wake = threading.Condition()
+        self.news = threading.Condition()
         threading.Thread(target=self.run, daemon=True).start()
 
     @classmethod
@@ -119,9 +120,23 @@ class FakeCore:
         job = Job(name, request, seed, TextStream(self.tokenizer, request.stop), list(request.resumed))
         job.n_before = len(job.tokens)
         job.stream.push(job.tokens)
-        with self.wake:
+        with self.news:
             self.jobs.append(job)
-            self.wake.notify()
+            self.news.notify()
+
+    def park(self) -> None:
+        assert not self.jobs
+        self.move("park")
+
+    def wake(self) -> None:
+        self.move("wake")
+
+    def move(self, to: str) -> None:
+        what, _, how = told(to).partition(" ")
+        if what == "sleep":
+            time.sleep(float(how))
+        if what == "refuse":
+            raise DeviceError(how)
 
     def cancel(self, name: str) -> None:
         for job in self.jobs:
@@ -129,9 +144,9 @@ class FakeCore:
 
     def run(self) -> None:
         while True:
-            with self.wake:
+            with self.news:
                 while not self.jobs:
-                    self.wake.wait()
+                    self.news.wait()
             self.step_began = time.monotonic()
             for job in [j for j in self.jobs if not j.is_seated][
                 : self.np - sum(j.is_seated for j in self.jobs)
@@ -212,5 +227,5 @@ if __name__ == "__main__":
     module = ModuleType("pyspec.engine.process.core")
     module.EngineCore = FakeCore  # type: ignore[attr-defined]
     sys.modules["pyspec.engine.process.core"] = module
-    early.cpu_library = lambda: None  # torch's library, which only a model needs
+    engine_main.cpu_library = lambda: None  # torch's library, which only a model needs
     engine_main.main(int(sys.argv[2]))

@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from engine_rig import GREEDY, ROOT, Heard, Rig, plain_rig
 
 from pyspec import synth
+from pyspec.engine.api import Result
 from pyspec.request import Delta
 
 N_TEXT = 30
@@ -85,3 +86,14 @@ def joined(
         r.loop.cancel(other.job)
     r.run()
     return heard
+
+
+def n_same(want: Result, got: Result, margin: float) -> int:
+    """Tokens up to the end, or up to a near tie, which may fall either way beside other rows. The best tokens' log probabilities agree so far."""
+    for i, (entry, other) in enumerate(zip(want.logprobs, got.logprobs, strict=True)):
+        a, b = (sorted((x for _, x in e.top), reverse=True) for e in (entry, other))
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < margin, f"at {i}: {a}, {b}"
+        if want.tokens[i] != got.tokens[i]:
+            assert a[0] - a[1] < margin, f"the texts part at {i}"
+            return i
+    return len(want.tokens)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import waiting
 from engine_rig import FIXTURES
 from fake_engine_main import token_at
 
@@ -79,8 +80,4 @@ class Ear:
         return done
 
 
-def wait_for(claim: Callable[[], bool], seconds: float = 30.0) -> None:
-    began = time.monotonic()
-    while not claim():
-        assert time.monotonic() - began < seconds, "it did not happen in time"
-        time.sleep(0.002)
+wait_for = partial(waiting.wait_for, seconds=30.0)

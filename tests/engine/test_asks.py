@@ -137,15 +137,7 @@ def test_a_gated_product_is_asked_for_where_it_has_the_activation(tmp_path: Path
 @pytest.mark.usefixtures("an_h200")
 def test_what_is_prepared_has_programs_and_a_child_that_can_find_it() -> None:
     wanted = wanted_of(asks_of(on_gpu("qwen35moe_mixed_q8_0")), GpuKind((9, 0), 132))
-    assert {w.candidate.op for w in wanted} >= {
-        "linear",
-        "linear_tall",
-        "linear_many",
-        "moe",
-        "moe_route",
-        "attend",
-        "embed",
-    }
+    assert {w.candidate.op for w in wanted} >= {"linear", "linear_tall", "linear_many", "moe", "moe_route", "attend", "embed"}  # fmt: skip
     assert all(w.programs for w in wanted if w.candidate.impl in ("cuda", "wgmma"))
     assert any(w.candidate.impl == "library" for w in wanted), (
         "checked, though nothing of it is compiled by us"

@@ -117,13 +117,10 @@ def test_what_only_labels_a_file_refuses_nothing_and_changes_no_text(
         ({"split__count": [1, 2]}, "split.count is an array of 2 uint32"),
         ({"llama__rope__dimension_count": 3}, "rope can not turn 3 dimensions"),
         ({"llama__attention__head_count": 0}, "0 heads do not divide"),
-        (
-            {"llama__attention__head_count": 1 << 12, "llama__attention__key_length": None},
-            "4096 heads do not fit a width of",
-        ),
+        ({"llama__attention__head_count": 1 << 12, "llama__attention__key_length": None}, "4096 heads do not fit a width of"),
         ({"llama__rope__scaling__type": "\x1b]0;x\x07"}, "rope scaling '.*' is not supported"),
     ],
-)
+)  # fmt: skip
 def test_general_and_model_fields_are_held_to_their_types(
     change: dict[str, object], says: str, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from draft_fakes import N_VOCAB
 from engine_rig import FIXTURES, GREEDY, Heard, Rig, plain_rig, rig
 from known_texts import tiny
+from plans import fix_alone
 from test_prompts_alone import MODELS, RandomPick
 
 from pyspec.cuda.faults import Fault
@@ -28,28 +29,18 @@ SAMPLED = SamplingParams(temperature=0.9, seed=7, ignore_eos=True)
 DEEPSEEK4, LLAMA = FIXTURES / "deepseek4.gguf", FIXTURES / "llama.gguf"
 FIXED: dict[str, object] = {"n_draft_fixed": True}
 KINDS: dict[str, Callable[[], tuple[Path, dict[str, object]]]] = {
-    **{
-        name: partial(lambda found: found, found)
-        for name, found in MODELS.items()
-        if name != "deepseek4 ngram"
-    },
-    "qwen35 dflash": lambda: (
-        tiny("qwen35"),
-        {"draft_path": tiny("qwen35", drafter=True), "n_draft_max": 5, **FIXED},
-    ),
+    **{name: partial(lambda found: found, found) for name, found in MODELS.items() if name != "deepseek4 ngram"},
+    "qwen35 dflash": lambda: (tiny("qwen35"), {"draft_path": tiny("qwen35", drafter=True), "n_draft_max": 5, **FIXED}),
     "llama draft model": lambda: (LLAMA, {"draft_path": LLAMA, "n_draft_max": 3, **FIXED}),
-    "deepseek4 mtp": lambda: (
-        DEEPSEEK4,
-        {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 2, **FIXED},
-    ),
-}
+    "deepseek4 mtp": lambda: (DEEPSEEK4, {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 2, **FIXED}),
+}  # fmt: skip
 AHEAD = {"qwen35 mtp", "qwen35 dflash", "llama draft model", "deepseek4 mtp", "nemotron plain"}
 
 
 class OftenAlone(RandomPick):
     """Lets most whole prompts run alone, the oldest first."""
 
-    def __call__(self, whole: Sequence[int], n_other: int, n_verify: int, *_: float) -> int | None:
+    def __call__(self, whole: Sequence[int], n_verify: int) -> int | None:
         able = [i for i, n in enumerate(whole) if n]
         if not able or not n_verify or self.rng.random() < 0.1:
             return None
@@ -64,7 +55,7 @@ class Watched:
     drafts  by request, the drafts of its rounds by position
     """
 
-    def __init__(self, r: Rig, *, overwrites: bool = True) -> None:
+    def __init__(self, r: Rig, *, overwrites: bool = True, graph_of: object = None) -> None:
         r.run_ahead(defers=True)
         if not r.loop.lookahead.on:
             pytest.skip(
@@ -72,7 +63,7 @@ class Watched:
             )
         if overwrites:
             r.overwrite_results()
-        r.loop.pace.alone.pick = OftenAlone()  # type: ignore[method-assign,assignment]
+        fix_alone(r.loop, OftenAlone(), graph_of)
         self.behind: Counter[str] = Counter()
         self.drafts: dict[str, dict[int, list[int]]] = {}
         self.r, self._read, self._was_alone = r, r.loop.read, False

@@ -77,14 +77,8 @@ def test_texts_stay_behind_graphs_of_prompts(
     r = rig(path, np=np, ctx=CTX, **settings)
     r.call_by_call()
     arena, graphs, ahead = padded(r, int(str(settings.get("n_draft_max", 0))) + 1), set(), 0
-    w = Watched(r, overwrites=False)
+    w = Watched(r, overwrites=False, graph_of=arena.prompt_bucket)
     spoil_results(r)
-    able = r.loop.pace.alone.pick
-
-    def pick(whole: list[int], *more: float) -> int | None:
-        return able([n if arena.prompt_bucket(n) else 0 for n in whole], *more)  # type: ignore[arg-type]
-
-    r.loop.pace.alone.pick = pick  # type: ignore[method-assign,assignment]
     read = r.loop.read
 
     def watch(pending, behind):  # type: ignore[no-untyped-def]

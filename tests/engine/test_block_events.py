@@ -528,14 +528,7 @@ def wait_until(reader: BlockReader, is_so: Callable[[], bool]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_router_and_an_engine_agree_on_what_is_cached(isolated: bool) -> None:
-    values = {
-        "np": 3,
-        "ctx": 300,
-        "kv_pool": 900,
-        "kv_events": HERE,
-        "kv_events_replay": HERE,
-        "warm_up": False,
-    }
+    values = {"np": 3, "ctx": 300, "kv_pool": 900, "kv_events": HERE, "kv_events_replay": HERE, "warm_up": False}  # fmt: skip
     draw = random.Random(1)
     with Engine.load("demo", isolated=isolated, **values) as engine:  # type: ignore[arg-type]
         (p,) = engine.publishers

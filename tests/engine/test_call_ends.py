@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import wait_for
 
 from pyspec.engine.api import Engine
 from pyspec.errors import ConfigError, PyspecError, TimedOut, Unavailable
@@ -40,13 +41,6 @@ def slowed(engine: Engine, seconds: float) -> None:
         step()
 
     engine.loop.step = slow
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def is_idle(engine: Engine) -> bool:
@@ -82,7 +76,7 @@ def test_a_call_ends_at_its_time_limit_and_so_does_its_request(name: str, engine
     ) as e:
         CALLS[name](engine, 0.5)
     assert isinstance(e.value, TimeoutError) and isinstance(e.value, PyspecError)
-    until(lambda: is_idle(engine))
+    wait_for(lambda: is_idle(engine))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -104,7 +98,7 @@ def test_waiting_counts_in_the_queue_and_before_a_full_one(name: str) -> None:
         next(running)
         with pytest.raises(TimedOut, match="before its request had a slot"):
             CALLS[name](engine, 0.3)
-        until(lambda: engine.metrics().requests_queued == 0)
+        wait_for(lambda: engine.metrics().requests_queued == 0)
         engine.submit(engine.request("Once", **LONG), lambda event: None)
         with pytest.raises(TimedOut, match="before its request had a slot"):
             CALLS[name](engine, 0.3)
@@ -118,7 +112,7 @@ def test_what_ended_in_time_is_kept_beside_what_did_not(engine: Engine) -> None:
     got = engine.generate_many([short, long, short], timeout=1.0, return_exceptions=True)
     assert [type(one).__name__ for one in got] == ["Result", "TimedOut", "TimedOut"]
     assert "after" in str(got[1]) and "before its request had a slot" in str(got[2])
-    until(lambda: is_idle(engine))
+    wait_for(lambda: is_idle(engine))
     assert engine.generate("Once", max_tokens=3, temperature=0.0, timeout=60) is not None
 
 
@@ -152,12 +146,12 @@ def test_a_close_that_drains_loses_nothing_and_takes_nothing_new() -> None:
     for thread in threads:
         thread.start()
     heard: list[Any] = []
-    until(lambda: engine._n_call == len(calls))
+    wait_for(lambda: engine._n_call == len(calls))
     engine.submit(engine.request("Thrice", **options), heard.append)
     closed: list[bool] = []
     closing = threading.Thread(target=lambda: closed.append(engine.close(drain=WAIT_S)))
     closing.start()
-    until(lambda: engine.state() == "draining")
+    wait_for(lambda: engine.state() == "draining")
     assert not engine.alive()
     for call in (*calls.values(), lambda: engine.submit(engine.request("x"), heard.append)):
         with pytest.raises(Unavailable, match="the engine is closing"):

@@ -14,7 +14,7 @@ from pyspec.engine.api import Engine
 from pyspec.engine.chat_tools import AnswerReading, ChatDelta, ChatResult, choice_of, tools_of
 from pyspec.errors import ConfigError, RequestError
 from pyspec.request import Delta, Done
-from pyspec.text.call_plan import ToolChoice
+from pyspec.text.answer_plan import ToolChoice
 from pyspec.text.markup.dialect import AnswerMarkup, dialect
 from pyspec.text.markup.reasoning import THINK
 
@@ -131,14 +131,10 @@ def test_calls_stand_in_the_place_of_a_text_with_a_schema(engine: Engine) -> Non
         ({"tools": [WEATHER, WEATHER]}, RequestError, "two of them have the same name"),
         ({"tool_choice": "required"}, RequestError, "no tools to choose from"),
         ({"tools": TOOLS, "tool_choice": "sleep"}, RequestError, "tool_choice is 'sleep'"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function"}},
-            RequestError,
-            "tool_choice: a word, or an object",
-        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, RequestError, "tool_choice: a word, or an object"),
         ({"tool_chioce": "auto"}, ConfigError, "'tool_chioce'; did you mean 'tool_choice'"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_is_refused_with_a_sentence(
     engine: Engine, options: Any, error: type[Exception], says: str
 ) -> None:

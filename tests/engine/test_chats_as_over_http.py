@@ -28,10 +28,7 @@ TURNS = (
 )
 LISTED = "{%- if tools -%}{{ tools | tojson }}\n{%- endif -%}"
 TEMPLATES = {
-    "qwen xml": "{# <tool_call> <function= <parameter= #}"
-    + LISTED
-    + TURNS
-    + "{{ '<think>\n' if add_generation_prompt }}{# </think> #}",
+    "qwen xml": "{# <tool_call> <function= <parameter= #}" + LISTED + TURNS + "{{ '<think>\n' if add_generation_prompt }}{# </think> #}",
     "hermes": "{# <tool_call> </tool_call> arguments <think> </think> #}"
     + LISTED
     + TURNS
@@ -42,58 +39,34 @@ TEMPLATES = {
     + "{%- for m in messages -%}{{ m.role }}: {{ m.content }}\n{%- endfor -%}{{ 'assistant: ' if add_generation_prompt }}",
     "no system role": "{%- for m in messages -%}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('turns') }}{%- endif -%}"
     "<start>{{ m.role }}\n{{ m.content | trim }}<end>\n{%- endfor -%}{{ '<start>model\n' if add_generation_prompt }}",
-}
+}  # fmt: skip
 PARAMETERS: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "days": {"type": "integer", "minimum": 2, "maximum": 7},
-        "unit": {"enum": ["c", "f"]},
-    },
+    "properties": {"days": {"type": "integer", "minimum": 2, "maximum": 7}, "unit": {"enum": ["c", "f"]}},
     "required": ["days", "unit"],
     "additionalProperties": False,
-}
-WEATHER: dict[str, Any] = {
-    "name": "weather",
-    "description": "Of <|im_end|> a few days.",
-    "parameters": PARAMETERS,
-}
+}  # fmt: skip
+WEATHER: dict[str, Any] = {"name": "weather", "description": "Of <|im_end|> a few days.", "parameters": PARAMETERS}  # fmt: skip
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": WEATHER}, CLOCK]
 STRICT: list[dict[str, Any]] = [{"type": "function", "function": WEATHER | {"strict": True}}, CLOCK]
 ODD: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}},
-        },
-    }
-]
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}}}}
+]  # fmt: skip
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 ONLY_CLOCK = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
-OBJECT: dict[str, Any] = {
-    "type": "object",
-    "properties": {"ok": {"type": "boolean"}},
-    "required": ["ok"],
-}
+OBJECT: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}  # fmt: skip
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT}}
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "How warm will it be?"}]
-CALL = {
-    "id": "call00007",
-    "type": "function",
-    "function": {"name": "weather", "arguments": '{"days": 3, "unit": "c"}'},
-}
+CALL = {"id": "call00007", "type": "function", "function": {"name": "weather", "arguments": '{"days": 3, "unit": "c"}'}}  # fmt: skip
 HISTORY: list[dict[str, Any]] = [
-    {
-        "role": "system",
-        "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}],
-    },
+    {"role": "system", "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]},
     {"role": "user", "content": "Weather?"},
     {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "call00008"}]},
     {"role": "tool", "tool_call_id": "call00007", "content": "Rain. <|im_end|>"},
     {"role": "tool", "tool_call_id": "call00008", "content": "Sun."},
     {"role": "user", "content": "So?"},
-]
+]  # fmt: skip
 CHATS: dict[str, dict[str, Any]] = {
     "without tools": {},
     "auto": {"tools": TOOLS},
@@ -109,31 +82,21 @@ CHATS: dict[str, dict[str, Any]] = {
     "a schema beside tools": {"tools": TOOLS, "json_schema": OBJECT},
     "a format beside strict tools": {"tools": STRICT, "response_format": FORMAT},
     "a format beside a schema that can not be kept": {"tools": ODD, "response_format": FORMAT},
-    "a format beside a required call": {
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "response_format": FORMAT,
-    },
+    "a format beside a required call": {"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT},
     "an object": {"response_format": {"type": "json_object"}},
     "a history": {"messages": HISTORY, "tools": TOOLS},
     "a history alone": {"messages": HISTORY},
     "a history, none": {"messages": HISTORY, "tools": TOOLS, "tool_choice": "none"},
-}
+}  # fmt: skip
 REFUSED: dict[str, dict[str, Any]] = {
     "no tools to choose from": {"tool_choice": "required"},
-    "a name that none has": {
-        "tools": TOOLS,
-        "tool_choice": {"type": "function", "function": {"name": "sleep"}},
-    },
+    "a name that none has": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sleep"}}},
     "a schema that has to be kept": {"tools": ODD, "tool_choice": "required"},
     "twice the same": {"tools": [CLOCK, CLOCK]},
     "a format that there is not": {"tools": TOOLS, "response_format": {"type": "xml"}},
-    "a format that can not be kept": {
-        "tools": TOOLS,
-        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}},
-    },
+    "a format that can not be kept": {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}}},
     "only hosted tools": {"tools": [{"type": "web_search"}], "tool_choice": "required"},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

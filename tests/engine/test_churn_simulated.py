@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from pyspec.device import worker
-from pyspec.engine.policy import rests
+from pyspec.engine.policy import controller
 
 TOOL = Path(__file__).parents[2] / "tools" / "simulate_churn.py"
 
@@ -35,17 +35,17 @@ def test_the_drafter_computes_a_quarter_of_the_rows(
     """Prompts and answers are the same in number; drafts that pay are drafted as before, at any setting."""
     found: dict[tuple[float, int], Counter[str]] = {}
     for length in (1.2, 3.0):
-        for rest_after in (0, rests.REST_AFTER):
+        for rest_after in (0, controller.REST_AFTER):
             with monkeypatch.context() as m:
-                m.setattr(rests, "REST_AFTER", rest_after)
+                m.setattr(controller, "REST_AFTER", rest_after)
                 args = argparse.Namespace(np=47, len=length, lockstep=256, each=2, then=0.0)
                 found[length, rest_after] = tool.play("mtp", 47, args, tmp_path)[1]
-    few, many = found[1.2, rests.REST_AFTER], found[1.2, 0]
+    few, many = found[1.2, controller.REST_AFTER], found[1.2, 0]
     assert few["prompt rows"] == many["prompt rows"] == 47 * 2 * tool.PROMPT
     assert many["late rows"] > 2.2 * few["verify rows"]
     assert few["late rows"] < 0.25 * many["late rows"]
     assert few["drafted tokens"] < 0.02 * few["verify rows"]
-    for each in (found[3.0, 0], found[3.0, rests.REST_AFTER]):
+    for each in (found[3.0, 0], found[3.0, controller.REST_AFTER]):
         assert each["late rows"] > 47 * 2 * tool.PROMPT and each["drafted tokens"] > 8_000
 
 

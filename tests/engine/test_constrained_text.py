@@ -115,11 +115,7 @@ def test_a_constrained_text_does_not_depend_on_drafts_or_neighbours(
     for a, b in zip(want, found, strict=True):
         assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
         parsed(b)
-    assert any(h.finish == "stop" for h in found) and {h.finish for h in found} <= {
-        "stop",
-        "eos",
-        "length",
-    }
+    assert any(h.finish == "stop" for h in found) and {h.finish for h in found} <= {"stop", "eos", "length"}  # fmt: skip
 
 
 @pytest.mark.sampled(1, most=1)

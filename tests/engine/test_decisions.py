@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import cache, reduce
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,20 +13,31 @@ import pytest
 import torch
 from draft_fakes import Oracle, text_after
 from engine_rig import fake_rig
+from plans import choose
 from sampling import slow
 
-from pyspec.constrain.offer import Offer
+from pyspec.constrain.phrases import Offer
 from pyspec.draft.blocks import BlockLength
 from pyspec.draft.drafter import Drafter, DraftPlan
 from pyspec.draft.suffix_draft import NO_DRAFT, Promise, SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
+from pyspec.engine.loop.round import pauses
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.policy import pace
-from pyspec.engine.policy.controller import FAILED, NO_DRAFTER, NO_OFFER, Controller
+from pyspec.engine.policy import plan as plans_of
+from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.costs import Costs, Timer, bucket
-from pyspec.engine.policy.pace import PAUSE_MS, PaceTargets, PromptPace, PromptThrottle
+from pyspec.engine.policy.plan import (
+    FAILED,
+    NO_DRAFTER,
+    NO_OFFER,
+    PAUSE_MS,
+    Prompt,
+    PromptRules,
+    RoundPlan,
+    RoundState,
+)
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams
 from pyspec.sample.sampler import SlotSampler
@@ -120,15 +131,21 @@ class Request:
     def is_decoding(self) -> bool:
         return self.anchor is not None
 
-    job = property(lambda self: self)  # it is its own part in a round
+    @property
+    def id(self) -> str:
+        return str(id(self))
 
     @property
-    def is_prompt(self) -> bool:
-        return not self.is_decoding
+    def todo(self) -> tuple[int, int]:
+        return self.n_prefill - self.slot.n_past, 0
+
+    @property
+    def is_unread(self) -> bool:
+        return not self.slot.n_past
 
 
 class Play:
-    """A server on paper: the true speculator, controller, throttle and pace, random requests, and a clock."""
+    """A server on paper: the true speculator and controller, random requests, and a clock."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -157,13 +174,20 @@ class Play:
         self.speculator = Speculator(
             worker, self.controller, Stats(self.controller.n_max), suffixes, lambda: self.now  # type: ignore[arg-type]
         )  # fmt: skip
-        self.throttle = PromptThrottle(1.0, FREE)
-        self.pace = PromptPace(
-            CHUNK, 2 * CHUNK, costs, rng.choice([None, PaceTargets(tpot=30.0, ttft=400.0)])
-        )
+        tpot, ttft = rng.choice([(0.0, 0.0), (30.0, 400.0)])
+        graph_of = rng.choice([plans_of.no_graph, lambda n: n if n <= 96 else None])
+        self.controller.rules = PromptRules(CHUNK, 2 * CHUNK, tpot, ttft, n_free=FREE, graph_of=graph_of)
+        self.controller.plan = self.planned  # type: ignore[method-assign]
         self.jobs: dict[int, Request] = {}
         self.row_ms, self.pass_ms = rng.choice([0.02, 0.2, 2.0]), rng.choice([0.3, 3.0])
         self.phase()
+
+    def planned(self, state: RoundState) -> RoundPlan:
+        """The plan, which asking again does not change."""
+        state = replace(state, offers=cache(state.offers))
+        made = plans_of.plan(state)
+        assert plans_of.plan(state) == made
+        return made
 
     def phase(self) -> None:
         """From now on requests and texts are of other kinds."""
@@ -209,22 +233,37 @@ class Play:
             self.phase()
         while len(self.jobs) < self.load * len(self.table.slots) and rng.random() < 0.7:
             self.seat()
-        awake = self.throttle.awake(list(self.jobs.values()))
-        decoding = [job for job in awake if job.is_decoding]
-        prompts = [job for job in awake if not job.is_decoding]
+        jobs = list(self.jobs.values())
+        decoding = [job for job in jobs if job.is_decoding]
         if rng.random() < 0.3:  # a round that was to be launched ahead: it is, or it waits
-            if not speculator.has_offers(decoding) and not prompts:
-                speculator.chosen = speculator.lengths(decoding, [1] * len(decoding))
-            speculator.chosen = speculator.chosen if rng.random() < 0.5 else None
+            if not speculator.has_offers(decoding) and len(decoding) == len(jobs):
+                speculator.plan_ahead(decoding, [1] * len(decoding))
+            speculator.planned = speculator.planned if rng.random() < 0.5 else None
         if rng.random() < 0.003 and decoding:
             speculator.lose_track([rng.choice(decoding).slot], SlotError("a guard"))
-        rows = self.pace.rows(awake, self.now, 2 * len(decoding)) if prompts and decoding else 2 * CHUNK
+        made, awake = speculator.plan(jobs, self.now)
+        prompts = [job for job in awake if not job.is_decoding]
+        if made.alone is not None:
+            self.alone(*prompts)
+            return
+        assert len(prompts) + len(made.paused) + len(decoding) == len(jobs)
+        rows = made.rows if decoding and prompts else 2 * CHUNK
+        assert 1 <= rows <= 2 * CHUNK
         chunks = [min(job.n_prefill - job.slot.n_past, max(rows // len(prompts), 1)) for job in prompts]
         if self.drafter is not None:
             self.drafter.asked = []
-        drafts = speculator.draft(decoding, sum(chunks)) if decoding else {}  # type: ignore[arg-type]
+        drafts = speculator.draft(decoding, made) if decoding else {}  # type: ignore[arg-type]
         self.check(decoding, drafts)
         self.run(decoding, prompts, chunks, drafts)
+
+    def alone(self, job: Request) -> None:
+        """A prompt is read by itself."""
+        ms = 3.0 + self.row_ms * job.n_prefill
+        self.now += 1e-3 * ms
+        job.slot.tokens.extend([3] * job.n_prefill)
+        job.anchor = 3
+        self.controller.landed_alone(job.n_prefill, ms, others=len(self.jobs) > 1)
+        self.controller.timed_beside(ms)
 
     def check(self, decoding: Sequence[Request], drafts: dict[int, Drafts]) -> None:
         caps = {job.slot.index: self.cap(job) for job in decoding}
@@ -251,12 +290,12 @@ class Play:
         ms = (5.0 + self.row_ms * (n_row + n_read)) * (1 + 0.1 * rng.random())
         pause = 10_000.0 if rng.random() < (0.03 if prompts else 0.003) else 0.0
         self.now += 1e-3 * (ms + draft_ms + pause)
-        self.throttle.landed(self.now, [*decoding, *prompts])  # type: ignore[list-item]
-        usual = max(PAUSE_MS, pace.PAUSE * (10.0 + self.row_ms * (3 * CHUNK + 16 * len(self.jobs))))
-        assert self.throttle.owed <= usual * len(decoding) or not decoding, (
+        n_long = sum(pauses(job, c.rules) for job in prompts)  # type: ignore[arg-type]
+        c.landed(n_row + n_read, ms + pause, n_read, len(decoding), n_long)
+        usual = max(PAUSE_MS, 2 * (10.0 + self.row_ms * (3 * CHUNK + 16 * len(self.jobs))))
+        assert c.owed <= usual * len(decoding) or not decoding, (
             "a prompt waits for a pause of the machine"
         )
-        self.pace.landed(n_row + n_read, ms + pause, n_read, decodes=bool(decoding))
         for job, n in zip(prompts, chunks, strict=True):
             job.slot.tokens.extend([3] * n)
             if job.slot.n_past >= job.n_prefill:
@@ -279,7 +318,7 @@ class Play:
 @pytest.mark.parametrize("seed", [*range(12), *(slow(seed) for seed in range(12, 300))])
 def test_random_requests_never_break_a_decision(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mute, unread, sampled, under grammars, long, joined, ended, cut and lost requests; drafters of all kinds; pauses of ten seconds."""
-    monkeypatch.setattr(pace, "LONG", LONG)
+    monkeypatch.setattr(plans_of, "LONG", LONG)
     play = Play(seed)
     for _ in range(1200):
         play.round()
@@ -293,14 +332,14 @@ def test_requests_that_all_forbid_drafts_beside_a_drafter_that_rests() -> None:
     c.reading.n_idle = 1000
     assert c.reading.rests
     for _ in range(100):
-        assert c.choose([(slot, 0) for slot in range(16)]) == [0] * 16
+        assert choose(c, [(slot, 0) for slot in range(16)]) == [0] * 16
         c.timed(16, 5.0, 0, 0, 0.0)
 
 
 def test_an_offer_that_is_taken_back_is_not_drafted_beyond_the_slot_s_cap() -> None:
     c = Controller(1, 3, n_own=2, chained=True)
     for _ in range(300):
-        picked = c.choose([(0, 0)], {0: [0.9, 0.8, 0.7]})
+        picked = choose(c, [(0, 0)], {0: [0.9, 0.8, 0.7]})
         assert 0 in c.offered or picked == [0]
         c.timed(1 + picked[0], 5.0, 0, 0, 0.0)
 
@@ -310,28 +349,26 @@ def test_a_long_prompt_does_not_wait_for_a_pause_of_the_machine(at: int) -> None
     """Sixty-four streams, chunks of 100 ms, and a pause of ten seconds in one of them."""
 
     def read(pause_at: int) -> float:
-        slot = SimpleNamespace(n_past=20_000)
-        long = SimpleNamespace(n_prefill=90_000, n_cached=0, slot=slot, is_decoding=False)
-        streams = [
-            SimpleNamespace(is_decoding=True, slot=slot, n_prefill=1, n_cached=0) for _ in range(64)
-        ]
-        throttle, now, n_chunk = PromptThrottle(1.0, FREE), 0.0, 0
+        c, now, n_chunk = Controller(64, 0, rules=PromptRules(CHUNK, CHUNK, n_free=FREE)), 0.0, 0
+        assert c.rules.pauses(90_000, 20_000)
         while n_chunk < 5:
-            jobs = throttle.awake([*streams, long])
-            n = sum(not job.is_decoding for job in jobs)
-            now += 0.01 + n * (0.1 + 10.0 * (n_chunk == pause_at))
-            n_chunk += n
-            throttle.landed(
-                now, [SimpleNamespace(job=job, is_prompt=not job.is_decoding) for job in jobs]
-            )  # type: ignore[misc]
+            state = RoundState(c, [(slot, 0) for slot in range(64)], [Prompt(70_000, pauses=True)])
+            made = c.plan(state)
+            c.take(state, made)
+            n = 1 - len(made.paused)
+            ms = 10.0 + n * (100.0 + 10_000.0 * (n_chunk == pause_at))
+            now, n_chunk = now + 1e-3 * ms, n_chunk + n
+            c.landed(64 + n * CHUNK, ms, n * CHUNK, 64, n)
+            if not n:
+                c.timed(64, ms, 0, 0, 0.0)
         return now
 
     assert read(-1) < 30.0 and read(at) < 2 * read(-1) + 10.0
 
 
-DECISIONS = """controller.choose controller.begin controller.record controller.timed controller.timed_beside controller.drafts_of
-throttle.awake throttle.landed pace.rows pace.landed pace.committed
-pace.pause_ms turns.awake speculator._find_offers speculator._set_windows speculator.most speculator._requests speculator._cut"""
+DECISIONS = """controller.plan controller.take controller.begin controller.record controller.timed controller.timed_beside
+controller.landed controller.gave turns.awake speculator._find_offers speculator.take speculator.most speculator._requests
+speculator._cut"""
 
 
 @pytest.mark.parametrize("name", DECISIONS.split())
@@ -373,7 +410,8 @@ def test_a_broken_grammar_offers_nothing_and_the_choice_for_others_stands() -> N
     texts = play.controller.texts
     job = next(job for job in play.jobs.values() if job.is_decoding)
     job.constraint, job.n_left, job.request.n_draft_max = SimpleNamespace(), 50, None
-    play.speculator.draft([job])  # type: ignore[list-item]
+    made, _ = play.speculator.plan([job], 0.0)  # type: ignore[list-item]
+    play.speculator.draft([job], made)  # type: ignore[list-item]
     assert play.speculator.failed == {("a grammar's offer", "AttributeError")}
     assert play.controller.texts is texts
 
@@ -381,7 +419,7 @@ def test_a_broken_grammar_offers_nothing_and_the_choice_for_others_stands() -> N
 def test_reasons_name_what_is_the_case() -> None:
     for n_max, reason in ((0, NO_DRAFTER), (6, NO_OFFER)):
         c = Controller(1, n_max, n_own=0)
-        c.choose([(0, 0)])
+        choose(c, [(0, 0)])
         assert c.lanes[0].reason == reason
     play = Play(0)
     play.speculator.decide("it", lambda: [][0], None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from engine_rig import DEMO, DEMO_DRAFT, GREEDY
+from engine_rig import DEMO, DEMO_DRAFT, GREEDY, settled
 from known_texts import demo_prompts
 from sampling import few
 from test_slot_files import KINDS
@@ -23,8 +23,7 @@ from test_slot_files import load as load_kind
 
 from pyspec.engine.api import Engine
 from pyspec.engine.loop import disk_tier
-from pyspec.engine.loop.disk_read import EntryReader
-from pyspec.engine.loop.disk_tier import DiskTier
+from pyspec.engine.loop.disk_tier import EntryReader
 from pyspec.request import Delta, Done, Event, Timings
 from pyspec.server.api.answers import timings_dict
 from pyspec.slots.disk_folder import SEGMENT, DiskFolder
@@ -50,16 +49,6 @@ def load_demo(folder: Path | None, **more: object) -> Engine:
 
 def drafts(t: Timings) -> tuple[int, int]:
     return t.draft_n, t.draft_n_accepted
-
-
-def settled(e: Engine) -> None:
-    """All texts that requests have left are written."""
-    tier: DiskTier = e.loop.disk
-    done = threading.Event()
-    while tier._wants or tier._copying is not None or tier._in_flight or not done.is_set():
-        done.clear()
-        tier._tasks.put(done.set)
-        assert done.wait(60)
 
 
 def files(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_rig import FIXTURES, GREEDY
+from waiting import wait_for
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
@@ -79,13 +80,6 @@ def test_a_load_that_warms_up_ends_with_a_full_collection_which_would_else_inter
     monkeypatch.setattr(gc, "collect", lambda *_: callers.append(sys._getframe(1).f_code.co_name) or 0)
     with start(warm_up=True):
         assert "_loaded" in callers
-
-
-def wait_for(claim: Callable[[], bool], seconds: float = 60.0) -> None:
-    began = time.monotonic()
-    while not claim():
-        assert time.monotonic() - began < seconds, "it did not happen in time"
-        time.sleep(0.002)
 
 
 class Ear:
@@ -384,13 +378,9 @@ def test_a_short_queue_does_not_keep_the_engine_from_starting() -> None:
         (Request(prompt=(1, 300)), RequestError, "token 300 is outside 0..299"),
         (Request(prompt=(-1,)), RequestError, "token -1"),
         (Request(prompt=(1,), slot=2), RequestError, "slot 2 does not exist; slots are 0..1"),
-        (
-            Request(prompt=(1,), params=SamplingParams(temperature=float("nan"))),
-            RequestError,
-            "temperature",
-        ),
+        (Request(prompt=(1,), params=SamplingParams(temperature=float("nan"))), RequestError, "temperature"),
     ],
-)
+)  # fmt: skip
 def test_what_can_never_run_is_refused_at_once(
     engine: Engine, request_: Request, error: type[PyspecError], text: str
 ) -> None:

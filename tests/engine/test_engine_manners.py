@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from sampling import few
+from waiting import wait_for
 
 from pyspec.engine.api import Engine
 from pyspec.engine.loop.job import Job
@@ -43,13 +43,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 def here() -> Iterator[Engine]:
     with load() as engine:
         yield engine
-
-
-def wait_for(is_so: Callable[[], bool], limit_s: float = 60.0) -> bool:
-    end = time.monotonic() + limit_s
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.02)
-    return is_so()
 
 
 # -- listeners -------------------------------------------------------------------------------------------------------
@@ -198,8 +191,10 @@ def test_an_engine_that_nobody_has_any_more_ends(isolated: bool) -> None:
     assert any(t.name in ("pyspec-engine", "pyspec-supervisor") for t in new)
     del engine, stream
     gc.collect()
-    assert wait_for(lambda: not any(t.is_alive() for t in new)), [t.name for t in new if t.is_alive()]
-    assert wait_for(lambda: _children() <= children), _names(_children() - children)
+    wait_for(
+        lambda: not any(t.is_alive() for t in new), why=lambda: [t.name for t in new if t.is_alive()]
+    )
+    wait_for(lambda: _children() <= children, why=lambda: _names(_children() - children))
 
 
 @pytest.mark.slow
@@ -219,7 +214,7 @@ def test_an_engine_ends_with_its_processes_though_a_coroutine_was_left(isolated:
         asyncio.run(leave(engine))
         assert _children() - children
         del engine
-        assert wait_for(lambda: _children() <= children), _names(_children() - children)
+        wait_for(lambda: _children() <= children, why=lambda: _names(_children() - children))
     finally:
         gc.enable()
 
@@ -231,7 +226,9 @@ def test_a_replaced_template_leaves_no_process() -> None:
         n_child = len(_children() - children)
         for i in range(3):
             engine.use_template(f"{i} {{{{ messages[0].content }}}}")
-        assert wait_for(lambda: len(_children() - children) <= n_child), _names(_children() - children)
+        wait_for(
+            lambda: len(_children() - children) <= n_child, why=lambda: _names(_children() - children)
+        )
 
 
 def test_a_program_that_only_has_a_stream_still_has_its_engine() -> None:
@@ -272,7 +269,7 @@ def test_an_event_loop_that_ends_first_leaves_no_traceback(
     with caplog.at_level(logging.WARNING):
         asyncio.run(WAYS[way](engine))
         gc.collect()
-        assert wait_for(lambda: not any(s.is_processing for s in engine.slots()))
+        wait_for(lambda: not any(s.is_processing for s in engine.slots()))
         assert engine.generate("Once", **SHORT).n_predicted == 3
     assert not caplog.records and "Traceback" not in capfd.readouterr().err
 
@@ -284,7 +281,7 @@ def test_a_loop_that_was_closed_without_a_word_ends_its_requests(
     loop.run_until_complete(_leave(here))
     loop.close()
     with caplog.at_level(logging.WARNING):
-        assert wait_for(lambda: not any(s.is_processing for s in here.slots()))
+        wait_for(lambda: not any(s.is_processing for s in here.slots()))
         assert here.generate("Once", **SHORT).n_predicted == 3
     ours = [r for r in caplog.records if r.name.startswith("pyspec")]
     assert not ours, "only asyncio warns of loops that are closed so"

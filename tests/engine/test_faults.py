@@ -14,13 +14,17 @@ from test_isolation import NAN, speculating
 from pyspec.cuda import faults
 from pyspec.cuda.op import FaultPlace, guarded_ops
 from pyspec.engine.loop.round import RowLimits
-from pyspec.errors import OutOfBounds, SlotError
+from pyspec.errors import DeviceError, OutOfBounds, SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import DraftRequest, Drafts
 
 CPU = torch.device("cpu")
 GUARDS = {op.name: op.guard for op in guarded_ops().values()}
+LOST = [
+    op for op, guard in GUARDS.items() if guard.lost
+]  # no request is to blame: the engine is replaced
+OF_REQUESTS = [op for op in GUARDS if op not in LOST]
 
 
 def trip(op: str, place: int, index: int = 99, limit: int = 12) -> None:
@@ -61,7 +65,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
 
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize(
-    "op", [op for op in GUARDS if op != "norms"]
+    "op", [op for op in OF_REQUESTS if op != "norms"]
 )  # which does not know the slot of a row
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 5])
@@ -98,7 +102,7 @@ def test_a_guard_may_trip_in_the_middle_of_a_prompt() -> None:
 
 
 @pytest.mark.sampled(most=2)
-@pytest.mark.parametrize("op", GUARDS)
+@pytest.mark.parametrize("op", OF_REQUESTS)
 def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     path, r = speculating("mtp", 2)
     prompt, text = next(iter(known_texts(path).items()))
@@ -115,6 +119,20 @@ def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     r.run()
     assert all(isinstance(h.error, OutOfBounds) for h in heard) and r.loop.stats.guard_trips == 1
     assert r.generate(prompt, N_TEXT).tokens == text
+
+
+@pytest.mark.parametrize("op", LOST)
+def test_a_guard_of_what_all_need_ends_the_engine_and_no_token_of_that_round_is_told(op: str) -> None:
+    path, r = speculating("mtp", 3)
+    texts = list(known_texts(path).items())[:3]
+    heard = [r.submit(p, N_TEXT, slot=i) for i, (p, _) in enumerate(texts)]
+    tripping(r, op, 1, 4)
+    with pytest.raises(DeviceError, match=GUARDS[op].lost):
+        r.run()
+    assert all(h.error is None for h in heard), "who supervises the engine goes on with them in the next"
+    assert any(h.tokens for h in heard)
+    for h, (_, text) in zip(heard, texts, strict=True):
+        assert h.tokens == text[: len(h.tokens)]
 
 
 @pytest.mark.sampled(most=1)

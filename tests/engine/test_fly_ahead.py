@@ -16,12 +16,11 @@ import torch
 from draft_fakes import Ahead, Fickle
 from engine_rig import FIXTURES, GREEDY, Heard, Rig, every_rig, fake_rig, plain_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
+from plans import fix_lengths
 
 from pyspec.constrain import constraint
-from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.loop.pending_round import PendingRound
-from pyspec.engine.loop.speculator import Speculator
 from pyspec.errors import DeviceError, OutOfBounds
 from pyspec.models.target import Out
 from pyspec.request import Grammar, SamplingParams
@@ -67,7 +66,7 @@ def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[f
     monkeypatch.setattr(
         r.loop.controller,
         "timed",
-        lambda _rows, verify, _live, _passes, draft: told.append(verify + draft),
+        lambda _rows, verify, _live, _passes, draft, _experts: told.append(verify + draft),
     )
     r.run()
     return told, 1e3 * (r.loop.ended - began)
@@ -213,21 +212,6 @@ def test_drafts_are_those_of_rounds_that_wait(
     """The drafter keeps its observations of rounds ahead, though the next forward overwrote them, and its drafts ahead are the same
     as its others."""
 
-    def pick(
-        self: Speculator,
-        jobs: Sequence[Job],
-        taken: Sequence[int] = (),
-        *,
-        whole: bool = False,
-        beside: int = 0,
-    ) -> list[tuple[int, int]]:
-        """By turns: no drafts for six tokens, then drafts."""
-        out = []
-        for job, n in zip(jobs, taken or [0] * len(jobs), strict=True):
-            wants = 3 if not turns or (job.n_predicted + n) // 6 % 2 else 0
-            out.append((job.slot.index, min(wants, self.most(job, n))))  # type: ignore[union-attr]
-        return out
-
     found: list[dict[tuple[int, int], list[int]]] = []
     choose = Loop.choose
 
@@ -235,11 +219,20 @@ def test_drafts_are_those_of_rounds_that_wait(
         found[-1].update({(w.job.n_prompt, w.seq.n_past): list(w.draft) for w in flight.work if w.draft})
         return choose(self, flight)
 
-    monkeypatch.setattr(Speculator, "lengths", pick)
     monkeypatch.setattr(Loop, "choose", record)
     for may in (False, True):
         path, r = same.MAKERS[kind](np=2)
         r.loop.lookahead.on = may
+        loop = r.loop
+
+        def lengths(decoding: Sequence[tuple[int, int]], loop: Loop = loop) -> list[int]:
+            """By turns: no drafts for six tokens, then drafts."""
+            drafts = [not turns or loop.jobs[slot].n_predicted // 6 % 2 for slot, _ in decoding]
+            return [
+                min(3 if wants else 0, most) for wants, (_, most) in zip(drafts, decoding, strict=True)
+            ]
+
+        fix_lengths(r.loop, lengths)
         found.append({})
         texts = list(known_texts(path).items())[:2]
         heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]

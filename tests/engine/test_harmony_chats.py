@@ -17,12 +17,7 @@ from rewrite import rewrite
 from test_harmony import TEMPLATE
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gpt-oss.gguf"
-SCHEMA = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 10}},
-    "required": ["n"],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 10}}, "required": ["n"], "additionalProperties": False}  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA}}]
 CHAT = [{"role": "user", "content": "hi"}]
 

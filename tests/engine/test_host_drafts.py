@@ -18,7 +18,8 @@ from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.draft.suffix_text import PlainTexts
 from pyspec.engine.loop.suffix_source import SuffixSource
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.rests import LIMIT, RESTS, SHARE, HostDrafts
+from pyspec.engine.policy.costs import LIMIT, SHARE
+from pyspec.engine.policy.plan import RESTS
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts
@@ -97,7 +98,6 @@ def make(
     loop.worker.__init__(loop.target, loop.memory, loop.table, loop.drafter, None, LONGEST)  # type: ignore[misc]
     loop.stats.n_max = LONGEST
     loop.stats.reset()
-    loop.speculator.host = HostDrafts(loop.controller)
     loop.speculator.suffixes = SuffixSource(Oracle(work), has_device=False)
     loop.speculator.raises_bugs = loop.speculator.suffixes.raises_bugs = True
     forward = loop.target.run
@@ -162,7 +162,7 @@ def test_it_tries_again_and_continues_if_texts_have_changed() -> None:
     loop = made.loop
     while loop.stats.rounds < 60:
         loop.step()
-    assert loop.speculator.host.is_resting
+    assert not loop.controller.looks_up
     assert {slot.draft_reason for slot in loop.slot_rows(256)} == {RESTS}
     good[0], n = True, len(work.lookups)
     while len(work.lookups) < n + 20:
@@ -185,7 +185,7 @@ def test_rounds_run_ahead_while_it_rests() -> None:
 def test_time_that_the_device_hides_is_no_cost() -> None:
     """A lookup beside a forward that still runs when the next one is launched."""
     made, work = make(1, 0.5 * ROUND_MS, lambda slot: -1)
-    heard, host = submit(made, work, 60), made.loop.speculator.host
+    heard, host = submit(made, work, 60), made.loop.controller.host
 
     class Running:
         is_over = False
@@ -195,29 +195,28 @@ def test_time_that_the_device_hides_is_no_cost() -> None:
 
     while made.loop.stats.rounds < 4:
         made.loop.step()
-    before = host.account.debt
+    before = host.debt
     for launched, costs in ((Running(), False), (Over(), True)):
         made.loop.speculator.beside = 3.0
         made.loop.speculator.count_beside(launched, 1)  # type: ignore[arg-type]
-        assert (host.account.debt > before + 2.5) == costs
+        assert (host.debt > before + 2.5) == costs
     finish(made, heard, work, 60)
 
 
 def test_fixed_lengths_and_rounds_without_times_are_never_refused() -> None:
     c = Controller(3, 5, n_own=0)
-    host = HostDrafts(c)
-    host.took(1e6, 3)
-    assert host.is_awake, "nothing is known of rounds"
+    c.looked_up(1e6, 3)
+    assert c.looks_up, "nothing is known of rounds"
     for _ in range(2):
         c.costs.verify.add(3, 10.0)
-    host.took(30.0, 3)
-    assert not host.is_awake and host.is_resting
+    c.looked_up(30.0, 3)
+    assert not c.looks_up
     c.fixed = True
-    assert host.is_awake and not host.is_resting
+    assert c.looks_up
     c.fixed = False
-    assert not host.is_awake
-    c.ms += 30.0 / SHARE
-    assert host.is_awake
+    assert not c.looks_up
+    c.timed_beside(30.0 / SHARE)
+    assert c.looks_up
 
 
 # -- n-grams ---------------------------------------------------------------------------------------------------------

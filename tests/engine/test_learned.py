@@ -1,4 +1,4 @@
-"""What a start has learned of a drafter serves the next one: kept whole or not at all, believed only if it can be, and never in a text."""
+"""Knowledge of a drafter serves the next start: kept whole or not at all, believed only if it can be, and never in a text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_rig import DEMO
+from plans import choose
 
 from pyspec.engine.api import Engine
 from pyspec.engine.load import learned
@@ -27,7 +28,7 @@ def taught(**key: object) -> LearnedDrafting:
     """Times of two sizes, and drafts that are never right, to be kept."""
     kept = LearnedDrafting(c := Controller(4, 3, chained=True), key)
     for _ in range(LEAST):
-        c.choose([(slot, 3) for slot in range(4)])
+        choose(c, [(slot, 3) for slot in range(4)])
         for slot in range(4):
             c.record(slot, 2, 0)
         c.timed(4, 10.0, 0, 0, 0.0)
@@ -57,7 +58,7 @@ def test_a_few_rounds_and_nothing_new_are_not_kept(folder: Path) -> None:
     kept = LearnedDrafting(c := Controller(1, 3), {})
     for n in range(LEAST):
         assert not folder.exists(), n
-        c.choose([(0, 3)])
+        choose(c, [(0, 3)])
         kept.keep()
     (path,) = folder.iterdir()
     path.unlink()
@@ -109,7 +110,7 @@ def test_what_can_not_be_is_not_believed(damage: Callable[[dict[str, Any]], obje
     c, bare = Controller(4, 3, chained=True), Controller(4, 3, chained=True)
     LearnedDrafting(c, {"of": "this"}).recall()
     assert state(c) == state(bare) and np.array_equal(c.texts.beliefs, bare.texts.beliefs)
-    assert c.choose([(i, 3) for i in range(4)]) == bare.choose([(i, 3) for i in range(4)])
+    assert choose(c, [(i, 3) for i in range(4)]) == choose(bare, [(i, 3) for i in range(4)])
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\0", b"[" * 100_000, b"0"])

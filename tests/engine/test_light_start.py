@@ -95,10 +95,8 @@ def test_a_tied_head_and_the_embedding_are_read_once(tmp_path: Path) -> None:
 
 def test_an_encoder_that_is_built_later_gives_the_same_ids() -> None:
     with open_gguf(DEMO) as file:
-        now, later = (
-            Tokenizer.from_metadata(file.metadata),
-            Tokenizer.from_metadata(file.metadata, later=True),
-        )
+        now = Tokenizer.from_metadata(file.metadata)
+        later = Tokenizer.from_metadata(file.metadata, later=True)
     assert now._built and not later._built
     assert later.piece(70) == now.piece(70) and later.eog == now.eog and not later._built
     assert later.encode("Once upon a time") == now.encode("Once upon a time")

@@ -37,7 +37,4 @@ def test_parts_of_a_loop_are_its_own(path: Path) -> None:
 
 
 def test_a_reach_is_found() -> None:
-    assert reached(ast.parse("self.loop.queue.limit = 1\nloop.stats.failed += loop.n_row")) == [
-        "1: self.loop.queue.limit",
-        "2: loop.stats.failed",
-    ]
+    assert reached(ast.parse("self.loop.queue.limit = 1\nloop.stats.failed += loop.n_row")) == ["1: self.loop.queue.limit", "2: loop.stats.failed"]  # fmt: skip

@@ -27,7 +27,7 @@ from pyspec.request import Request, SamplingOptions, SamplingParams
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "shown", "grammar"} | {
-    "client", "group", "think_budget", "prompt_logprobs",
+    "client", "group", "think_budget", "prompt_logprobs", "images",
 }  # fmt: skip
 """Fields of Request that the engine, the server or another option fills in; build a Request to set them."""
 
@@ -41,7 +41,8 @@ def test_load_options_are_the_settings_that_load_has_no_parameter_for():
         if name not in own and name in described
     }
     assert get_type_hints(LoadOptions) == settings
-    assert {f.name for f in fields(EngineSettings)} - described.keys() == {"check_tap_shift", "demoted"}
+    inner = {"check_tap_shift", "demoted", "parks"}
+    assert {f.name for f in fields(EngineSettings)} - described.keys() == inner
 
 
 def test_sampling_options_are_the_sampling_parameters():
@@ -54,7 +55,7 @@ def test_request_options_are_the_requests_fields():
     given = get_type_hints(RequestOptions)
     assert given | {"stop": tuple[str, ...]} == wanted
     assert {*GenerateOptions.__annotations__} == {
-        *given, *get_type_hints(SamplingParams), *GrammarOptions.__annotations__, "params", "timeout",
+        *given, *get_type_hints(SamplingParams), *GrammarOptions.__annotations__, "params", "timeout", "images",
     }  # fmt: skip
 
 
@@ -107,7 +108,9 @@ def test_a_type_checker_finds_planted_mistakes_and_no_others(tmp_path: Path):
         ({"kv_typ": "f16"}, r"^no engine setting 'kv_typ'; did you mean 'kv_type'\?$"),
         ({"n_ctx": 99}, r"^no engine setting 'n_ctx'; here it is 'ctx'$"),
         ({"model_path": "x"}, r"^no engine setting 'model_path'; here it is 'target'$"),
-        ({"n_gpu_layers": 99}, r"^no engine setting 'n_gpu_layers'; it is not needed: the whole model runs on one"),
+        ({"flash_attn": True}, r"^no engine setting 'flash_attn'; it is not needed: the whole model runs on one"),
+        ({"n_gpu_layers": "all"}, r"^n_gpu_layers is 'all'; want a whole number from -1 to"),
+        ({"num_gpu": 99}, r"^no engine setting 'num_gpu'; here it is 'n_gpu_layers'$"),
         ({"temp": 0}, r"^no engine setting 'temp'; 'temperature' belongs to a generation$"),
         ({"spec_fixed": "x"}, r"^n_draft_fixed is 'x'; want one of True, False$"),
         ({"spec_fixed": True, "n_draft_fixed": True}, r"^spec_fixed and n_draft_fixed are one setting"),
@@ -148,7 +151,7 @@ def test_flags_in_messages_become_arguments():
         ({"max_completion_tokens": 1}, "'max_completion_tokens'; here it is 'max_tokens'$"),
         ({"temp": 1}, "'temp'; here it is 'temperature'$"),
         ({"stream": True}, "'stream'; `Engine.stream` and `Engine.chat_stream` yield the text"),
-        ({"n_gpu_layers": 1}, "'n_gpu_layers'; it is not needed"),
+        ({"tensor_split": 1}, "'tensor_split'; it is not needed"),
         ({"np": 1}, "'np'; 'np' belongs to `Engine.load`$"),
         ({"n": 2}, "'n'; `Engine.generate_many` runs several prompts$"),
         ({"tools": []}, "'tools'; `Engine.chat` takes it$"),
@@ -233,4 +236,4 @@ def test_a_truth_value_is_no_token_id():
 def test_an_array_is_a_prompt():
     import numpy
 
-    assert Engine.encode(None, numpy.array([1, 2])) == (1, 2)  # type: ignore[arg-type]
+    assert Engine._encode(None, numpy.array([1, 2]), None).ids == (1, 2)  # type: ignore[arg-type]

@@ -29,9 +29,10 @@ from pyspec.slots.states import Saved
 QWEN35 = FIXTURES / "qwen35.gguf"
 PATHS = {"llama": FIXTURES / "llama.gguf", "nemotron": FIXTURES / "nemotron_latent.gguf"}
 PATHS |= {"lfm2moe": FIXTURES / "lfm2moe.gguf", "gemma4": FIXTURES / "gemma4-e.gguf"}
+PATHS |= {"qwen4exp": FIXTURES / "qwen4exp-mtp.gguf"}
 PATHS |= {"rings": PATHS["gemma4"]}  # windows alone, not the whole text
 PAGES_ALONE = ("llama", "gemma4")  # a prefix needs no checkpoint
-KINDS = ["mtp", "nemotron", "dflash", "ngram", "llama", "lfm2moe", "gemma4", "rings"]
+KINDS = ["mtp", "nemotron", "dflash", "ngram", "llama", "lfm2moe", "gemma4", "rings", "qwen4exp"]
 
 
 def path_of(kind: str) -> Path:
@@ -44,6 +45,7 @@ def make(kind: str, **settings: object) -> Rig:
     drafts: dict[str, object] = {
         "mtp": {"spec_type": "mtp", "n_draft_max": 3},
         "nemotron": {"spec_type": "mtp", "n_draft_max": 2},
+        "qwen4exp": {"spec_type": "mtp", "n_draft_max": 3},
         "dflash": {"draft_path": tiny("qwen35", drafter=True)},
     }.get(name, {"spec_type": "ngram", "ngram_match": 1})
     if off:
@@ -77,9 +79,9 @@ def nothing_filed_changes(r: Rig) -> Iterator[None]:
     def rows() -> dict[object, list[torch.Tensor]]:
         return {
             node: [
-                t[node.page * size : node.page * size + len(node.tokens)].clone()
+                t[: len(node.tokens) // p.tokens_per_row].clone()
                 for p in pools
-                for t in (p.k, p.v)
+                for t in p.page(node.page, size)
             ]
             for node in table.tree.nodes()
         }
@@ -269,7 +271,7 @@ def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("kind", ["mtp", "nemotron", "dflash"])
+@pytest.mark.parametrize("kind", ["mtp", "nemotron", "dflash", "qwen4exp"])
 def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
     """Whole pages shared, the middle of one copied: at the end all rows are those of a cold start."""
     r, fresh = make(kind), make(kind)
@@ -281,8 +283,10 @@ def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
     drafters = [one.loop.drafter for one in (r, fresh)]
     assert all(drafter is not None and drafter.pools() for drafter in drafters)
     for a, b in zip(*(drafter.pools() for drafter in drafters), strict=True):  # type: ignore[union-attr]
-        rows = [torch.tensor(one.filed(text)) for one in (r, fresh)]
-        assert len(rows[0]) == len(rows[1]) == len(text)
+        of_tokens = [torch.tensor(one.filed(text)) for one in (r, fresh)]
+        assert len(of_tokens[0]) == len(of_tokens[1]) == len(text)
+        each = a.tokens_per_row  # of these the last one makes the row
+        rows = [a.rows_of(found[each - 1 :: each], 16) for found in of_tokens]
         assert (a.k[rows[0]] - b.k[rows[1]]).abs().max() < 1e-3 and (
             a.v[rows[0]] - b.v[rows[1]]
         ).abs().max() < 1e-3

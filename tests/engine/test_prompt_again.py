@@ -18,14 +18,10 @@ from pyspec.request import Grammar, SamplingParams
 QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
 MAKERS: dict[str, Callable[..., Rig]] = {
     "mtp": lambda **s: rig(QWEN35, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, **s),
-    "dflash": lambda **s: rig(
-        tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **s
-    ),
-    "gemma3": lambda **s: rig(
-        FIXTURES / "gemma3.gguf", spec_type="ngram", ngram_match=1, n_draft_fixed=True, batch=21, **s
-    ),
+    "dflash": lambda **s: rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **s),
+    "gemma3": lambda **s: rig(FIXTURES / "gemma3.gguf", spec_type="ngram", ngram_match=1, n_draft_fixed=True, batch=21, **s),
     "nemotron": lambda **s: rig(NEMOTRON, spec_type="ngram", ngram_match=1, n_draft_fixed=True, **s),
-}
+}  # fmt: skip
 SAMPLED = SamplingParams(temperature=0.9, seed=4)
 ASKS: list[dict[str, object]] = [
     {},
@@ -33,13 +29,9 @@ ASKS: list[dict[str, object]] = [
     {"params": replace(SAMPLED, seed=9, repeat_penalty=1.2, logprobs=2)},
     {"params": replace(GREEDY, logit_bias=((5, 2.0), (9, -torch.inf)))},
     {"n": 1},
-    {
-        "grammar": Grammar(
-            kind="json_schema", source=json.dumps({"type": "array", "items": {"type": "integer"}})
-        )
-    },
+    {"grammar": Grammar(kind="json_schema", source=json.dumps({"type": "array", "items": {"type": "integer"}}))},
     {"stop": ("e",), "params": SAMPLED},
-]
+]  # fmt: skip
 
 
 def ask(r: Rig, prompt: list[int], said: dict[str, object]) -> tuple[object, ...]:
@@ -133,7 +125,7 @@ def test_a_failure_gives_back_what_was_reserved(mtp: Rig, monkeypatch: pytest.Mo
     for _ in range(3):
         mtp.loop.step()
     assert states.n_start_bytes > 0
-    monkeypatch.setattr(Loop, "plan", lambda self, drafts: 1 / 0)
+    monkeypatch.setattr(Loop, "lay_out", lambda self, drafts: 1 / 0)
     mtp.loop.step()
     monkeypatch.undo()
     assert h.error is not None and states.n_start_bytes == 0

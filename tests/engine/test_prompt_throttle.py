@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from engine_rig import Heard, Rig, fake_rig
 
-from pyspec.engine.policy import pace
-from pyspec.engine.policy.pace import PromptThrottle
+from pyspec.engine.policy import plan
+from pyspec.engine.policy.plan import PromptRules
 
 PLAIN_MS, ROW_MS = 10.0, 0.066  # of a round, and of each row of a prompt in it
 LONG, FREE, UB = 1024, 256, 128
@@ -16,7 +16,7 @@ LONG, FREE, UB = 1024, 256, 128
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "LONG", LONG)
+    monkeypatch.setattr(plan, "LONG", LONG)
 
 
 class Machine:
@@ -26,7 +26,7 @@ class Machine:
         self.rig: Rig = fake_rig(n_slot, ctx=8192, ubatch=UB)
         self.now, self.rounds = 0.0, list[tuple[float, int, int]]()
         loop = self.rig.loop
-        loop.throttle = PromptThrottle(weight, FREE)
+        loop.controller.rules = PromptRules(UB, UB, weight=weight, n_free=FREE)
         loop.clock = lambda: self.now
         launch = loop.worker.launch
 
@@ -132,7 +132,7 @@ def test_a_short_one_is_read_while_a_long_one_rests() -> None:
     machine.decode(8)
     long = machine.rig.submit(prompt(6000), 1)
     for _ in range(200):
-        if machine.rig.loop.throttle.n_resting:
+        if machine.rig.loop.controller.n_paused:
             break
         machine.rig.loop.step()
     began = machine.now
@@ -151,10 +151,10 @@ def test_nobody_rests_where_nobody_decodes() -> None:
     streams = machine.decode(3)
     heard = machine.rig.submit(prompt(6001)[1:], 1)
     for _ in range(200):
-        if machine.rig.loop.throttle.n_resting:
+        if machine.rig.loop.controller.n_paused:
             break
         machine.rig.loop.step()
-    assert machine.rig.loop.throttle.n_resting == 1
+    assert machine.rig.loop.controller.n_paused == 1
     for stream in streams:
         stream.job.cancelled = True
     machine.rounds.clear()
@@ -176,3 +176,25 @@ def test_texts_do_not_depend_on_rests() -> None:
         texts.append(([h.tokens[:300] for h in streams], heard.tokens))
     n = min(len(t) for own, _ in texts for t in own)
     assert [t[:n] for t in texts[0][0]] == [t[:n] for t in texts[1][0]] and texts[0][1] == texts[1][1]
+
+
+def test_rounds_run_ahead_while_a_long_prompt_rests() -> None:
+    machine = Machine(4, weight=1.0)
+    machine.decode(3)
+    loop = machine.rig.loop
+    machine.rig.submit(prompt(6000), 1)
+    while not loop.controller.n_paused:
+        loop.step()
+    machine.rig.run_ahead()
+    n_ahead = 0
+    for _ in range(20):
+        loop.step()
+        loop.controller.owed = 1000.0
+        assert loop.controller.n_paused == 1
+        n_ahead += loop.lookahead.under_way is not None
+    assert n_ahead == 20
+    loop.controller.owed = 0.0
+    machine.rounds.clear()
+    for _ in range(2):
+        loop.step()
+    assert machine.rounds[-1][1] > 0, "it goes on"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_rig import FIXTURES, Rig, plain_rig, rig
+from plans import fix_alone
 
 from pyspec.slots.drafts import Drafts
 
@@ -26,7 +27,7 @@ class RandomPick:
     def __init__(self) -> None:
         self.rng, self.n = random.Random(5), 0
 
-    def __call__(self, whole: Sequence[int], n_other: int, n_verify: int, *_: float) -> int | None:
+    def __call__(self, whole: Sequence[int], n_verify: int) -> int | None:
         able = [i for i, n in enumerate(whole) if n]
         if not able or self.rng.random() < 0.5:
             return None
@@ -36,13 +37,13 @@ class RandomPick:
 
 def watched(r: Rig) -> RandomPick:
     pick = RandomPick()
-    r.loop.pace.alone.pick = pick  # type: ignore[method-assign]
+    fix_alone(r.loop, pick)
     draft = r.loop.draft
 
     def drafted() -> dict[int, Drafts]:
         found = draft()
         if all(not job.is_decoding for job in r.loop.awake) and len(r.loop.jobs) > len(r.loop.awake):
-            assert r.loop.speculator.chosen is None, "lengths of slots that rest are chosen anew"
+            assert r.loop.speculator.planned is None, "lengths of slots that rest are chosen anew"
         return found
 
     r.loop.draft = drafted  # type: ignore[method-assign]
@@ -90,11 +91,12 @@ def test_a_prompt_that_was_begun_or_is_scored_never_runs_alone() -> None:
         r.loop.step()
     asked: list[Sequence[int]] = []
 
-    def watch(whole: Sequence[int], *rest: float) -> int | None:
+    def watch(whole: Sequence[int], n_verify: int) -> int | None:
         asked.append(tuple(whole))
         return None
 
-    r.loop.pace.alone.pick = watch  # type: ignore[method-assign,assignment]
+    del r.loop.controller.plan
+    fix_alone(r.loop, watch)
     second = r.submit(list(range(3, 43)), 4)
     r.run()
     assert asked[0] == (40,) and set(asked[1:]) == {(0,)} and len(asked) > 2

@@ -31,10 +31,8 @@ def told(events: list[Event]) -> list[object]:
 
 
 def ask_all(r: Rig) -> list[Heard]:
-    free, drawn = (
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.7, seed=3, repeat_penalty=1.3),
-    )
+    free = SamplingParams(temperature=0.0)
+    drawn = SamplingParams(temperature=0.7, seed=3, repeat_penalty=1.3)
     return [
         r.submit([1, 2, 3], 40),
         r.submit([4, 5], 200, free),

@@ -14,7 +14,6 @@ from pyspec.engine.loop.round import share_rows
 from pyspec.engine.policy.evict import LeftTexts, evict_for
 from pyspec.engine.policy.queue import (
     CUT_GAP,
-    CUT_MIN,
     CUT_TAIL,
     LAPS,
     MOST_AWAY,
@@ -83,7 +82,7 @@ def test_a_request_for_a_busy_slot_lets_the_others_pass() -> None:
 @given(st.integers(1, 5000), st.sampled_from([16, 32, 64]))
 def test_a_cut_lies_on_a_page_border_near_the_end(n: int, page: int) -> None:
     cut = cut_of(n, page)
-    if n < CUT_MIN:
+    if n < CUT_GAP:
         assert cut == 0
     else:
         assert cut % page == 0 and n - page - CUT_TAIL < cut <= n - CUT_TAIL
@@ -126,7 +125,7 @@ def test_a_long_prompt_is_cut_where_it_forks_where_the_turn_begins_and_now_and_t
 
 def test_what_takes_no_longer_than_a_cut_is_not_cut() -> None:
     worth = worth_on("cuda")
-    assert worth_on("cpu") == CUT_MIN and cuts_of(300, 32, 0, set(), 0, worth_on("cpu")) == (288,)
+    assert worth_on("cpu") == CUT_GAP and cuts_of(300, 32, 0, set(), 0, worth_on("cpu")) == (288,)
     assert cuts_of(300, 32, 0, {160}, 0, worth) == () and cut_of(300, 32, worth) == 0
     assert cuts_of(3000, 32, 2600, {2700}, 0, worth) == (), "what is cached is not read"
     assert (
@@ -342,7 +341,7 @@ HABITS = {
 @pytest.mark.parametrize("n_slot", [1, 3, 5])
 @pytest.mark.parametrize("kind", HABITS)
 def test_clients_that_always_wait_get_the_same_work(kind: str, n_slot: int) -> None:
-    """Uncached rows and tokens of answers together, whatever they were expected to be."""
+    """Uncached rows and tokens of answers together, in any expectation."""
     one, other = HABITS[kind]
     shop = Shop(n_slot, {"a": one, "b": other, "c": other})
     for _ in range(9000):

@@ -55,10 +55,7 @@ def test_values_are_taken_as_llama_cpp_takes_them(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(
-            ("temp", value)
-            for value in (float("nan"), float("inf"), 1e9, True, "warm", [0.5], "9" * 999)
-        ),
+        *(("temp", value) for value in (float("nan"), float("inf"), 1e9, True, "warm", [0.5], "9" * 999)),
         *(("top_p", value) for value in (-0.5, 1.5, "")),
         *(("mirostat", value) for value in (3, -1)),
         ("penalty_repeat", 0.0),
@@ -67,7 +64,7 @@ def test_values_are_taken_as_llama_cpp_takes_them(
         ("sequence", 7),
         ("sequence", ";" * 9999),
     ],
-)
+)  # fmt: skip
 def test_what_means_nothing_is_told_and_left_out(
     key: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,11 +83,7 @@ def test_flags_go_before_the_file_even_where_they_say_the_usual() -> None:
 def test_requests_of_programs_begin_with_what_the_file_recommends(
     isolated: bool, tmp_path: Path
 ) -> None:
-    change = {
-        "general.sampling.temp": 0.5,
-        "general.sampling.top_k": 11,
-        "general.sampling.xtc_threshold": 0.25,
-    }
+    change = {"general.sampling.temp": 0.5, "general.sampling.top_k": 11, "general.sampling.xtc_threshold": 0.25}  # fmt: skip
     path = rewrite(FIXTURES / "llama.gguf", tmp_path / "m.gguf", change=change)
     recommends = SamplingParams(temperature=0.5, top_k=11, xtc_threshold=0.25)
     with Engine.load(path, None, ctx=64, device="cpu", warm_up=False, isolated=isolated) as engine:

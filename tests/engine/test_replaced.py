@@ -16,12 +16,13 @@ import pytest
 from fake_engine_main import token_at
 from sampling import slow
 from supervised_rig import CHILD, PATH, Ear, Plants, wait_for
+from waiting import lives
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
 from pyspec.engine.messages import pack, unpack
+from pyspec.engine.process import process as watchdog
 from pyspec.engine.process import supervisor as supervising
-from pyspec.engine.process import watchdog
 from pyspec.engine.process.supervised_request import PROGRESS, SupervisedRequest
 from pyspec.engine.process.supervisor import Supervisor
 from pyspec.errors import (
@@ -40,6 +41,7 @@ from pyspec.request import (
     Event,
     Failed,
     Progress,
+    PromptLogprobs,
     Request,
     SamplingParams,
     Started,
@@ -340,14 +342,7 @@ time.sleep(60)
         pid = int(parent.stdout.readline())
         parent.kill()
 
-    def is_gone() -> bool:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        return state == "Z"  # no process may be left to reap it
-
-    wait_for(is_gone)
+    wait_for(lambda: not lives(pid))
 
 
 def test_a_seed_is_drawn_once(plants: Plants) -> None:
@@ -415,7 +410,8 @@ def test_an_implementation_that_failed_while_it_ran_is_done_without() -> None:
             1,
             Timings(predicted_n=4),
         ),
-        Done("r1", "stop", 3, 9, Timings(n_draft_used=(1, 2), synthetic=True), "x", True, 4),
+        Done("r1", "stop", 3, 9, Timings(n_draft_used=(1, 2), synthetic=True), "x", True, 4, 2, seed=77),
+        PromptLogprobs("r1", 3, (TokenLogprob(5, -0.25, ((5, -0.25),)),), (1,)),
     ],
 )
 def test_an_event_is_the_same_after_the_journey(event: Event) -> None:

@@ -18,7 +18,7 @@ from known_texts import demo_prompts
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine, Result, collect
-from pyspec.engine.process import watchdog
+from pyspec.engine.process import process as watchdog
 from pyspec.engine.process.supervisor import Supervisor
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams
 

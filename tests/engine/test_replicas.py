@@ -1,4 +1,4 @@
-"""Several engines behind one interface: who gets a request, what happens when an engine ends, and the figures of all."""
+"""Several engines behind one interface: the one that gets a request, ends of engines, and the figures of all."""
 
 from __future__ import annotations
 
@@ -429,13 +429,9 @@ def test_texts_of_the_demo_pair_outlive_a_replica() -> None:
         {"temperature": 0.0, "max_tokens": 700, "ignore_eos": True},
         {"seed": 3, "max_tokens": 710, "ignore_eos": True},
         {"seed": 4, "max_tokens": 720, "ignore_eos": True, "logprobs": 2, "repeat_penalty": 1.1},
-        {
-            "seed": 5,
-            "max_tokens": 290,
-            "json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 90},
-        },
+        {"seed": 5, "max_tokens": 290, "json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 90}},
         {"seed": 6, "max_tokens": 730, "ignore_eos": True, "top_k": 7, "n_draft_max": 0},
-    ]
+    ]  # fmt: skip
 
     def texts(engine: Engine, on_tokens: Callable[[int, int], None]) -> list[str]:
         found = [""] * len(many)

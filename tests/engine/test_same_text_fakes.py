@@ -157,10 +157,8 @@ def test_a_stop_string_inside_a_draft_ends_the_text(kind: str) -> None:
     rig = make(kind, 1)
     for at in (3, 11, 17):
         stop = whole[at : at + 3]
-        want, got = (
-            plain.generate(p, 40, stop=(stop, "never")),
-            rig.generate(p, 40, stop=(stop, "never")),
-        )
+        want = plain.generate(p, 40, stop=(stop, "never"))
+        got = rig.generate(p, 40, stop=(stop, "never"))
         assert got.text == whole[: whole.index(stop)] == want.text
         assert (got.tokens, got.finish, got.done.stop_string) == (want.tokens, "stop", stop)
         assert got.done.n_predicted == want.done.n_predicted

@@ -11,11 +11,7 @@ from engine_rig import FIXTURES, GREEDY, Rig, beyond, plain_rig, rig
 from pyspec.engine.loop.admission import MOST_SUSPENDED, PATIENCE_S
 from pyspec.request import Delta, Progress, SamplingParams, Started
 
-MODELS = {
-    "llama": FIXTURES / "llama.gguf",
-    "hybrid": FIXTURES / "qwen35.gguf",
-    "deepseek4": FIXTURES / "deepseek4.gguf",
-}
+MODELS = {"llama": FIXTURES / "llama.gguf", "hybrid": FIXTURES / "qwen35.gguf", "deepseek4": FIXTURES / "deepseek4.gguf"}  # fmt: skip
 
 
 def ids(seed: int, n: int) -> list[int]:

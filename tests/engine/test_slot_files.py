@@ -24,28 +24,16 @@ from pyspec.request import Delta
 from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.slots.span_file import CHUNK, DIGEST, SLOT, VERSION, digest, write
 
-QWEN35, NEMOTRON, LLAMA = (
-    FIXTURES / "qwen35.gguf",
-    FIXTURES / "nemotron_latent.gguf",
-    FIXTURES / "llama.gguf",
-)
+QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
+LLAMA = FIXTURES / "llama.gguf"
 DEEPSEEK4 = FIXTURES / "deepseek4.gguf"
 PROMPT = tuple(random.Random(5).choices(range(256), k=75))
 KINDS = {
     "llama without drafts": (LLAMA, {"spec_type": "none"}),
-    "llama with n-grams, f8_e4m3": (
-        LLAMA,
-        {"spec_type": "ngram", "ngram_match": 1, "kv_type": "f8_e4m3"},
-    ),
+    "llama with n-grams, f8_e4m3": (LLAMA, {"spec_type": "ngram", "ngram_match": 1, "kv_type": "f8_e4m3"}),
     "qwen35 with mtp": (QWEN35, {"spec_type": "mtp"}),
-    "qwen35 with mtp, q8_0 and f16": (
-        QWEN35,
-        {"spec_type": "mtp", "kv_type": "q8_0", "kv_type_v": "f16"},
-    ),
-    "qwen35 with mtp, q4_0 and q5_1": (
-        QWEN35,
-        {"spec_type": "mtp", "kv_type": "q4_0", "kv_type_v": "q5_1", "draft_kv_type": "q8_0"},
-    ),
+    "qwen35 with mtp, q8_0 and f16": (QWEN35, {"spec_type": "mtp", "kv_type": "q8_0", "kv_type_v": "f16"}),
+    "qwen35 with mtp, q4_0 and q5_1": (QWEN35, {"spec_type": "mtp", "kv_type": "q4_0", "kv_type_v": "q5_1", "draft_kv_type": "q8_0"}),
     "qwen35 with dflash": ("tiny", {}),
     "qwen35 with suffixes": (QWEN35, {"spec_type": "suffix"}),
     "qwen35 with mtp and suffixes": (QWEN35, {"spec_type": "mtp,suffix"}),
@@ -53,33 +41,19 @@ KINDS = {
     "deepseek4 with mtp": (DEEPSEEK4, {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 2}),
     "lfm2moe with n-grams": (FIXTURES / "lfm2moe.gguf", {"spec_type": "ngram", "ngram_match": 1}),
     "gemma4-e with n-grams": (FIXTURES / "gemma4-e.gguf", {"spec_type": "ngram", "ngram_match": 1}),
-    "gpt-oss with rings": (
-        FIXTURES / "gpt-oss.gguf",
-        {"spec_type": "ngram", "ngram_match": 1, "batch": 21},
-    ),
-    "gpt-oss with rings over two ranks": (
-        FIXTURES / "gpt-oss.gguf",
-        {"spec_type": "none", "batch": 21, "tp": 2, "threads": 1},
-    ),
+    "gpt-oss with rings": (FIXTURES / "gpt-oss.gguf", {"spec_type": "ngram", "ngram_match": 1, "batch": 21}),
+    "gpt-oss with rings over two ranks": (FIXTURES / "gpt-oss.gguf", {"spec_type": "none", "batch": 21, "tp": 2, "threads": 1}),
     "deepseek2": (FIXTURES / "deepseek2.gguf", {"spec_type": "none"}),
     "qwen35 with mtp over two ranks": (QWEN35, {"spec_type": "mtp", "tp": 2, "threads": 1}),
     "deepseek4 over two ranks": (DEEPSEEK4, {"spec_type": "none", "tp": 2, "threads": 1}),
-}
+}  # fmt: skip
 
 
 def load(kind: str, **more: object) -> Engine:
     path, settings = KINDS[kind]
     if path == "tiny":
         path, settings = tiny("qwen35"), {"draft_path": tiny("qwen35", drafter=True)}
-    values = {
-        "np": 2,
-        "ctx": 256,
-        "kv_type": "f32",
-        "page_size": 16,
-        "warm_up": False,
-        "check_tap_shift": False,
-        "device": "cpu",
-    }
+    values = {"np": 2, "ctx": 256, "kv_type": "f32", "page_size": 16, "warm_up": False, "check_tap_shift": False, "device": "cpu"}  # fmt: skip
     return Engine.open(str(path), "auto", {**values, "n_draft_fixed": True, **settings, **more})
 
 
@@ -383,13 +357,7 @@ def test_files_that_are_signed_and_wrong_never_crash(engine: Engine, saved: Path
 @pytest.mark.slow
 def test_an_engine_in_its_own_process_writes_and_reads_the_file_itself(tmp_path: Path) -> None:
     file = tmp_path / "demo.slot"
-    values: dict[str, object] = {
-        "np": 2,
-        "ctx": 256,
-        "warm_up": False,
-        "check_tap_shift": False,
-        "device": "cpu",
-    }
+    values: dict[str, object] = {"np": 2, "ctx": 256, "warm_up": False, "check_tap_shift": False, "device": "cpu"}  # fmt: skip
     with Engine.open(str(DEMO), "auto", values, isolated=True) as e:
         first = e.generate(PROMPT, params=GREEDY, max_tokens=8)
         saved = e.save_slot(0, file)

@@ -58,17 +58,11 @@ def test_the_soak_sees_memory_that_is_never_given_back(monkeypatch: pytest.Monke
     ("mib", "flaw"),
     [
         ([900, 1200, 1300, 1310, 1290, 1360], ""),  # 4.6 % behind the second minute
-        (
-            [900, 1200, 1300, 1310, 1290, 1370],
-            "memory beside checkpoints grew by 70 MiB (5.4%) from 1300 MiB after 2 minutes",
-        ),
-        (
-            [900, 1200, 1300, 1400, 1300, 1300],
-            "memory beside checkpoints grew by 100 MiB (7.7%) from 1300 MiB after 2 minutes",
-        ),
+        ([900, 1200, 1300, 1310, 1290, 1370], "memory beside checkpoints grew by 70 MiB (5.4%) from 1300 MiB after 2 minutes"),
+        ([900, 1200, 1300, 1400, 1300, 1300], "memory beside checkpoints grew by 100 MiB (7.7%) from 1300 MiB after 2 minutes"),
         ([900, 1200, 1300], ""),
     ],
-)
+)  # fmt: skip
 def test_growth_is_judged_behind_the_first_minutes(mib: list[int], flaw: str) -> None:
     watch = Watch(None, 0, every_s=60.0, warm_s=120.0)  # type: ignore[arg-type]  # nothing is read
     watch.readings += [Reading(60.0 * i, n * MIB, 7, i) for i, n in enumerate(mib)]

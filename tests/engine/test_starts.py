@@ -102,12 +102,13 @@ def drafter_of(kind: str, plan: DraftPlan, table: SlotTable) -> object:
     if kind == "mtp":
         chain = object.__new__(Chain)
         chain.table, chain.device, chain.plan, chain.most_waiting = table, CPU, plan, most_waiting(np)
-        pages = table.n_page // np
+        pages, chain.states = table.n_page // np, [None] * np
         chain.memory = SimpleNamespace(parts=(None,))  # type: ignore[assignment]
         chain.arenas = [
             Arena(np, pages, CPU, max(plan.n_draft + 1, chain.most_waiting)) for _ in range(3)
         ]
-        chain._first, chain._next, chain._late = Recorder(), Recorder(), Recorder()  # type: ignore[assignment]
+        chain._first, chain._late = Recorder(), Recorder()  # type: ignore[assignment]
+        chain._steps = (Recorder(),)  # type: ignore[assignment]
         return chain
     if kind == "dflash":
         block = object.__new__(DFlash)

@@ -10,11 +10,13 @@ import draft_fakes
 import pytest
 from draft_fakes import FAKES, text_after
 from engine_rig import FIXTURES, Heard, Rig, fake_rig, rig
+from plans import choose
 
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.load import warmup
 from pyspec.engine.loop.suffix_source import SuffixSource
-from pyspec.engine.policy.controller import NO_OFFER, Controller
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.plan import NO_OFFER, preferred
 from pyspec.slots.table import Slot
 
 LONGEST = 9
@@ -120,8 +122,8 @@ def test_a_drafter_that_is_right_goes_before_a_match_of_two_tokens() -> None:
     for _ in range(60):
         texts.add(0, 5, 5)
         texts.learn()
-    assert not made.loop.controller.preferred([(0, 5)], {0: [0.5, 0.3, 0.2]})
-    assert made.loop.controller.preferred([(0, 5)], {0: [0.99] * LONGEST})
+    assert not preferred(made.loop.controller, [(0, 5)], {0: [0.5, 0.3, 0.2]})
+    assert preferred(made.loop.controller, [(0, 5)], {0: [0.99] * LONGEST})
 
 
 def test_clients_do_not_see_one_anothers_answers() -> None:
@@ -197,18 +199,18 @@ def timed(n_own: int, row_ms: float) -> Controller:
 def test_likely_offers_are_taken_as_far_as_their_rows_pay() -> None:
     offer = [0.9**i for i in range(1, 13)]
     caps = [(0, 0), (1, 0)]
-    assert timed(0, 0.1).choose(caps, {0: offer})[0] == 12
-    assert 0 < timed(0, 4.0).choose(caps, {0: offer})[0] < 12
-    assert timed(0, 20.0).choose(caps, {0: offer}) == [0, 0]
-    assert timed(0, 0.1).choose(caps, {0: [0.01]}) == [0, 0]
+    assert choose(timed(0, 0.1), caps, {0: offer})[0] == 12
+    assert 0 < choose(timed(0, 4.0), caps, {0: offer})[0] < 12
+    assert choose(timed(0, 20.0), caps, {0: offer}) == [0, 0]
+    assert choose(timed(0, 0.1), caps, {0: [0.01]}) == [0, 0]
     c = timed(0, 0.1)
-    c.choose([(0, 0)])
+    choose(c, [(0, 0)])
     assert c.lanes[0].reason == NO_OFFER
 
 
 def test_offers_longer_than_the_drafters_stand_beside_its_drafts() -> None:
     c = timed(3, 0.05)
-    n = c.choose([(0, 3), (1, 3)], {1: [0.95**i for i in range(1, 13)]})
+    n = choose(c, [(0, 3), (1, 3)], {1: [0.95**i for i in range(1, 13)]})
     assert n[1] == 12 and n[0] <= 3 and set(c.offered) == {1}
 
 

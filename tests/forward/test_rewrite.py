@@ -34,6 +34,7 @@ def site(*missing: str) -> Any:
         leads=True,
         dense=None,
         streams=False,
+        slots=None,
     )
     own.type_of = lambda name: GGMLType.F32
     own.takes = lambda op, spec: True
@@ -268,6 +269,15 @@ def test_the_shared_expert_runs_with_the_others_where_a_launch_takes_it() -> Non
     assert joined(True, True, **LATENT).count("product") == 4, "whose input is another"
 
 
+def test_a_shared_expert_is_apart_beside_experts_in_the_hosts_memory() -> None:
+    at = site("ffn_gate_up_exps.weight", *(f"ffn_{x}_{y}.scale" for x in KINDS for y in WHOSE))
+    at.streams = True
+    for slots, pieces in ((None, 2), (0, 0), (5, 0)):
+        at.slots = slots
+        spec = Experts(8, 2, N, n_ff_shared=2 * N).spec(at)
+        assert (spec.slots, spec.pieces) == (slots, pieces)
+
+
 KINDS, WHOSE = ("gate", "up", "down", "gate_up"), ("exps", "shexp")
 
 
@@ -300,6 +310,32 @@ def test_rows_before_choices() -> None:
     assert after(lambda f, x: of_experts(f, x, **LATENT), writes=True, readies=True) == before
     other = after(lambda f, x: of_experts(f, x, router_norm="r"), writes=True, readies=True)
     assert other == ["moe.prepare", "moe_route", "moe"]
+
+
+def test_experts_that_begin_early_do_so_before_all_that_needs_no_choice() -> None:
+    def after(block: Callable[..., Value], begins: bool = True) -> ForwardProgram:
+        found = rewrite.plain(program(block))
+        experts = SimpleNamespace(begins=begins, readies=False)
+        rewrite.misses_before_others(found, Launches(experts=experts))
+        return found
+
+    def between(f: Forward, x: Value) -> Value:
+        y = f.product(f.op("gdn", "spec", x, shape=(N,)), "out", n_out=N)
+        return of_experts(f, f.add(x, y), n_ff_shared=6, shared_gate=True)
+
+    found = after(between)
+    want = ["gdn", "product", "moe_route", "moe.begin", "product", "product", "moe"]
+    assert ops(found) == want
+    begin, moe = found.calls[3], found.calls[-1]
+    assert (
+        moe.inputs[5] is begin.output and begin.loads is moe.loads and begin.inputs[2] is moe.inputs[3]
+    )
+    assert begin.inputs[:2] == moe.inputs[:2] and preparation(begin) == "norm"
+    assert ops(after(between, begins=False)) == ["gdn", "product", "product", "product", "moe_route", "moe"]  # fmt: skip
+    latent = after(lambda f, x: of_experts(f, x, **LATENT))
+    assert ops(latent) == ["moe_route", "product", "moe.begin", "moe", "product"], (
+        "rows have to be there"
+    )
 
 
 def test_shares_into_products() -> None:
@@ -384,15 +420,7 @@ def test_keys_beside_products() -> None:
     found, bound = program(compressed), able_beside()
     rewrite.keys_beside_products(found, bound)
     kinds = [op for op in ops(found) if op != "view"]
-    assert kinds == [
-        "product",
-        "keys_room",
-        "product",
-        "compress",
-        "compress",
-        "put_keys",
-        "sparse_attend",
-    ]
+    assert kinds == ["product", "keys_room", "product", "compress", "compress", "put_keys", "sparse_attend"]  # fmt: skip
     room, second, *others = [call for call in found.calls if call.op not in ("view", "sparse_attend")][
         1:
     ]

@@ -69,30 +69,11 @@ def test_file_types_are_those_of_the_gguf_package() -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        *(
-            (0, "all F32"),
-            (1, "F16"),
-            (7, "Q8_0"),
-            (10, "Q2_K - Medium"),
-            (21, "Q2_K - Small"),
-            (13, "Q3_K - Large"),
-        ),
-        *(
-            (15, "Q4_K - Medium"),
-            (18, "Q6_K"),
-            (25, "IQ4_NL - 4.5 bpw"),
-            (27, "IQ3_S mix - 3.66 bpw"),
-            (32, "BF16"),
-        ),
-        *(
-            (36, "TQ1_0 - 1.69 bpw ternary"),
-            (38, "MXFP4 MoE"),
-            (39, "NVFP4"),
-            (None, ""),
-            (999, "unknown, may not work"),
-        ),
+        *((0, "all F32"), (1, "F16"), (7, "Q8_0"), (10, "Q2_K - Medium"), (21, "Q2_K - Small"), (13, "Q3_K - Large")),
+        *((15, "Q4_K - Medium"), (18, "Q6_K"), (25, "IQ4_NL - 4.5 bpw"), (27, "IQ3_S mix - 3.66 bpw"), (32, "BF16")),
+        *((36, "TQ1_0 - 1.69 bpw ternary"), (38, "MXFP4 MoE"), (39, "NVFP4"), (None, ""), (999, "unknown, may not work")),
     ],
-)
+)  # fmt: skip
 def test_file_types_have_llama_servers_names(number: int | None, words: str) -> None:
     assert file_type_words(number) == words
 

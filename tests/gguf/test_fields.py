@@ -22,124 +22,36 @@ def h(**values: object) -> Fields:
 
 Read = Callable[[Fields], object]
 LIES: dict[str, tuple[Fields, Read, str]] = {
-    "integer: zero": (
-        h(block_count=0),
-        lambda f: f.integer("block_count"),
-        r"block_count is 0; want a whole number from 1",
-    ),
-    "integer: negative": (
-        h(context_length=-5),
-        lambda f: f.integer("context_length"),
-        "context_length is -5",
-    ),
-    "integer: huge": (
-        h(block_size=2**32),
-        lambda f: f.integer("block_size"),
-        "block_size is 4294967296; .* to 256",
-    ),
-    "integer: a float": (
-        h(block_count=2.0),
-        lambda f: f.integer("block_count"),
-        "block_count is 2.0; want a whole",
-    ),
-    "integer: NaN": (
-        h(block_count=math.nan),
-        lambda f: f.integer("block_count", 3),
-        "block_count is nan",
-    ),
+    "integer: zero": (h(block_count=0), lambda f: f.integer("block_count"), r"block_count is 0; want a whole number from 1"),
+    "integer: negative": (h(context_length=-5), lambda f: f.integer("context_length"), "context_length is -5"),
+    "integer: huge": (h(block_size=2**32), lambda f: f.integer("block_size"), "block_size is 4294967296; .* to 256"),
+    "integer: a float": (h(block_count=2.0), lambda f: f.integer("block_count"), "block_count is 2.0; want a whole"),
+    "integer: NaN": (h(block_count=math.nan), lambda f: f.integer("block_count", 3), "block_count is nan"),
     "integer: a bool": (h(block_count=True), lambda f: f.integer("block_count"), "block_count is True"),
     "integer: text": (h(block_count="2"), lambda f: f.integer("block_count"), "block_count is '2'"),
-    "integer: an array": (
-        h(block_count=np.array([3, 3, 4], "<i4")),
-        lambda f: f.integer("block_count"),
-        "is an array of 3 int32",
-    ),
-    "integer: an empty array": (
-        h(block_count=np.ones(0, "<i4")),
-        lambda f: f.integer("block_count", 1),
-        "is an array of 0 int32",
-    ),
-    "integer: equal bools": (
-        h(block_count=np.ones(3, bool)),
-        lambda f: f.integer("block_count"),
-        "block_count is True",
-    ),
-    "number: an array of NaN": (
-        h(rope__freq_base=np.full(3, math.nan, "<f4")),
-        lambda f: f.number("rope.freq_base"),
-        "is an array of 3 float32",
-    ),
-    "integer: absent": (
-        h(),
-        lambda f: f.integer("block_count"),
-        "the metadata has no llama.block_count",
-    ),
-    "number: NaN": (
-        h(rope__freq_base=math.nan),
-        lambda f: f.number("rope.freq_base"),
-        "freq_base is nan; want a number",
-    ),
-    "number: infinite": (
-        h(rope__freq_base=math.inf),
-        lambda f: f.number("rope.freq_base"),
-        "freq_base is inf",
-    ),
-    "number: negative": (
-        h(attention__scale=-1.0),
-        lambda f: f.number("attention.scale", 0.0),
-        "scale is -1.0",
-    ),
-    "number: too large": (
-        h(attention__layer_norm_epsilon=2),
-        lambda f: f.number("attention.layer_norm_epsilon"),
-        "is 2",
-    ),
-    "number: texts": (
-        h(rope__freq_base=["x"]),
-        lambda f: f.number("rope.freq_base"),
-        "is an array of 1 texts",
-    ),
+    "integer: an array": (h(block_count=np.array([3, 3, 4], "<i4")), lambda f: f.integer("block_count"), "is an array of 3 int32"),
+    "integer: an empty array": (h(block_count=np.ones(0, "<i4")), lambda f: f.integer("block_count", 1), "is an array of 0 int32"),
+    "integer: equal bools": (h(block_count=np.ones(3, bool)), lambda f: f.integer("block_count"), "block_count is True"),
+    "number: an array of NaN": (h(rope__freq_base=np.full(3, math.nan, "<f4")), lambda f: f.number("rope.freq_base"), "is an array of 3 float32"),
+    "integer: absent": (h(), lambda f: f.integer("block_count"), "the metadata has no llama.block_count"),
+    "number: NaN": (h(rope__freq_base=math.nan), lambda f: f.number("rope.freq_base"), "freq_base is nan; want a number"),
+    "number: infinite": (h(rope__freq_base=math.inf), lambda f: f.number("rope.freq_base"), "freq_base is inf"),
+    "number: negative": (h(attention__scale=-1.0), lambda f: f.number("attention.scale", 0.0), "scale is -1.0"),
+    "number: too large": (h(attention__layer_norm_epsilon=2), lambda f: f.number("attention.layer_norm_epsilon"), "is 2"),
+    "number: texts": (h(rope__freq_base=["x"]), lambda f: f.number("rope.freq_base"), "is an array of 1 texts"),
     "flag: 2": (h(attention__causal=2), lambda f: f.flag("attention.causal", True), "causal is 2"),
-    "flag: text": (
-        h(attention__causal="false"),
-        lambda f: f.flag("attention.causal", True),
-        "causal is 'false'",
-    ),
-    "text: a number": (
-        h(rope__scaling__type=1),
-        lambda f: f.text("rope.scaling.type"),
-        "type is 1; want text",
-    ),
-    "text: long": (
-        h(rope__scaling__type="x" * 99),
-        lambda f: f.text("rope.scaling.type"),
-        "has 99 characters; want at most 64",
-    ),
-    "integers: NaN": (
-        h(target_layers=np.array([1, math.nan], "<f4")),
-        lambda f: f.integers("target_layers"),
-        "2 float32",
-    ),
+    "flag: text": (h(attention__causal="false"), lambda f: f.flag("attention.causal", True), "causal is 'false'"),
+    "text: a number": (h(rope__scaling__type=1), lambda f: f.text("rope.scaling.type"), "type is 1; want text"),
+    "text: long": (h(rope__scaling__type="x" * 99), lambda f: f.text("rope.scaling.type"), "has 99 characters; want at most 64"),
+    "integers: NaN": (h(target_layers=np.array([1, math.nan], "<f4")), lambda f: f.integers("target_layers"), "2 float32"),
     "integers: one out of range": (
         h(target_layers=np.array([1, -7], "<i8")),
         lambda f: f.integers("target_layers"),
         r"entry 1 of llama\.target_layers is -7; want a whole number from 0",
     ),
-    "integers: unsigned": (
-        h(target_layers=np.array([1, HUGE], "<u8")),
-        lambda f: f.integers("target_layers"),
-        f"is {HUGE}",
-    ),
-    "integers: a scalar": (
-        h(target_layers=3),
-        lambda f: f.integers("target_layers"),
-        "target_layers is 3; want an array",
-    ),
-    "each: too few": (
-        h(expert_count=np.ones(3, "<i4")),
-        lambda f: f.each("expert_count", 4),
-        "has 3 entries; .* 4 blocks",
-    ),
+    "integers: unsigned": (h(target_layers=np.array([1, HUGE], "<u8")), lambda f: f.integers("target_layers"), f"is {HUGE}"),
+    "integers: a scalar": (h(target_layers=3), lambda f: f.integers("target_layers"), "target_layers is 3; want an array"),
+    "each: too few": (h(expert_count=np.ones(3, "<i4")), lambda f: f.each("expert_count", 4), "has 3 entries; .* 4 blocks"),
     "flags: too many": (
         h(attention__sliding_window_pattern=np.ones(3, bool)),
         lambda f: f.flags("attention.sliding_window_pattern", 2),
@@ -155,31 +67,11 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.integer("own.depth", legal=Whole(1, 8)),
         "own.depth is 9; want a whole number from 1 to 8",
     ),
-    "own integer: a float": (
-        h(own__depth=2.0),
-        lambda f: f.integer("own.depth", 1, legal=Whole(1, 8)),
-        "is 2.0; want",
-    ),
-    "own integer: absent": (
-        h(),
-        lambda f: f.integer("own.depth", legal=Whole(1, 8)),
-        "has no llama.own.depth",
-    ),
-    "own number: NaN": (
-        h(own__decay=math.nan),
-        lambda f: f.number("own.decay", legal=Real(0, 1)),
-        "own.decay is nan",
-    ),
-    "own text: long": (
-        h(own__kind="x" * 9),
-        lambda f: f.text("own.kind", max_chars=8),
-        "has 9 characters; want at most 8",
-    ),
-    "own label: a number": (
-        h(own__kind=1),
-        lambda f: f.label("own.kind", "", max_chars=8),
-        "own.kind is 1; want text",
-    ),
+    "own integer: a float": (h(own__depth=2.0), lambda f: f.integer("own.depth", 1, legal=Whole(1, 8)), "is 2.0; want"),
+    "own integer: absent": (h(), lambda f: f.integer("own.depth", legal=Whole(1, 8)), "has no llama.own.depth"),
+    "own number: NaN": (h(own__decay=math.nan), lambda f: f.number("own.decay", legal=Real(0, 1)), "own.decay is nan"),
+    "own text: long": (h(own__kind="x" * 9), lambda f: f.text("own.kind", max_chars=8), "has 9 characters; want at most 8"),
+    "own label: a number": (h(own__kind=1), lambda f: f.label("own.kind", "", max_chars=8), "own.kind is 1; want text"),
     "own integers: another count": (
         h(own__orders=np.ones(3, "<i4")),
         lambda f: f.integers("own.orders", 2, legal=Whole(1, 8)),
@@ -195,17 +87,13 @@ LIES: dict[str, tuple[Fields, Read, str]] = {
         lambda f: f.numbers("own.gains", 2, legal=Real(0, 1)),
         "entry 1 of llama.own.gains is nan",
     ),
-    "own flags: 2": (
-        h(own__on=np.array([2], "<i4")),
-        lambda f: f.flags("own.on", 1),
-        "entry 0 of llama.own.on is 2",
-    ),
+    "own flags: 2": (h(own__on=np.array([2], "<i4")), lambda f: f.flags("own.on", 1), "entry 0 of llama.own.on is 2"),
     "flags: floats": (
         h(attention__recurrent_layers=np.array([1, math.nan], "<f4")),
         lambda f: f.flags("attention.recurrent_layers", 2),
         "an array of 2 float32; want an array of bools",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIES)

@@ -53,28 +53,16 @@ CASES: dict[str, tuple[Craft | bytes, str]] = {
     "key longer than the file": (Craft(keys=[u64(60_000) + bytes(99)]), "60000 bytes at offset 32"),
     "key twice": (Craft(keys=[NAME, NAME]), "key 1 repeats 'general.name'"),
     "value type": (Craft(keys=[key("k", 13, u32(1))]), "value type of 'k' is 13; 0..12"),
-    "value cut": (
-        Craft(keys=[NAME + u64(1) + b"k" + u32(10) + b"\0"], n_keys=2, alignment=1),
-        "'k' needs 8 bytes",
-    ),
+    "value cut": (Craft(keys=[NAME + u64(1) + b"k" + u32(10) + b"\0"], n_keys=2, alignment=1), "'k' needs 8 bytes"),
     "string too long": (Craft(keys=[key("k", STRING, u64(1 << 62))]), f"{1 << 62} bytes .* {1 << 30}"),
     "string beyond the file": (Craft(keys=[key("k", STRING, u64(5000))]), "'k' needs 5000 bytes"),
     "array element type": (Craft(keys=[array(77, 1, bytes(8))]), "element type of 'a' is 77"),
     "array of arrays": (Craft(keys=[array(ARRAY, 1, bytes(64))]), "array of arrays"),
-    "array count above the limit": (
-        Craft(keys=[array(U32, (16 << 20) + 1)]),
-        f"{(16 << 20) + 1}.* {16 << 20}",
-    ),
+    "array count above the limit": (Craft(keys=[array(U32, (16 << 20) + 1)]), f"{(16 << 20) + 1}.* {16 << 20}"),
     "array count beyond the file": (Craft(keys=[array(U32, 1000)]), "1000, .* 4000 bytes; .* left"),
     "string count beyond the file": (Craft(keys=[array(STRING, 1000)]), "1000, .* 8000 bytes; .* left"),
-    "array string beyond the file": (
-        Craft(keys=[array(STRING, 2, string("x") + u64(9999) + bytes(99))]),
-        "string 1 of 2 has 9999 bytes; .* left",
-    ),
-    "array strings run out": (
-        Craft(keys=[array(STRING, 3, string("x" * 30))], alignment=1),
-        "string 1 of 3 starts",
-    ),
+    "array string beyond the file": (Craft(keys=[array(STRING, 2, string("x") + u64(9999) + bytes(99))]), "string 1 of 2 has 9999 bytes; .* left"),
+    "array strings run out": (Craft(keys=[array(STRING, 3, string("x" * 30))], alignment=1), "string 1 of 3 starts"),
     "alignment type": (aligned(0, STRING), "alignment is 'x'; want a whole number from 8 to 65536"),
     "alignment 0": (aligned(0), "alignment is 0"),
     "alignment odd": (aligned(48), "alignment is 48"),
@@ -103,17 +91,11 @@ CASES: dict[str, tuple[Craft | bytes, str]] = {
     "row of half a block": (one([48], kind=8), "row of 48 .* Q8_0's block of 32"),
     "row shorter than a K block": (one([128, 2], kind=12), "row of 128 .* Q4_K's block of 256"),
     "offset unaligned": (one([4], offset=4), "offset 4, .* alignment 32"),
-    "offset beyond the file": (
-        one([4], offset=1 << 60),
-        f"16 bytes at {(1 << 60) + 128}, .* file ends at 192",
-    ),
+    "offset beyond the file": (one([4], offset=1 << 60), f"16 bytes at {(1 << 60) + 128}, .* file ends at 192"),
     "data cut": (one([16], data=bytes(63)), "64 bytes at 128, up to 192; the file ends at 191"),
     "tensors overlap": (two(32), r"'b' at offset 32 overlaps 'a' \(0 \+ 64 bytes\)"),
-    "directory cut": (
-        Craft(tensors=[tensor("t", [4])[:-9]], alignment=1),
-        "directory entry of 't' needs 20 bytes at offset 82, but 11 of 93",
-    ),
-}
+    "directory cut": (Craft(tensors=[tensor("t", [4])[:-9]], alignment=1), "directory entry of 't' needs 20 bytes at offset 82, but 11 of 93"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -159,34 +141,16 @@ def shard(no: int, count: int = 2, total: int = 2, name: str | None = None, vers
 
 
 SPLITS: dict[str, tuple[dict[str, bytes], str]] = {
-    "number": (
-        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(0)},
-        "split.no is 0, its name says 1",
-    ),
-    "count": (
-        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, 3)},
-        "split.count is 3, its name says 2",
-    ),
+    "number": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(0)}, "split.no is 0, its name says 1"),
+    "count": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, 3)}, "split.count is 3, its name says 2"),
     "missing": ({"m-00001-of-00002": shard(0)}, "1 of 2 parts .* m-00002-of-00002.gguf"),
     "name": ({"m": shard(0)}, "one of 2 parts .* not named"),
     "other count in name": ({"m-00001-of-00003": shard(0)}, "one of 2 parts .* not named"),
-    "total": (
-        {"m-00001-of-00002": shard(0, 2, 3), "m-00002-of-00002": shard(1)},
-        "count is 3, the 2 parts have 2",
-    ),
-    "twice": (
-        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, name="t0")},
-        "'t0' is in m-00001",
-    ),
-    "version": (
-        {"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, version=2)},
-        "version 2, but .* 3",
-    ),
-    "too many": (
-        {"m-00001-of-09999": shard(0, 9999)},
-        "split.count is 9999; want a whole number from 0 to 4096",
-    ),
-}
+    "total": ({"m-00001-of-00002": shard(0, 2, 3), "m-00002-of-00002": shard(1)}, "count is 3, the 2 parts have 2"),
+    "twice": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, name="t0")}, "'t0' is in m-00001"),
+    "version": ({"m-00001-of-00002": shard(0), "m-00002-of-00002": shard(1, version=2)}, "version 2, but .* 3"),
+    "too many": ({"m-00001-of-09999": shard(0, 9999)}, "split.count is 9999; want a whole number from 0 to 4096"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SPLITS.values(), ids=SPLITS.keys())

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from waiting import wait_for
 
 from pyspec.config import EngineSettings
 from pyspec.cpu.kernels import n_thread, torch_alone
-from pyspec.engine.process.early import begun
+from pyspec.engine.process.engine_main import begun
 from pyspec.errors import BadGGUF
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.gguf.read_ahead import LEAST, held_bytes
@@ -31,17 +31,10 @@ def written(path: Path) -> Path:
     return path
 
 
-def wait_for(n: int) -> None:
-    end = time.monotonic() + 30
-    while held_bytes() != n and time.monotonic() < end:
-        time.sleep(0.01)
-    assert held_bytes() == n
-
-
 def test_each_tensor_is_given_once_and_the_rest_is_freed(tmp_path: Path) -> None:
     with open_gguf(written(tmp_path / "m.gguf")) as file:
         file.begin_ahead()
-        wait_for(2 * N)
+        wait_for(lambda: held_bytes() == 2 * N, 30)
         pages = file.read_ahead("b")
         assert pages is not None and bytes(pages) == b"b" * N and held_bytes() == N
         assert file.read_ahead("b") is None and file.read_ahead("small") is None
@@ -75,7 +68,7 @@ def test_nothing_is_read_ahead_for_gpus_ranks_or_unpacked_weights(tmp_path: Path
     assert begun(path, EngineSettings(device="cpu", weights="dense"), is_cpu=True) is None
     file = begun(path, EngineSettings(device="cpu"), is_cpu=False)
     assert file is not None
-    wait_for(2 * N)
+    wait_for(lambda: held_bytes() == 2 * N, 30)
     file.close()
     assert held_bytes() == 0
 

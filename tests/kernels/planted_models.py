@@ -24,11 +24,7 @@ from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.op import listed_ops
 from pyspec.engine.api import Engine
 
-WHY = {
-    "wrong": "differ|other|not|as the reference",
-    "crashing": "ended the process",
-    "hanging": "took more than",
-}
+WHY = {"wrong": "differ|other|not|as the reference", "crashing": "ended the process", "hanging": "took more than"}  # fmt: skip
 LIMITS_S = {"start": 120.0, "binding": 120.0, "check": 20.0}
 # Until everything is compiled and libraries are loaded; after that, the cost of a hang
 FIRST_CHECK_S, CHECK_S = 60.0, 6.0
@@ -63,10 +59,8 @@ def forget_kept(name: str) -> None:
 def planted(name: str, kind: str) -> Iterator[Any]:
     """The op, with the bad one in front of its tier in Triton, in this process and in the one that checks."""
     forget_kept(name)
-    op, bad = (
-        next(op for op in listed_ops() if op.name == name),
-        getattr(planted_tiers, f"{name}_{kind}"),
-    )
+    op = next(op for op in listed_ops() if op.name == name)
+    bad = getattr(planted_tiers, f"{name}_{kind}")
     impls, home = op.impls, op.home
     op.impls, op.home = bad.impls, bad.home
     forget(name)

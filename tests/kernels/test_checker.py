@@ -228,11 +228,7 @@ def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
 def test_without_a_gpu_what_is_not_native_is_checked_here(children: list[int]) -> None:
     impls = [replace(impl, native=False) for impl in checker_fakes.only_bad.impls[:2]]
     op = replace(checker_fakes.only_bad, impls=impls, verdicts={}, _decided={})
-    assert [why for _, why in op.choices(SPEC)] == [
-        "its doubles are no doubles",
-        "failed its check: ValueError: the compiler says no",
-        None,
-    ]
+    assert [why for _, why in op.choices(SPEC)] == ["its doubles are no doubles", "failed its check: ValueError: the compiler says no", None]  # fmt: skip
     assert children == []
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checker_fakes import planted, right
@@ -25,7 +27,7 @@ from pyspec.engine.load import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent
-# functions of pyspec.cuda with @cache: they keep names, numbers, sources, compiled code, and which checks passed before
+# functions of pyspec.cuda with @cache: they keep names, numbers, tables of formats, sources, compiled code, and which checks passed before
 KEPT = {
     "shared",
     "digest",
@@ -43,6 +45,7 @@ KEPT = {
     "_members",
     "_cpu_digest",
     "_passed",
+    "bits_of",
 }
 
 
@@ -164,6 +167,10 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
     monkeypatch.setattr(loading, "widened", lambda d: d)
     monkeypatch.setattr(loading, "stretch_words", lambda *_: "")
     plan = SimpleNamespace(together=lambda n: None)
+    for name in ("check_host", "fit_lines", "without", "cap_memory"):
+        monkeypatch.setattr(loading, name, lambda *_: [])
+    monkeypatch.setattr(loading, "cache_ram", lambda _: 0)
+    monkeypatch.setattr(loading, "plan_host", lambda _: None)
     for step in ("plan_memory", "check_fit", "memory_snapshot", "build"):
         monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
     loading._load(Path("none.gguf"), EngineSettings(), False, None)
@@ -285,3 +292,24 @@ def holds_tensors(thing: object) -> bool:
     if isinstance(thing, list | tuple | set | frozenset):
         return any(map(holds_tensors, thing))
     return isinstance(thing, Tensor)
+
+
+def test_a_launch_hands_over_pointers_and_numbers_of_the_signatures_types(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        jit, "_starter", lambda: lambda stream, config, handle, *args: started.append(args)
+    )
+    monkeypatch.setattr(jit.Kernel, "_configured", lambda *given: None)
+    x, weight = torch.zeros(3), torch.nn.Parameter(torch.zeros(2))
+    kernel = jit.Kernel("k", None, "ppppliuf", SimpleNamespace(stream=lambda: None))  # type: ignore[arg-type]
+    kernel.launch((1,), 32, [x, weight, None, np.int64(0), 1 << 40, True, np.int32(7), 3])
+    (args,) = started
+    assert args == (x.data_ptr(), weight.data_ptr(), 0, 0, 1 << 40, 1, 7, 3.0)
+    assert [type(a) for a in args[4:]] == [np.int64, np.int32, np.uint32, np.float32]
+    with pytest.raises(AttributeError):  # a number is no pointer
+        kernel.launch((1,), 32, [1, x, x, x, 1, 1, 1, 1.0])
+    with pytest.raises(AssertionError, match="7 arguments for 'ppppliuf'"):
+        kernel.launch((1,), 32, [x] * 7)
+    assert len(started) == 1

@@ -378,13 +378,10 @@ def test_copies_to_a_cluster_that_do_not_fit_are_found(how: dict[str, str | int]
         ({"meets": "__syncthreads();"}, "not made its barrier yet"),
         ({"meets": "arrive(); __syncthreads();"}, "not waited for its cluster|not made its barrier yet"),
         ({"meets": "meet();"}, "did not arrive"),
-        (
-            {"meets": "__syncthreads(); if (blockIdx.x) arrive(), meet();"},
-            "deadlock|not made its barrier yet",
-        ),
+        ({"meets": "__syncthreads(); if (blockIdx.x) arrive(), meet();"}, "deadlock|not made its barrier yet"),
         ({"waits": ""}, "under way|has ended"),
     ],
-)
+)  # fmt: skip
 def test_clusters_whose_blocks_do_not_wait_are_found(how: dict[str, str], says: str) -> None:
     with pytest.raises(EmulationError, match=says):
         for order.seed in range(10):
@@ -414,11 +411,8 @@ def test_products_of_matrices_are_those_of_mma_and_ldmatrix() -> None:
                          : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(y[0]), "r"(y[1]));
             for (int i = 0; i < 4; ++i) out[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
           }}"""
-        a, b, out = (
-            torch.randn(16, 16).to(dtype),
-            torch.randn(8, 16).to(dtype),
-            torch.full((16, 8), torch.nan),
-        )
+        a, b = torch.randn(16, 16).to(dtype), torch.randn(8, 16).to(dtype)
+        out = torch.full((16, 8), torch.nan)
         emulate_text(text).kernel("f", "ppp").launch((1,), 32, (a, b, out))
         assert torch.allclose(out.double(), 1 + a.double() @ b.double().T, rtol=1e-6, atol=1e-6)
 

@@ -180,11 +180,8 @@ def test_a_forwards_first_and_last_launches(n_row: int) -> None:
     gen = torch.Generator().manual_seed(0)
     embed, norms = EmbedSpec(CPU, Q8_0, 32), NormsSpec(CPU, 32, 1e-6)
     raw, tokens = embed_cuda.any_bytes(Q8_0, 32, 37, gen), torch.randint(0, 37, (n_row,), generator=gen)
-    positions, freq, weight = (
-        angles_cuda.hostile(n_row, gen),
-        angles_cuda.frequencies(3, CPU),
-        1 + 0.1 * drawn(32),
-    )
+    positions, freq = angles_cuda.hostile(n_row, gen), angles_cuda.frequencies(3, CPU)
+    weight = 1 + 0.1 * drawn(32)
     logits, x, some = drawn(n_row, 50), drawn(n_row, 32, seed=1), torch.arange(0, n_row, 3)
     with emulated_gpu():
         own, other = embed_cuda.bind(embed), TorchEmbed(embed)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_attend_cuda as attend
-import test_best_cuda as best
-import test_gdn_cuda as gdn
-import test_heads_cuda as heads
-import test_index_rows_cuda as index_rows
-import test_latent_cuda as latent
+import test_attend as attend
+import test_best as best
+import test_gdn as gdn
+import test_heads as heads
+import test_index_rows as index_rows
+import test_latent as latent
 import test_linear_emulated as linear
-import test_mamba2_cuda as mamba2
+import test_mamba2 as mamba2
 import test_moe_route_emulated as route
-import test_norms_cuda as norms
+import test_norms as norms
 import test_recurrent_cuda as recurrent
-import test_rope_latent_emulated as rope_latent
-import test_rows_cuda as rows
+import test_rope_latent as rope_latent
+import test_rows as rows
 import test_wgmma_cuda as wgmma
 from emulated.machine import needs_compiler
 from machines import CPU, EMULATED, Machine

@@ -65,10 +65,8 @@ def test_products_of_any_number_of_rows(type: GGMLType, kind: str) -> None:
 def test_unpacked_matrices_of_any_number_of_rows() -> None:
     gen = torch.Generator().manual_seed(0)
     for n_out, dtype in ((48, torch.float32), (5120, torch.bfloat16)):
-        product, norm = (
-            Dense(torch.randn(n_out, 5120, generator=gen).to(GPU, dtype)),
-            preparations("norm", 5120, 1, gen),
-        )
+        product = Dense(torch.randn(n_out, 5120, generator=gen).to(GPU, dtype))
+        norm = preparations("norm", 5120, 1, gen)
         x = torch.randn(300, 5120, generator=gen).to(GPU)
         whole = product(x, norm)
         assert all(torch.equal(product(x[:n], norm), whole[:n]) for n in N_ROWS)

@@ -46,10 +46,7 @@ def test_a_narrower_range_is_the_implementation_s_own(monkeypatch: pytest.Monkey
     op = Op("x", impl("torch"), [impl("hopper", capabilities=((9, 0), (9, 0))), impl("cuda")])
     spec = Spec(torch.device("cuda", 0))
     assert op.chosen(spec).name == "cuda"
-    assert next(iter(op.choices(spec))) == (
-        "hopper",
-        "made for compute capability 9.0 to 9.0, this GPU has 10.0",
-    )
+    assert next(iter(op.choices(spec))) == ("hopper", "made for compute capability 9.0 to 9.0, this GPU has 10.0")  # fmt: skip
 
 
 def test_limits_are_asked_before_anything_is_bound() -> None:

@@ -22,6 +22,9 @@ NUMBERS = {"gdn": 3, "attend": 4, "rope_kv": 5, "mamba2": 7, "embed": 8, "norms"
     "compress": 13,
     "short_conv": 14,
     "rope_latent": 15,
+    "seen_pages": 16,
+    "ngrams": 17,
+    "moe": 18,
 }
 """As they stand in cubins that are out: these never change."""
 TOY = '''

@@ -105,7 +105,7 @@ def test_pools_beyond_two_gigarows_of_bytes_are_addressed() -> None:
 
 
 def test_a_page_out_of_the_pool_is_reported_and_harms_no_other_sequence() -> None:
-    check_wild_page(CARD, attend_triton.bind, attend_triton.OP_ID, CASES["ragged"], 4, 3, 1 << 33)
+    check_wild_page(CARD, attend_triton.bind, attend_triton.GUARD.number, CASES["ragged"], 4, 3, 1 << 33)
 
 
 RECURRENT = {

@@ -47,14 +47,10 @@ def test_a_kernel_that_leaves_its_tensors_is_found(n_x: int, n_out: int, what: s
     """So every test of Triton's kernels here is one of where they read and write, too: in a view of a larger tensor as well."""
     from pyspec.cuda.ops.norms import triton_kernels as kernels
 
-    x, out, weight, fault = (
-        torch.randn(4, 64)[:n_x],
-        torch.empty(4, 64)[:n_out],
-        torch.ones(64),
-        faults.record(CPU),
-    )
+    x, out, weight = torch.randn(4, 64)[:n_x], torch.empty(4, 64)[:n_out], torch.ones(64)
+    fault = faults.record(CPU)
     constants = {"COLUMNS": 64, "WIDE": 64, "LAYER": False, "PICKS": False, "ADDS": False, "OP": 1}
-    args = (x, weight, out, x, weight, out, fault, x, fault, 64, 3, 1e-6, 1.0)
+    args = (x, weight, out, x, weight, out, fault, x, fault, 64, 64, 64, 3, 1e-6, 1.0)
     with pytest.raises(interpreter.InterpreterError, match=what) if what else nullcontext():
         tri.launch(kernels.norms, (3,), args, constants, 1)
 
@@ -65,7 +61,7 @@ def test_a_row_that_is_none_is_reported_and_read_as_the_first(row: int) -> None:
     every, some = norms_triton.bind(norms_ref.NormsSpec(CPU, 32, 1e-6)).picked(
         x, weight, torch.tensor([1, row])
     )
-    assert _tripped() == [1, norms_triton.OP_ID, -1, row if row == 2 else -1, 2]
+    assert _tripped() == [1, norms_triton.GUARD.number, -1, row if row == 2 else -1, 2]
     assert torch.equal(some, every[[1, 0]])
 
 

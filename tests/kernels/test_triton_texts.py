@@ -32,15 +32,8 @@ def text(path: Path, spec_type: str) -> tuple[list[int], set[str]]:
     for op in listed_ops():
         op.decided.clear()
         op.verdicts.clear()
-    settings = {
-        "np": 2,
-        "ctx": 256,
-        "spec_type": spec_type,
-        "n_draft_fixed": True,
-        "warm_up": False,
-        "kv_type": "f16",
-    }
-    with Engine.open(str(path), None, settings) as engine:
+    settings = {"np": 2, "ctx": 256, "spec_type": spec_type, "n_draft_fixed": True, "warm_up": False, "kv_type": "f16"}  # fmt: skip
+    with Engine.open(str(path), "auto", settings) as engine:
         tokens = engine.generate(PROMPT, max_tokens=8, temperature=0.0).tokens
         return list(tokens), {op.name for op, spec in survey.asked() if op.chosen(spec).name == "triton"}
 

@@ -40,19 +40,12 @@ for path in sorted(Path(pyspec.cuda.ops.__file__).parent.glob("*/*triton_kernels
     importlib.import_module(f"pyspec.cuda.ops.{path.parent.name}.{path.stem}")
 del os.environ["TRITON_INTERPRET"]
 
-_load, _store = (
-    interpreter.InterpreterBuilder.create_masked_load,
-    interpreter.InterpreterBuilder.create_masked_store,
-)
-_cas, _rmw = (
-    interpreter.InterpreterBuilder.create_atomic_cas,
-    interpreter.InterpreterBuilder.create_atomic_rmw,
-)
-_cast, _dot, _patch = (
-    interpreter.InterpreterBuilder.cast_impl,
-    interpreter.InterpreterBuilder.create_dot,
-    interpreter._patch_lang_tensor,
-)
+_load = interpreter.InterpreterBuilder.create_masked_load
+_store = interpreter.InterpreterBuilder.create_masked_store
+_cas = interpreter.InterpreterBuilder.create_atomic_cas
+_rmw = interpreter.InterpreterBuilder.create_atomic_rmw
+_cast, _dot = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.create_dot
+_patch = interpreter._patch_lang_tensor
 
 
 def _wide(x):

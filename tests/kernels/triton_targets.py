@@ -143,10 +143,8 @@ def _attend(case: attend_cases.Case) -> None:
 def gdn() -> Iterator[Callable[[], object]]:
     def run(shape: GdnShape) -> None:
         n, n_v = 140, shape.n_v_head
-        layer, batch = (
-            StateLayer(shape, 2, 6, CPU),
-            lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * n, SeqMode.KEEP)], CPU),
-        )
+        layer = StateLayer(shape, 2, 6, CPU)
+        batch = lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * n, SeqMode.KEEP)], CPU)
         m, alpha, beta = (torch.zeros(n, k) for k in (shape.n_channel, n_v * shape.n_decay, n_v))
         weights = torch.zeros(n_v), alpha[0], torch.zeros(shape.n_channel, 4)
         gdn_triton.bind(GdnSpec(CPU, shape, 1e-6))(m, alpha, beta, *weights, layer, batch)
@@ -158,10 +156,8 @@ def gdn() -> Iterator[Callable[[], object]]:
 def mamba2() -> Iterator[Callable[[], object]]:
     def run() -> None:
         shape = Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4)
-        layer, batch = (
-            StateLayer(shape, 2, 6, CPU),
-            lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, SeqMode.KEEP)], CPU),
-        )
+        layer = StateLayer(shape, 2, 6, CPU)
+        batch = lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, SeqMode.KEEP)], CPU)
         p = make_params(shape, torch.Generator().manual_seed(0), CPU)
         m, dt = torch.zeros(140, shape.n_channel), torch.zeros(140, 128)
         mamba2_triton.bind(Mamba2Spec(CPU, shape))(m, dt, p, layer, batch)
@@ -172,10 +168,8 @@ def mamba2() -> Iterator[Callable[[], object]]:
 def short_conv() -> Iterator[Callable[[], object]]:
     def run() -> None:
         shape = ShortConvShape(2048, 3)
-        layer, batch = (
-            StateLayer(shape, 2, 6, CPU),
-            lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, SeqMode.KEEP)], CPU),
-        )
+        layer = StateLayer(shape, 2, 6, CPU)
+        batch = lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, SeqMode.KEEP)], CPU)
         launch = short_conv_triton.bind(ShortConvSpec(CPU, shape))
         launch(torch.zeros(140, 3 * 2048), torch.zeros(2048, 3), layer, batch)
 
@@ -268,11 +262,8 @@ def linear() -> Iterator[Callable[[], object]]:
 def _linear(spec: LinearSpec, n_row: int) -> None:
     shape = spec.n_weight_row, spec.n_in
     raw, scales = random_rows(spec.type, *shape, torch.Generator().manual_seed(0), CPU)
-    run, out, x = (
-        linear_triton.bind(spec),
-        torch.zeros(n_row, spec.n_out),
-        torch.zeros(n_row, spec.n_in).half(),
-    )
+    run, out = linear_triton.bind(spec), torch.zeros(n_row, spec.n_out)
+    x = torch.zeros(n_row, spec.n_in).half()
     residual = out if spec.epilogue is Epilogue.RESIDUAL else None
     run.multiply(x, torch.ones(n_row), run.pack(raw, spec.type, shape, scales), out, residual)
 

@@ -32,10 +32,7 @@ from pyspec.errors import BadSlotFile
 from pyspec.slots.span_file import CHUNK, DIGEST, SLOT, VERSION, digest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = {
-    "demo": ("demo", "auto"),
-    "qwen35 with MTP": (str(ROOT / "tests" / "fixtures" / "qwen35.gguf"),) * 2,
-}
+PAIRS = {"demo": ("demo", "auto"), "qwen35 with MTP": (str(ROOT / "tests" / "fixtures" / "qwen35.gguf"),) * 2}  # fmt: skip
 WRONG: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 7, 63, 65_535, 1 << 31, 1 << 32, 1 << 63, 1 << 64, 0.5, -0.0, 1e308, "", "x", "\x00", "\x1b[2J", "x" * 100_000,
     "\ud800", [], [None], [-1], [[]], {}, {"": None}, [1 << 40], [1] * 100_000,

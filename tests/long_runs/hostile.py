@@ -228,13 +228,7 @@ def ask(
 
 def answer(server: Server, one: Known, address: str, is_stream: bool) -> list[int] | str:
     """The tokens of an answer; words if there is none."""
-    body = {
-        "prompt": list(one.prompt),
-        "n_predict": N_ASKED,
-        "temperature": 0,
-        "return_tokens": True,
-        "stream": is_stream,
-    }
+    body = {"prompt": list(one.prompt), "n_predict": N_ASKED, "temperature": 0, "return_tokens": True, "stream": is_stream}  # fmt: skip
     connection = http.client.HTTPConnection(
         "127.0.0.1", server.port, timeout=600, source_address=(address, 0)
     )

@@ -46,15 +46,11 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": "string", "minLength": 1 << 40},
     {"type": "array", "minItems": 1 << 30, "items": {"type": "integer"}},
     {"enum": [f"word {i}" for i in range(20_000)]},
-    {
-        "type": "object",
-        "properties": {f"p{i}": {"type": "integer"} for i in range(3000)},
-        "additionalProperties": False,
-    },
+    {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}, "additionalProperties": False},
     {"allOf": [{"anyOf": [{"type": "string", "maxLength": i}, {"minimum": i}]} for i in range(60)]},
     {"type": "number", "multipleOf": 1e-300},
     {"type": "nothing"},
-)
+)  # fmt: skip
 GRAMMARS = (
     "root ::= root", "root ::= root root | root", 'root ::= ("a" | "aa")* "b"{100000}', 'root ::= (("x"?){1000}){1000}', "root ::= [", "",
     "root ::= missing", 'root ::= "' + "a" * 200_000 + '"', "root ::= " + "(" * 3000 + '"a"' + ")" * 3000,
@@ -155,14 +151,7 @@ def malformed(client: Client) -> int:
 def wrong_fields(client: Client) -> int:
     """Fields that exist, with values that they can not have."""
     rng = client.rng
-    body: dict[str, Any] = {
-        "messages": HELLO,
-        "prompt": "Hello",
-        "input": "Hello",
-        "content": "Hello",
-        "max_tokens": 2,
-        "n_predict": 2,
-    }
+    body: dict[str, Any] = {"messages": HELLO, "prompt": "Hello", "input": "Hello", "content": "Hello", "max_tokens": 2, "n_predict": 2}  # fmt: skip
     body |= {rng.choice(FIELDS): rng.choice(WEIRD) for _ in range(rng.randint(1, 3))}
     if not isinstance(body.get("max_tokens"), int) or not 0 <= body["max_tokens"] < 9:
         body |= {"temperature": 0}
@@ -275,14 +264,7 @@ def cancel(client: Client) -> None:
     """A stream that is left in its middle, at its beginning or before it has begun."""
     rng = client.rng
     path = rng.choice((CHAT, NATIVE, "/v1/completions"))
-    body = {
-        "messages": HELLO,
-        "prompt": "Hello",
-        "stream": rng.random() < 0.8,
-        "max_tokens": 400,
-        "temperature": 1.0,
-        "ignore_eos": True,
-    }
+    body = {"messages": HELLO, "prompt": "Hello", "stream": rng.random() < 0.8, "max_tokens": 400, "temperature": 1.0, "ignore_eos": True}  # fmt: skip
     raw = json.dumps(body).encode()
     with client.connect() as sock:
         sock.sendall(head(path, len(raw)) + raw)
@@ -338,10 +320,7 @@ def hostile_schema(client: Client) -> int:
     elif which == 1:
         body["json_schema"] = schema
     elif which == 2:
-        body["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": schema, "strict": True},
-        }
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}  # fmt: skip
     else:
         body["tools"] = [
             {"type": "function", "function": {"name": f"f{i}", "parameters": schema, "strict": True}}
@@ -364,12 +343,7 @@ def templates(client: Client) -> int:
             "x" * 1000,
         )
     )
-    body = {
-        "messages": [
-            {"role": rng.choice(("user", "assistant", "tool", "x")), "content": text} for _ in range(n)
-        ],
-        "max_tokens": 1,
-    }
+    body = {"messages": [{"role": rng.choice(("user", "assistant", "tool", "x")), "content": text} for _ in range(n)], "max_tokens": 1}  # fmt: skip
     return client.post(
         rng.choice((CHAT, "/apply-template", "/v1/messages")),
         body | {"chat_template_kwargs": rng.choice(KWARGS)},

@@ -81,12 +81,7 @@ class Chats:
         said = [{"role": "system", "content": message(number % SYSTEMS, 60)}]
         for turn in range(self.n_turn):
             said.append({"role": "user", "content": message(1000 * number + turn + 17, 12)})
-            body = {
-                "messages": said,
-                "max_tokens": self.n_token,
-                "seed": number,
-                "temperature": 0.7 * (number % 2),
-            }
+            body = {"messages": said, "max_tokens": self.n_token, "seed": number, "temperature": 0.7 * (number % 2)}  # fmt: skip
             try:
                 text, n_prompt, n_cached = asked_again(port, body, totals)
             except (OSError, ValueError, KeyError) as e:
@@ -266,10 +261,8 @@ def main() -> None:
             laps += 1
         is_over.set()
         killer.join()
-        moved, failed = (
-            value(port, "pyspec_replica_requests_moved_total"),
-            value(port, "pyspec_requests_failed_total"),
-        )
+        moved = value(port, "pyspec_replica_requests_moved_total")
+        failed = value(port, "pyspec_requests_failed_total")
     errors = one.errors + several.errors
     print(
         f"{args.replicas} replicas: {several.answers} answers in {laps} laps, {100 * several.hits:.1f} % cached in the first"

@@ -329,14 +329,7 @@ def soak_chats(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = synth.write("qwen35", folder / "tiny.gguf", quant="f32", tiny=True)
         kv, on_gpu = ("f16", True) if device == "cuda" else ("f32", False)
-        settings = {
-            "kv_type": kv,
-            "device": device,
-            "warm_up": on_gpu,
-            "page_size": 16,
-            "ctx": ctx,
-            "queue": 64,
-        }
+        settings = {"kv_type": kv, "device": device, "warm_up": on_gpu, "page_size": 16, "ctx": ctx, "queue": 64}  # fmt: skip
         engine = stack.enter_context(
             Engine.load(
                 model, "mtp", np=np, n_draft_max=3, n_draft_fixed=True, kv_pool=np * ctx // 2, cache_ram=4 * words.scale,

@@ -151,10 +151,7 @@ def over_http(seat: Seat) -> None:
         "stream": rng.random() < 0.5,
     }
     if rng.random() < 0.3:
-        body["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": schema(rng)},
-        }
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema(rng)}}  # fmt: skip
     leaves = rng.random() < 0.2
     with seat.client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:

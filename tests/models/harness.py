@@ -19,7 +19,7 @@ from pyspec.models.target import Out
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat
-from pyspec.slots.kv_types import type_of
+from pyspec.slots.kv_types import KvType, type_of
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -69,6 +69,10 @@ ADDED = [
     "kimi-linear",
     "bailingmoe3",
     "llama4",
+    "qwen4exp",
+    "glm-dsa",
+    "kimi-k3",
+    "k2-horizon-mova",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(
@@ -86,9 +90,10 @@ class Bench:
         n_slot: int = 1,
         width: int = 17,
         n_ctx: int = 256,
-        kv: torch.dtype = torch.float32,
+        kv: torch.dtype | KvType = torch.float32,
         dense: torch.dtype | None = torch.float32,
         rope: RopeFlags = NO_FLAGS,
+        n_chunk: int = 0,
     ) -> None:
         self.file = open_gguf(path)
         config = read_config(self.file)
@@ -97,7 +102,12 @@ class Bench:
         self.memory = allocate(
             config.parts(),
             CacheSizes(
-                n_slot, self.table.n_alloc_row, self.table.page_size, width, KvFormat.both(type_of(kv))
+                n_slot,
+                self.table.n_alloc_row,
+                self.table.page_size,
+                width,
+                KvFormat.both(type_of(kv)),
+                n_chunk=n_chunk,
             ),
             DEVICE,
         )

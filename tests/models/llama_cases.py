@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import torch
-from harness import DEVICE, FIXTURES, Bench, near
+from harness import DEVICE, FIXTURES, Bench
 
 from pyspec.draft.chain import Chain
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -27,36 +27,6 @@ def told(name: str, what: str = "logits") -> tuple[list[int], torch.Tensor]:
 
 def bench_of(name: str, **options: object) -> Bench:
     return Bench(FIXTURES / f"{name}.gguf", **options)  # type: ignore[arg-type]
-
-
-def check_chunks(name: str, chunk: int, dense: torch.dtype | None, turned: float = 0.1) -> None:
-    """A prompt in chunks."""
-    tokens, want = told(name)
-    bench = bench_of(name, dense=dense)
-    got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
-    assert near(got, want, dense, ATOL, turned)
-
-
-def check_verifies(name: str, width: int) -> None:
-    tokens, want = told(name)
-    bench = bench_of(name)
-    got = [bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)]
-    assert (torch.cat(got) - want).abs().max() < ATOL
-
-
-def check_hidden(name: str) -> None:
-    tokens, want = told(name, "hidden")
-    bench = bench_of(name)
-    assert (bench.forward(bench.seq(0, tokens)).hidden.cpu() - want).abs().max() < ATOL
-
-
-def check_rounding(name: str) -> None:
-    """llama.cpp rounds activations, which flips near ties of the router; we may not be farther from it than that."""
-    tokens, exact = told(name)
-    rows = exact, told(name, "quantised_logits")[1], bench_of(name).feed(0, tokens)
-    exact, rounded, got = (x.double().log_softmax(-1) for x in rows)
-    ours, theirs = (float((rounded.exp() * (rounded - q)).sum(-1).mean()) for q in (got, exact))
-    assert ours < 1.1 * theirs + 1e-4
 
 
 def check_refused_rows(name: str, width: int, kept: int, n_after: int) -> None:

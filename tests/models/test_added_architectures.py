@@ -27,24 +27,14 @@ from pyspec.slots.memory import allocate
 from pyspec.text.tokenizer import Tokenizer
 
 CAPTURED = {  # no windows, no experts, no recurrences
-    *(
-        "qwen2",
-        "granite",
-        "mistral3",
-        "smollm3",
-        "seed_oss",
-        "ernie4_5",
-        "glm4",
-        "phi3",
-        "olmo2",
-        "exaone4",
-        "k2-horizon",
-        "hunyuan-dense",
-    ),
-}
+    *("qwen2", "granite", "mistral3", "smollm3", "seed_oss", "ernie4_5", "glm4", "phi3", "olmo2", "exaone4", "k2-horizon", "hunyuan-dense"),
+}  # fmt: skip
 GEMMA = FIXTURES / "gemma3.gguf"  # a window of 8; blocks 0 to 4 and 6 of 7 have it
 ATOL = 1e-4 if DEVICE.type == "cpu" else 2e-2
-WIDER = {"exaone4-32b": 1e-3}  # 64 blocks without norms before their parts: f32 itself is 5e-4 off there
+WIDER = {
+    "exaone4-32b": 1e-3,  # 64 blocks without norms before their parts: f32 itself is 5e-4 off there
+    "kimi-k3": 1e-3,  # outputs of a thousandth of what they sum, normed: f32 is 3e-4 off there (llama.cpp 2e-4)
+}
 
 
 def data_of(name: str) -> tuple[list[int], torch.Tensor]:
@@ -235,22 +225,11 @@ def test_blocks_have_windows_and_ropes_by_the_pattern(tmp_path: Path) -> None:
         (8, 1e4, 1.0),
         (0, 1e6, 8.0),
     }
-    keys: dict[str, object] = {
-        "gemma3.attention.sliding_window_pattern": 2,
-        "gemma3.rope.freq_base_swa": 5e5,
-    }
+    keys: dict[str, object] = {"gemma3.attention.sliding_window_pattern": 2, "gemma3.rope.freq_base_swa": 5e5}  # fmt: skip
     found = attentions(rewrite(GEMMA, tmp_path / "a.gguf", change=keys))
     assert [a.window for a in found] == [8, 0, 8, 0, 8, 0, 8] and found[0].rope.base == 5e5
     keys = {"gemma3.attention.sliding_window_pattern": [True, False] * 3 + [False]}
-    assert [a.window for a in attentions(rewrite(GEMMA, tmp_path / "b.gguf", change=keys))] == [
-        8,
-        0,
-        8,
-        0,
-        8,
-        0,
-        0,
-    ]
+    assert [a.window for a in attentions(rewrite(GEMMA, tmp_path / "b.gguf", change=keys))] == [8, 0, 8, 0, 8, 0, 0]  # fmt: skip
     found = attentions(
         rewrite(GEMMA, tmp_path / "c.gguf", change={"gemma3.attention.sliding_window": 0})
     )
@@ -279,14 +258,11 @@ def test_the_largest_size_scales_scores_by_its_width(
     ("change", "says"),
     [
         ({"gemma3.attention.sliding_window_pattern": 0}, r"sliding_window_pattern is 0"),
-        (
-            {"gemma3.attention.sliding_window_pattern": [True, False]},
-            r"sliding_window_pattern has 2 entries",
-        ),
+        ({"gemma3.attention.sliding_window_pattern": [True, False]}, r"sliding_window_pattern has 2 entries"),
         ({"gemma3.rope.freq_base_swa": float("nan")}, r"freq_base_swa is nan"),
         ({"gemma3.final_logit_softcapping": -1.0}, r"final_logit_softcapping is -1\.0"),
     ],
-)
+)  # fmt: skip
 def test_keys_that_mean_nothing_are_refused(
     change: dict[str, object], says: str, tmp_path: Path
 ) -> None:

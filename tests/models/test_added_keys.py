@@ -20,6 +20,7 @@ from pyspec.forward.lower import of_choices, unweighed, weighed
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.arch import llama4
+from pyspec.models.arch.glm_dsa import read_types
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mla import Mla
 from pyspec.models.blocks.mlp import Mlp
@@ -96,11 +97,8 @@ def test_queries_are_as_they_are_within_the_old_context() -> None:
 def test_llama4s_chunks_end_where_the_file_of_far_rows_says() -> None:
     """Rows at positions 8180 to 8203 without any before them, in two pieces. Angles so far out are 1e-4 off in f32."""
     found = np.load(FIXTURES / "llama4.npz")
-    first, tokens, bench = (
-        int(found["far_first"]),
-        found["far"].tolist(),
-        Bench(FIXTURES / "llama4.gguf", n_ctx=8448),
-    )
+    first, tokens = int(found["far_first"]), found["far"].tolist()
+    bench = Bench(FIXTURES / "llama4.gguf", n_ctx=8448)
     bench.table.slots[0].tokens.extend([0] * first)
     for part in (slice(0, 9), slice(9, 24)):
         seq = replace(bench.seq(0, tokens[part]), first_key=first)
@@ -256,6 +254,39 @@ def test_scores_of_deepseek2_are_multiplied_by_yarn(tmp_path: Path) -> None:
     assert scale(plain) == pytest.approx(1 / 4)
     with pytest.raises(ModelError, match="key_length_mla"):
         changed("deepseek2", tmp_path / "n.gguf", attention__key_length_mla=None)
+
+
+def test_activations_of_ling_are_cut_where_the_file_says(tmp_path: Path) -> None:
+    keys = {"swiglu_clamp_exp": [1.0, 2.0, 3.0, 4.0], "swiglu_clamp_shexp": [5.0, 6.0, 7.0, 8.0]}
+    feeds = [block.parts[1].spec for block in changed("bailingmoe3", tmp_path / "m.gguf", **keys).blocks]
+    dense, *experts = feeds
+    assert isinstance(dense, Mlp) and dense.limit == -5.0
+    assert all(isinstance(x, Experts) for x in experts)
+    found = [(x.limit, x.limit_shared) for x in experts]  # type: ignore[union-attr]
+    assert found == [(-2.0, -6.0), (-3.0, -7.0), (-4.0, -8.0)]
+    plain = [block.parts[1].spec for block in spec_of(FIXTURES / "bailingmoe3.gguf").blocks]
+    assert {x.limit for x in plain} == {0.0}  # type: ignore[union-attr]
+
+
+def test_indexers_stand_where_the_file_says_or_by_its_context(tmp_path: Path) -> None:
+    def kinds(**keys: object) -> list[tuple[bool, bool]]:
+        blocks = changed("glm-dsa", tmp_path / "m.gguf", **keys).blocks
+        mixers = [block.parts[0].spec for block in blocks]
+        assert all(isinstance(x, Mla) for x in mixers)
+        return [(x.indexer is not None, x.follows) for x in mixers]  # type: ignore[union-attr]
+
+    own, follows = (True, False), (False, True)
+    assert kinds() == [own, own, follows, follows]
+    with pytest.raises(ModelError, match="types has 3 entries"):
+        kinds(attention__indexer__types=[1, 1, 0])
+    with pytest.raises(ModelError, match="of which the first chooses"):
+        kinds(attention__indexer__types=[0, 1, 0, 0])
+    own_keys = {"glm-dsa.attention.indexer.types": None, "glm-dsa.context_length": 1 << 20}
+    with open_gguf(rewrite(FIXTURES / "glm-dsa.gguf", tmp_path / "o.gguf", change=own_keys)) as file:
+        assert read_types(file, 8) == [True, True, True, False, False, False, True, False]
+    own_keys["glm-dsa.context_length"] = 4096
+    with open_gguf(rewrite(FIXTURES / "glm-dsa.gguf", tmp_path / "p.gguf", change=own_keys)) as file:
+        assert all(read_types(file, 8))
 
 
 def test_experts_are_chosen_of_the_best_groups() -> None:

@@ -42,10 +42,8 @@ def _on() -> None:
 def test_products_of_a_library_have_the_same_bits_among_any_number(n: int) -> None:
     norm, x = Norm(torch.rand(96) + 0.5, 1e-6), torch.randn(300, 96)
     dense = Dense(torch.randn(40, 96))
-    both, groups = (
-        Joined([dense, Dense(torch.randn(24, 96), gated=True)]),
-        Grouped(torch.randn(3, 8, 32)),
-    )
+    both = Joined([dense, Dense(torch.randn(24, 96), gated=True)])
+    groups = Grouped(torch.randn(3, 8, 32))
     for whole, part in ((both(x, norm), both(x[:n], norm)), (groups(x), groups(x[:n]))):
         assert torch.equal(whole[:n], part)
     assert torch.allclose(dense(x, norm), norm(x) @ dense.weight.T, atol=1e-4)

@@ -20,7 +20,7 @@ from pyspec.cuda.packed_cpu import CpuGroups
 from pyspec.engine.plan.describe import describe
 from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.gguf import GGMLType, open_gguf
-from pyspec.models.binding import Binding
+from pyspec.models.binding import bound_at
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.bound import BoundForward
 from pyspec.models.decoder import Decoder
@@ -79,7 +79,7 @@ def test_a_feed_forward_of_experts_is_one_recording(name: str) -> None:
     )
     w = Weights(bench.file, torch.device("cpu"), None)
     kv, ropes = bench.memory.kv_format, bench.target.ropes
-    at = Binding(w, f"blk.{layer}", layer, "", config.n_embd, config.eps, kv, ropes)
+    at = bound_at(w, f"blk.{layer}", layer, config.n_embd, config.eps, kv, ropes)
     feed = BoundForward(part.alone, at, config.n_embd)
     x = torch.randn(5, config.n_embd)
     recorded = Recorded(lambda: feed.run(x, None), TapeMemory())

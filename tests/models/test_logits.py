@@ -97,10 +97,8 @@ def test_demo_target_gives_llama_cpp_logits() -> None:
     bench = Bench(path, n_slot=3)
     for i in range(3):
         got = bench.feed(i, data[f"tokens_{i}"].tolist())
-        ids, want = (
-            torch.from_numpy(data[f"top_ids_{i}"]).long(),
-            torch.from_numpy(data[f"top_logits_{i}"]),
-        )
+        ids = torch.from_numpy(data[f"top_ids_{i}"]).long()
+        want = torch.from_numpy(data[f"top_logits_{i}"])
         assert (got.gather(-1, ids) - want).abs().max() < ATOL
         assert (got.logsumexp(-1) - torch.from_numpy(data[f"lse_{i}"])).abs().max() < ATOL
         assert divergence(got, torch.from_numpy(data[f"quantised_logits_{i}"]).float()) < 1e-3

@@ -12,7 +12,7 @@ import torch
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.gguf.write import GGUFWriter
-from pyspec.models.binding import Binding
+from pyspec.models.binding import Binding, bound_at
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.bound import BoundForward
 from pyspec.models.checks import check_tensors
@@ -65,7 +65,7 @@ def write(path: Path, made: Tensors) -> GGUFFile:
 
 
 def binding(w: Weights) -> Binding:
-    return Binding(w, P, 0, "ffn_norm", N, EPS, KvFormat.both(F16), Ropes(w))
+    return bound_at(w, P, 0, N, EPS, KvFormat.both(F16), Ropes(w), norm="ffn_norm")
 
 
 def bound(w: Weights, s: Experts) -> BoundForward:

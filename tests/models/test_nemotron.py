@@ -1,4 +1,4 @@
-"""`nemotron_h`, `nemotron_h_moe`: logits, states and MTP block against llama.cpp, whichever way the rows came in.
+"""`nemotron_h`, `nemotron_h_moe`: states and the MTP block (logits: test_logits_of_experts.py).
 
 Names S1..S8 are the guarantees that a design for recurrent state under speculation must give.
 """
@@ -6,7 +6,6 @@ Names S1..S8 are the guarantees that a design for recurrent state under speculat
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,14 +14,7 @@ from harness import DEVICE, Bench
 from llama_cases import (
     ATOL,
     bench_of,
-    check_chained_steps,
-    check_chunks,
-    check_hidden,
-    check_mtp_rows,
     check_ragged_slots,
-    check_refused_rows,
-    check_rounding,
-    check_verifies,
     expected,
 )
 
@@ -34,53 +26,11 @@ from pyspec.errors import OutOfBounds
 from pyspec.models.mtp_block import MtpBlock
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 
-WITH_MTP = ["nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
-MODELS = ["nemotron_dense", "nemotron_differ", *WITH_MTP]
 MODEL = "nemotron_latent"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
-@pytest.mark.parametrize("chunk", [1, 3, 16, 100])
-@pytest.mark.parametrize("name", MODELS)
-def test_prefill_in_any_chunks_gives_llama_cpp_logits(
-    name: str, chunk: int, dense: torch.dtype | None
-) -> None:
-    # One choice at its 12th token turns, and the states remember
-    check_chunks(name, chunk, dense, 0.6 if name == "nemotron_latent_q8_0" else 0.1)
-
-
-@pytest.mark.sampled(1, most=8)
-@pytest.mark.parametrize("width", range(1, 18))
-@pytest.mark.parametrize("name", ["nemotron_dense", "nemotron_latent"])
-def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:
-    check_verifies(name, width)
-
-
-def test_hidden_states_are_after_the_final_norm() -> None:
-    check_hidden(MODEL)
-
-
-def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
-    check_rounding("nemotron_latent_q8_0")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- state -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w]
-)
-def test_s6_refused_rows_leave_no_trace(width: int, kept: int) -> None:
-    check_refused_rows(MODEL, width, kept, 5)
 
 
 def test_s2_any_order_of_prompt_verify_full_accept_and_refusal_follows_the_plain_path() -> None:
@@ -183,11 +133,8 @@ def test_s7_ragged_slots_do_not_touch_each_other() -> None:
 
 def test_s8_a_verify_beside_a_long_prompt_still_rolls_back() -> None:
     data = expected(MODEL)
-    tokens, want, bench = (
-        data["tokens"].tolist(),
-        torch.from_numpy(data["logits"]),
-        bench_of(MODEL, n_slot=3),
-    )
+    tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
+    bench = bench_of(MODEL, n_slot=3)
     bench.feed(1, tokens[:10])
     verify = bench.seq(1, [*tokens[10:12], 5, 6, 7], keep=False)
     prompts = [bench.seq(0, tokens[:70]), bench.seq(2, tokens[:23])]
@@ -210,11 +157,8 @@ def test_s8_a_verify_beside_a_long_prompt_still_rolls_back() -> None:
 def test_a_checkpoint_taken_after_a_fold_serves_two_slots() -> None:
     """P2: the copy stands at exactly its tokens, and slots that go on from it do not change it."""
     data = expected(MODEL)
-    tokens, want, bench = (
-        data["tokens"].tolist(),
-        torch.from_numpy(data["logits"]),
-        bench_of(MODEL, n_slot=3),
-    )
+    tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
+    bench = bench_of(MODEL, n_slot=3)
     bench.feed(0, tokens[:32])
     seq = bench.seq(0, [*tokens[32:35], 1, 2], keep=False)
     bench.forward(seq)
@@ -243,7 +187,7 @@ def test_a_checkpoint_taken_after_a_fold_serves_two_slots() -> None:
 # -- the MTP block ---------------------------------------------------------------------------------------------------
 
 
-def mtp_of(name: str, *, layer_norm: bool = True) -> tuple[Bench, Chain]:
+def mtp_of(name: str, *, layer_norm: bool) -> tuple[Bench, Chain]:
     """layer_norm: the block ends in LayerNorm, as llama.cpp has it."""
     bench = bench_of(name)
     drafter = bench.drafter("mtp", n_draft=4)
@@ -253,16 +197,6 @@ def mtp_of(name: str, *, layer_norm: bool = True) -> tuple[Bench, Chain]:
             NormsSpec(DEVICE, bench.target.config.n_embd, bench.target.config.eps, layer=True)
         )
     return bench, drafter
-
-
-@pytest.mark.parametrize("name", WITH_MTP)
-def test_mtp_rows_are_llama_cpps(name: str) -> None:
-    check_mtp_rows(*mtp_of(name), name)
-
-
-@pytest.mark.parametrize("name", WITH_MTP)
-def test_chained_mtp_steps_are_llama_cpps(name: str) -> None:
-    check_chained_steps(*mtp_of(name), name)
 
 
 def test_without_a_word_the_block_ends_in_rmsnorm() -> None:

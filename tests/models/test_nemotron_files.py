@@ -122,10 +122,7 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
         "nemotron-3-super": (Mamba2Shape(128, 64, 8, 128, 4), Experts(512, 22, 2688, 5376, "sigmoid", True, 5.0, "relu2", 1024)),
         "nemotron-3-nano": (Mamba2Shape(64, 64, 8, 128, 4), Experts(128, 6, 1856, 3712, "sigmoid", True, 2.5, "relu2", 0)),
     }  # fmt: skip
-    attention = {
-        "nemotron-3-super": (7, 16, 25, 36, 47, 58, 69, 78),
-        "nemotron-3-nano": (5, 12, 19, 26, 33, 42),
-    }
+    attention = {"nemotron-3-super": (7, 16, 25, 36, 47, 58, 69, 78), "nemotron-3-nano": (5, 12, 19, 26, 33, 42)}  # fmt: skip
     for name, (state, moe) in shapes.items():
         dims = synth.find(name)
         writer = GGUFWriter(tmp_path / f"{name}.gguf", dims.arch)
@@ -187,10 +184,7 @@ def changed(path: Path, change: dict[str, object], *, drop: Sequence[str] = ()) 
     ("change", "says"),
     [
         ({"attention.head_count_kv": [0, 0, 1]}, "3 entries; want one for each of 7 blocks"),
-        (
-            {"attention.head_count_kv": [0, 0, 1, 0, 0, 0, 2]},
-            r"blocks that differ.*head_count_kv is \[1, 2\]",
-        ),
+        ({"attention.head_count_kv": [0, 0, 1, 0, 0, 0, 2]}, r"blocks that differ.*head_count_kv is \[1, 2\]"),
         ({"expert_used_count": [0, 5, 0, 17, 0, 0, 5]}, "17 of 16 experts"),
         ({"expert_feed_forward_length": [0, 32, 0, 0, 0, 0, 32]}, "experts of width 0"),
         ({"ssm.inner_size": 100}, "does not give inner size 100"),
@@ -201,7 +195,7 @@ def changed(path: Path, change: dict[str, object], *, drop: Sequence[str] = ()) 
         ({"expert_used_count": 17}, "17 of 16 experts"),
         ({"attention.head_count_kv": None}, "head_count_kv"),
     ],
-)
+)  # fmt: skip
 def test_impossible_metadata_is_refused_with_its_numbers(
     change: dict[str, object], says: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""`qwen35moe`: logits and MTP block against llama.cpp, whichever way the rows came in; files of all kinds of writers."""
+"""`qwen35moe`: files of all kinds of writers (logits: test_logits_of_experts.py)."""
 
 from __future__ import annotations
 
@@ -6,89 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from harness import FIXTURES, Bench
-from llama_cases import (
-    bench_of,
-    check_chained_steps,
-    check_chunks,
-    check_hidden,
-    check_mtp_rows,
-    check_ragged_slots,
-    check_refused_rows,
-    check_rounding,
-    check_verifies,
-)
+from harness import FIXTURES
 
-from pyspec.draft.chain import Chain
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import ValueType, open_gguf
 from pyspec.gguf.write import GGUFWriter
 from pyspec.models import read_config
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.checks import check_tensors
-
-MODELS = ["qwen35moe", "qwen35moe_fused_tied", "qwen35moe_mixed_q8_0"]
-WITH_MTP = ["qwen35moe", "qwen35moe_mixed_q8_0"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def mtp_of(name: str, n_slot: int = 1) -> tuple[Bench, Chain]:
-    bench = bench_of(name, n_slot=n_slot)
-    drafter = bench.drafter("mtp", n_draft=4)
-    assert isinstance(drafter, Chain)
-    return bench, drafter
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
-@pytest.mark.parametrize("chunk", [1, 3, 16, 100])
-@pytest.mark.parametrize("name", MODELS)
-def test_prefill_in_any_chunks_gives_llama_cpp_logits(
-    name: str, chunk: int, dense: torch.dtype | None
-) -> None:
-    check_chunks(name, chunk, dense)
-
-
-@pytest.mark.sampled(1, most=3)
-@pytest.mark.parametrize("width", range(1, 10))
-@pytest.mark.parametrize("name", MODELS)
-def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:
-    check_verifies(name, width)
-
-
-def test_hidden_states_are_after_the_final_norm() -> None:
-    check_hidden("qwen35moe")
-
-
-def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
-    check_rounding("qwen35moe_mixed_q8_0")
-
-
-@pytest.mark.parametrize("name", WITH_MTP)
-def test_mtp_rows_are_llama_cpps(name: str) -> None:
-    check_mtp_rows(*mtp_of(name), name)
-
-
-@pytest.mark.parametrize("name", WITH_MTP)
-def test_chained_mtp_steps_are_llama_cpps(name: str) -> None:
-    check_chained_steps(*mtp_of(name), name)
-
-
-@pytest.mark.parametrize("width", [1, 2, 5, 9])
-def test_refused_rows_leave_no_trace(width: int) -> None:
-    """None to all of a verify's rows kept."""
-    for kept in range(1, width + 1):
-        check_refused_rows("qwen35moe", width, kept, 3)
-
-
-def test_ragged_slots_do_not_touch_each_other() -> None:
-    """Slots meet at experts, and nowhere else."""
-    check_ragged_slots(bench_of("qwen35moe", n_slot=8), "qwen35moe")
 
 
 def rewritten(path: Path, change: dict[str, object], drop: str = "") -> Path:
@@ -118,24 +43,13 @@ def rewritten(path: Path, change: dict[str, object], drop: str = "") -> Path:
 
 
 def test_widths_may_stand_once_for_all_blocks_or_once_for_each(tmp_path: Path) -> None:
-    same = {
-        "expert_used_count": [3] * 5,
-        "expert_feed_forward_length": [32] * 5,
-        "feed_forward_length": None,
-    }
+    same = {"expert_used_count": [3] * 5, "expert_feed_forward_length": [32] * 5, "feed_forward_length": None}  # fmt: skip
     with open_gguf(rewritten(tmp_path / "arrays.gguf", same)) as file:
         config = read_config(file)
         moe = config.blocks[0].parts[1].spec
-        assert isinstance(moe, Experts) and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (
-            8,
-            3,
-            32,
-            48,
-        )
-    says, mixed = (
-        r"expert_used_count has blocks of different sizes: \[2, 3\]",
-        {"expert_used_count": [3, 3, 2, 3, 3]},
-    )
+        assert isinstance(moe, Experts) and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (8, 3, 32, 48)  # fmt: skip
+    says = r"expert_used_count has blocks of different sizes: \[2, 3\]"
+    mixed = {"expert_used_count": [3, 3, 2, 3, 3]}
     with (
         open_gguf(rewritten(tmp_path / "mixed.gguf", mixed)) as file,
         pytest.raises(ModelError, match=says),

@@ -66,10 +66,8 @@ def test_a_model_of_streams_wants_their_coefficients_and_room_for_their_rows() -
     mixed = [
         BlockSpec(tuple(replace(p, mix=Mix(f"hc_{p.norm}", 4)) for p in b.parts)) for b in config.blocks
     ]
-    model, file = (
-        replace(config, residual=streams, blocks=tuple(mixed)),
-        Bench(FIXTURES / "llama.gguf").file,
-    )
+    model = replace(config, residual=streams, blocks=tuple(mixed))
+    file = Bench(FIXTURES / "llama.gguf").file
     more = model.tensors(file).keys() - config.tensors(file).keys()
     parts = [f"blk.{i}.hc_{p.norm}" for i, b in enumerate(config.blocks) for p in b.parts]
     assert more == {

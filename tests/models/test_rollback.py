@@ -40,10 +40,8 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
     shape = GdnShape(2, 4, 32, 4, 8 * 32)
     g = torch.Generator().manual_seed(0)
     n, cpu = 12, torch.device("cpu")
-    m, conv_w = (
-        torch.randn(n, shape.n_channel, generator=g),
-        torch.randn(shape.n_channel, 4, generator=g),
-    )
+    m = torch.randn(n, shape.n_channel, generator=g)
+    conv_w = torch.randn(shape.n_channel, 4, generator=g)
     alpha, beta = torch.randn(n, 4, generator=g), torch.randn(n, 4, generator=g)
     a, dt_bias = -torch.rand(4, generator=g), torch.randn(4, generator=g)
     run = gdn_ref.bind(gdn_ref.GdnSpec(cpu, shape, 1e-6))
@@ -65,7 +63,9 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
             assert torch.equal(a, b), f"{name} of {widths} differs from one block"
 
 
-@pytest.mark.parametrize(("name", "end"), [("qwen35", 110), ("kimi-linear", 28), ("bailingmoe3", 28)])
+@pytest.mark.parametrize(
+    ("name", "end"), [("qwen35", 110), ("kimi-linear", 28), ("bailingmoe3", 28), ("qwen4exp", 38)]
+)
 def test_random_walk_of_prefill_verify_and_reject_follows_the_plain_path(name: str, end: int) -> None:
     rng, found = np.random.default_rng(3), np.load(FIXTURES / f"{name}.npz")
     tokens, want = found["tokens"].tolist(), torch.from_numpy(found["logits"])

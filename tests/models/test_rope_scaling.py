@@ -97,10 +97,7 @@ def test_scaling_that_means_nothing_is_refused(
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
 def test_divisors_that_mean_nothing_are_refused(wrong: float, tmp_path: Path) -> None:
     short, long = divisors(8).values()
-    add = {
-        "rope_factors_short.weight": short,
-        "rope_factors_long.weight": np.where(long > 5, wrong, long),
-    }
+    add = {"rope_factors_short.weight": short, "rope_factors_long.weight": np.where(long > 5, wrong, long)}  # fmt: skip
     path = rewrite(
         FIXTURES / "llama.gguf", tmp_path / "m.gguf", change=keys_of("llama", LONGROPE), add=add
     )

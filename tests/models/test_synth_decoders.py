@@ -1,13 +1,20 @@
-"""Synthetic files of decoders by fields: llama.cpp reads them and decodes the same tokens, and drafts change none."""
+"""Synthetic files of decoders: llama.cpp decodes the same tokens, drafts change none, and a block that is announced may be missing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pyspec import synth
 from pyspec.engine.api import Engine, Result
+from pyspec.gguf import ValueType, open_gguf
+from pyspec.models import read_config
+from pyspec.models.checks import check_tensors
+from pyspec.synth import layout
+from pyspec.synth.dims import TINY, Dims
+from pyspec.synth.layout import Key, Parts
 
 PROMPT = [5, 70, 33, 120, 44, 61, 9, 200, 15, 88, 31, 47]
 GREEDY = {
@@ -61,3 +68,27 @@ def test_drafts_change_no_text(arch: str, quant: str, tmp_path: Path) -> None:
     plain = tokens_of(path, 77, spec_type="none")
     assert all(tokens_of(path, 77, spec_type=kind) == plain for kind in ("ngram", "auto"))
     assert len(set(plain)) > 4, "the text repeats itself"
+
+
+HYBRIDS = ("qwen35", "qwen35moe", "nemotron_h_moe", "deepseek4")
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_the_trunk_is_whole(
+    arch: str, is_counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says, holds = layout.metadata, layout.tensors
+
+    def announced(dims: Dims, parts: Parts) -> Iterator[Key]:
+        yield from says(dims, Parts(mtp=is_counted))
+        if not is_counted:
+            yield f"{arch}.nextn_predict_layers", 1, ValueType.UINT32
+
+    specs = list(holds(TINY[arch], Parts()))
+    monkeypatch.setattr(layout, "metadata", announced)
+    monkeypatch.setattr(layout, "tensors", lambda dims, parts: iter(specs))
+    file = open_gguf(synth.write(arch, tmp_path / "m.gguf", quant="f32", tiny=True))
+    config = read_config(file)
+    check_tensors(file, config.tensors(file))
+    assert config.n_layer == TINY[arch].n_layer

@@ -60,10 +60,7 @@ def weights(n_vocab: int, silent: Sequence[int]) -> dict[str, np.ndarray]:
     def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
         return (gain * rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
 
-    out = {
-        "token_embd.weight": matrix(n_vocab, EMBD, 4.0),
-        "output_norm.weight": np.ones(EMBD, np.float32),
-    }
+    out = {"token_embd.weight": matrix(n_vocab, EMBD, 4.0), "output_norm.weight": np.ones(EMBD, np.float32)}  # fmt: skip
     out["token_embd.weight"][:, 0] = 2.0
     out["output.weight"] = matrix(n_vocab, EMBD, 1.5)
     out["output.weight"][:, 0] = 0.0

@@ -70,15 +70,9 @@ class RankBench:
             [Seq(0, 0, prompt[0][:30], SeqMode.KEEP, 30)],
             [Seq(0, 30, prompt[0][30:], SeqMode.KEEP, 1), Seq(1, 0, prompt[1][:7], SeqMode.KEEP, 7)],
             [Seq(0, 40, prompt[1][:6], SeqMode.VERIFY, 6), Seq(1, 7, prompt[1][7:8], SeqMode.KEEP, 1)],
-            [
-                Seq(0, 43, prompt[1][8:10], SeqMode.VERIFY, 2, 3),
-                Seq(1, 8, prompt[1][8:30], SeqMode.KEEP, 0),
-            ],
-            [
-                Seq(0, 45, prompt[1][8:9], SeqMode.KEEP, 1, 2),
-                Seq(1, 30, prompt[1][30:31], SeqMode.KEEP, 1),
-            ],
-        ]
+            [Seq(0, 43, prompt[1][8:10], SeqMode.VERIFY, 2, 3), Seq(1, 8, prompt[1][8:30], SeqMode.KEEP, 0)],
+            [Seq(0, 45, prompt[1][8:9], SeqMode.KEEP, 1, 2), Seq(1, 30, prompt[1][30:31], SeqMode.KEEP, 1)],
+        ]  # fmt: skip
         for seqs in plan:
             found.append(self.target.forward(lay_out(self.table, seqs, CPU)).logits.clone())
         return found

@@ -101,13 +101,7 @@ class RankRig(Rig):
     """A rig over `n` ranks. padded: batches lie in arenas, and rounds are launched ahead, as on GPUs."""
 
     def __init__(self, path: Path, n: int, *, padded: bool = False, **settings: object) -> None:
-        values: dict[str, object] = {
-            "np": 1,
-            "ctx": 256,
-            "kv_type": "f32",
-            "warm_up": False,
-            "device": "cpu",
-        }
+        values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}  # fmt: skip
         d = describe(path, EngineSettings(tp=n, **(values | settings)))  # type: ignore[arg-type]
         n_page = arena_pages(d)
         self.ranks = ThreadRanks(n, n_page if padded else 0)

@@ -64,6 +64,10 @@ DIVIDED = {  # a file and its numbers of ranks
     "kimi-linear": 3,
     "bailingmoe3": 3,
     "llama4": 2,
+    "qwen4exp": 2,
+    "glm-dsa": 2,
+    "kimi-k3": 3,
+    "k2-horizon-mova": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),
@@ -164,13 +168,9 @@ def test_a_rank_reads_no_rows_that_are_not_its_own(monkeypatch: pytest.MonkeyPat
         ("qwen35_q8_0", 2, "columns 0 to 16 are no whole blocks of 32 (Q8_0); --tp 1 would do"),
         ("deepseek2", 2, "5 heads do not divide by 2; --tp 1 or 5 would do"),
         ("minimax-m2", 4, "2 key heads are fewer than 4 ranks; --tp 1 or 2 or 3 would do"),
-        (
-            "qwen3next",
-            4,
-            "2 key heads of Gated DeltaNet are fewer than 4 ranks; --tp 1 or 2 or 3 would do",
-        ),
+        ("qwen3next", 4, "2 key heads of Gated DeltaNet are fewer than 4 ranks; --tp 1 or 2 or 3 would do"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_divide_is_refused_with_the_numbers_that_do(name: str, n: int, said: str) -> None:
     file, cut = opened(name)
     with pytest.raises(ModelError) as refusal:

@@ -7,6 +7,7 @@ import random
 import pytest
 from engine_rig import DEMO, DEMO_DRAFT, GREEDY, Heard
 from known_texts import demo_prompts
+from plans import fix_lengths
 from rank_threads import RankRig
 from test_behind_prompt import Watched
 
@@ -71,9 +72,7 @@ def test_held_taps_become_context_before_the_drafts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Follower, "obey", lambda f, c: (told.append(c), obey(f, c))[1])
     with RankRig(DEMO, 2, np=3, padded=True, **DRAFTERS["dflash"]) as r:
         rounds = iter(range(10**6))
-        r.loop.controller.choose = lambda caps, _offers=(), _beside=0: [  # type: ignore[method-assign]
-            cap * (n % 3 > 0) for n in (next(rounds),) for _, cap in caps
-        ]
+        fix_lengths(r.loop, lambda caps: [cap * (n % 3 > 0) for n in (next(rounds),) for _, cap in caps])
         w = run(r)
     assert w.behind["decodes, ahead"] > 2 and any(isinstance(c, MakeContext) for c in told)
 

@@ -6,18 +6,16 @@ import logging
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, settled
 from known_texts import demo_prompts
-from rank_pids import children
+from waiting import children
 
 from pyspec.engine.api import Engine
-from pyspec.engine.loop.disk_tier import DiskTier
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +34,6 @@ def load_demo(folder: Path | None, tp: int) -> Engine:
     """A drafter that ranks divide."""
     values = {**SETTINGS, "draft_path": str(DEMO_DRAFT), "weights": "dense", "tp": tp}
     return Engine.open(str(DEMO), "auto", {**values, "cache_disk": folder})
-
-
-def settled(e: Engine) -> None:
-    """All ranks have written what requests have left."""
-    tier: DiskTier = e.loop.disk
-    done = threading.Event()
-    while tier._wants or tier._copying is not None or tier._in_flight or not done.is_set():
-        done.clear()
-        tier._tasks.put(done.set)
-        assert done.wait(60)
 
 
 def files(folder: Path) -> list[Path]:

@@ -262,11 +262,7 @@ def test_sampled_text_is_the_same_with_every_drafter() -> None:
     assert found[0] == found[1] == found[2]
 
 
-WIDER = {
-    "qwen35": {"n_k_head": 4, "n_v_head": 8},
-    "qwen35moe": {"n_k_head": 4, "n_v_head": 4},
-    "nemotron_h_moe": {"n_group": 4},
-}
+WIDER = {"qwen35": {"n_k_head": 4, "n_v_head": 8}, "qwen35moe": {"n_k_head": 4, "n_v_head": 4}, "nemotron_h_moe": {"n_group": 4}}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -8,12 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY
 from known_texts import demo_prompts
-from rank_pids import children, lives
+from waiting import children, lives, wait_for
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
@@ -29,13 +29,6 @@ SETTINGS = {"np": 2, "ctx": 256, "device": "cpu", "kv_type": "f32", "warm_up": F
 LLAMA = FIXTURES / "llama.gguf"
 
 pytestmark = pytest.mark.slow
-
-
-def eventually(what: Callable[[], bool], seconds: float = SOON_S) -> bool:
-    until = time.monotonic() + seconds
-    while not what() and time.monotonic() < until:
-        time.sleep(0.02)
-    return what()
 
 
 class Asked:
@@ -64,7 +57,7 @@ def core() -> Iterator[EngineCore]:
     yield core
     core.close()
     assert core._ranks is not None
-    assert eventually(lambda: not any(map(lives, core._ranks.pids))), "a rank outlives its engine"
+    wait_for(lambda: not any(map(lives, core._ranks.pids)), SOON_S)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT])
@@ -79,8 +72,8 @@ def test_a_rank_that_is_lost_takes_all_with_it(
     if when == "idle":
         assert asked.over.wait(60)
     os.kill(ranks.pids[1], sign)
-    assert eventually(lambda: not core.alive()), "the engine goes on without a rank"
-    assert eventually(lambda: not any(map(lives, ranks.pids))), "its siblings live on"
+    wait_for(lambda: not core.alive(), SOON_S)
+    wait_for(lambda: not any(map(lives, ranks.pids)), SOON_S)
     with pytest.raises(Unavailable, match="rank 2 of 4: its process"):
         core.submit(Request(prompt=(1,), params=GREEDY, max_tokens=2), asked.hear)
     if when == "at work":
@@ -97,7 +90,7 @@ def test_processes_share_a_drafter_and_end() -> None:
         found = engine.generate(prompt, max_tokens=N, temperature=0.0)
         assert list(found.tokens) == text[:N]
         assert found.timings.draft_n_accepted > N // 2
-    assert eventually(lambda: not children(os.getpid(), "rank_main"))
+    wait_for(lambda: not children(os.getpid(), "rank_main"), SOON_S)
 
 
 def test_the_supervisor_goes_on_with_new_ranks() -> None:
@@ -117,16 +110,16 @@ def test_the_supervisor_goes_on_with_new_ranks() -> None:
         thread.join(120)
         assert done and list(done[0].tokens[: len(text)]) == text  # type: ignore[attr-defined]
         assert engine.metrics().restarts == 1
-        assert eventually(lambda: not lives(rank))
+        wait_for(lambda: not lives(rank), SOON_S)
         assert len(children(os.getpid(), "rank_main")) == 1
-    assert eventually(lambda: not children(os.getpid(), "rank_main"))
+    wait_for(lambda: not children(os.getpid(), "rank_main"), SOON_S)
 
 
 def test_ranks_end_with_an_engine_that_is_killed() -> None:
     with Engine.load(DEMO, None, isolated=True, tp=2, **SETTINGS) as engine:
         (rank,), (child,) = (children(os.getpid(), x) for x in ("rank_main", "process.engine_main"))
         os.kill(child, signal.SIGKILL)
-        assert eventually(lambda: not lives(rank))
+        wait_for(lambda: not lives(rank), SOON_S)
         assert engine.generate(demo_prompts()[1][0], max_tokens=4).tokens
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pids import children
+from waiting import children
 
 from pyspec.cuda.collective import may_share_gpu
 from pyspec.engine.api import Engine

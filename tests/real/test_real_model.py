@@ -184,10 +184,7 @@ def test_a_wrong_log_probability_is_a_flaw_that_names_token_and_values() -> None
 
 def test_a_wrong_token_is_a_flaw() -> None:
     wrong = judged(row(tokens=(5, 6, 1)))
-    assert wrong.flaws == [
-        "exact: token 2 is 1, recorded 7: no tie",
-        "F32: token 2 is 1, recorded 7: no tie",
-    ]
+    assert wrong.flaws == ["exact: token 2 is 1, recorded 7: no tie", "F32: token 2 is 1, recorded 7: no tie"]  # fmt: skip
     assert judged(row(tokens=(5, 6))).flaws[0] == "exact: token 2 is the end, recorded 7: no tie"
     longer = row(tokens=(5, 6, 7, 2), scores=(*SAME, {2: -0.1}))
     assert judged(longer).flaws[0] == "exact: token 3 is 2, recorded the end: no tie"
@@ -197,10 +194,7 @@ def test_a_near_tie_is_a_note() -> None:
     """The recorded tokens are 0.0005 apart, less than twice the bound."""
     near = judged(row(tokens=(5, 8, 2), scores=(SAME[0], {8: -0.7001, 6: -0.7003}, {2: -0.1})))
     assert not near.flaws
-    assert near.notes == [
-        "exact: token 1 is 8, recorded 6: a near tie, 0.0005 apart",
-        "F32: token 1 is 8, recorded 6: a near tie, 0.0005 apart",
-    ]
+    assert near.notes == ["exact: token 1 is 8, recorded 6: a near tie, 0.0005 apart", "F32: token 1 is 8, recorded 6: a near tie, 0.0005 apart"]  # fmt: skip
 
 
 def test_a_near_tie_excuses_the_second_best_token_only() -> None:
@@ -271,19 +265,9 @@ def test_llama_cpp_with_f32_weights_is_as_far_from_the_formulas_as_its_bound_all
 
 
 def test_the_end_token_is_not_part_of_an_answer(tmp_path: Path) -> None:
-    row = {
-        "tokens": [5, 1],
-        "ended": True,
-        "logprobs": [-0.1, -0.2],
-        "second": [-1, -2],
-        "top": [[[5, -0.1]], [[1, -0.2]]],
-    }
+    row = {"tokens": [5, 1], "ended": True, "logprobs": [-0.1, -0.2], "second": [-1, -2], "top": [[[5, -0.1]], [[1, -0.2]]]}  # fmt: skip
     (tmp_path / "prompts.json").write_text(json.dumps([{"name": "a", "text": "A"}]))
-    found = {
-        "program": "x",
-        "strings": [],
-        "prompts": [{"name": "a", "ids": [2], "quantised": row, "f32": row}],
-    }
+    found = {"program": "x", "strings": [], "prompts": [{"name": "a", "ids": [2], "quantised": row, "f32": row}]}  # fmt: skip
     (tmp_path / "answers.json").write_text(json.dumps(found))
     (tmp_path / "exact.json").write_text(json.dumps({"a": row}))
     answer = real_compare.read(tmp_path).cases[0].f32

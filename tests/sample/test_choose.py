@@ -201,12 +201,7 @@ def test_the_largest_logits_alone_give_the_same_greedy_verdicts():
     logits[11, 3], logits[13] = math.nan, -math.inf
     everything = tuple((token, -math.inf) for token in range(N_VOCAB))
     best = logits.argmax(-1).tolist()
-    changes = [
-        {},
-        {"ignore_eos": True},
-        {"logit_bias": ((best[4], -9.0), (best[5], -0.5))},
-        {"logit_bias": everything},
-    ]
+    changes = [{}, {"ignore_eos": True}, {"logit_bias": ((best[4], -9.0), (best[5], -0.5))}, {"logit_bias": everything}]  # fmt: skip
     spans = [
         Span(sampler(temperature=0.0, **c), 3 * i, 3, Drafts(best[3 * i : 3 * i + 2]))
         for i, c in enumerate(changes)

@@ -38,12 +38,7 @@ SAMPLERS = {
     "min-p": {"min_p": 0.1},
     "typical": {"typical_p": 0.7},
     "bias": {"logit_bias": ((2, 2.0), (7, -1.5))},
-    "penalties": {
-        "repeat_penalty": 1.4,
-        "presence_penalty": 0.6,
-        "frequency_penalty": 0.5,
-        "repeat_last_n": 5,
-    },
+    "penalties": {"repeat_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.5, "repeat_last_n": 5},
     "dry": {"dry_multiplier": 1.2, "dry_allowed_length": 1},
     "defaults": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
     "everything": {
@@ -57,7 +52,7 @@ SAMPLERS = {
         "logit_bias": ((3, 1.0),),
         "ignore_eos": True,
     },
-}
+}  # fmt: skip
 
 
 @cache

@@ -96,12 +96,7 @@ def test_the_usual_order_step_by_step_chooses_what_the_fast_chain_chooses(settin
 
 
 STEPWISE = {
-    "order": {
-        "samplers": ("temperature", "min_p", "penalties", "top_k"),
-        "min_p": 0.1,
-        "repeat_penalty": 1.5,
-        "temperature": 2.0,
-    },
+    "order": {"samplers": ("temperature", "min_p", "penalties", "top_k"), "min_p": 0.1, "repeat_penalty": 1.5, "temperature": 2.0},
     "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.15},
     "sigma": {"top_n_sigma": 0.8},
     "dynatemp": {"dynatemp_range": 0.7, "temperature": 0.8},
@@ -111,7 +106,7 @@ STEPWISE = {
     "adaptive-order": {"adaptive_target": 0.4, "samplers": ("top_k", "adaptive_p"), "top_k": 10},
     "min-tokens": {"min_tokens": 6, "logit_bias": ((7, 6.0),)},
     "post": {"post_sampling": True, "logprobs": 3},
-}
+}  # fmt: skip
 
 
 def model(history: list[int]) -> list[float]:
@@ -121,12 +116,8 @@ def model(history: list[int]) -> list[float]:
 
 def text(params: SamplingParams, drafting: str, n: int = 24) -> tuple[list[int], list]:
     """Tokens and their reports; drafts are right about half of the time, and of another length each round."""
-    sampler, told, tokens, dice = (
-        SlotSampler(params, 24, (7,), (1, 4)),
-        [],
-        [1, 4],
-        random.Random(params.seed),
-    )
+    sampler, told, tokens = SlotSampler(params, 24, (7,), (1, 4)), [], [1, 4]
+    dice = random.Random(params.seed)
     while len(tokens) < n + 2 and 7 not in tokens[2:]:
         n_draft = 0 if drafting == "none" else dice.randrange(5)
         drafts: list[int] = []

@@ -59,11 +59,8 @@ def test_what_is_forced_does_not_depend_on_drafts() -> None:
     for _ in range(300):
         n, is_open = rng.randrange(6), rng.random() < 0.5
         wanted = [rng.choice([0, 0, 7, 8, 9, *range(len(PIECES))]) for _ in range(16)]
-        want, budget, said = (
-            text_of(rule(n, is_open=is_open), wanted),
-            rule(n, is_open=is_open),
-            list[int](),
-        )
+        want, budget = text_of(rule(n, is_open=is_open), wanted), rule(n, is_open=is_open)
+        said = list[int]()
         while len(said) < len(want):
             drafts = [
                 t if rng.random() < 0.8 else 0 for t in want[len(said) : len(said) + rng.randrange(5)]

@@ -8,16 +8,16 @@ import runpy
 import socket
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
+from waiting import wait_for
 
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
@@ -74,13 +74,7 @@ class Streams:
 
     def read(self, port: int, i: int) -> None:
         try:
-            body = {
-                "prompt": prompt_of(i),
-                "seed": i,
-                "temperature": 0.8 * (i % 2),
-                "max_tokens": N_TOKEN,
-                "ignore_eos": True,
-            }
+            body = {"prompt": prompt_of(i), "seed": i, "temperature": 0.8 * (i % 2), "max_tokens": N_TOKEN, "ignore_eos": True}  # fmt: skip
             for line in posted(port, "/v1/completions", stream=True, **body):
                 if line.startswith(b"data: {"):
                     part = json.loads(line[6:])
@@ -97,25 +91,11 @@ class Streams:
         return self.texts
 
 
-def wait_for(claim: Callable[[], bool]) -> None:
-    began = time.monotonic()
-    while not claim():
-        assert time.monotonic() - began < 120, "it did not happen"
-        time.sleep(0.003)
-
-
 @pytest.mark.parametrize("router", ["", "prefix", "kv"])
 def test_no_stream_fails_when_a_replica_is_killed(port: int, router: str) -> None:
     if router == "kv":
         pytest.importorskip("dynamo.llm")
-    args = {
-        "model": "demo",
-        "replicas": 2,
-        "np": 8,
-        "cpus": 0,
-        "router": router,
-        "server": {"aliases": ("tiny",)},
-    }
+    args = {"model": "demo", "replicas": 2, "np": 8, "cpus": 0, "router": router, "server": {"aliases": ("tiny",)}}  # fmt: skip
     serve.run(app(args | {"engine": {"threads": 1}}), route_prefix="/")
     assert (
         get(port, "/health") == {"status": "ok"} and get(port, "/v1/models")["data"][0]["id"] == "tiny"
@@ -129,7 +109,7 @@ def test_no_stream_fails_when_a_replica_is_killed(port: int, router: str) -> Non
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])
         assert sum(n > 50 for n in cached) >= 7, f"conversations return to their replicas: {cached}"
     streams = Streams(port)
-    wait_for(lambda: all(streams.texts))
+    wait_for(lambda: all(streams.texts), 120)
     engines = [a for a in ray.util.list_named_actors(all_namespaces=True) if "#engine#" in a["name"]]
     assert len(engines) == 2
     busy = [
@@ -154,7 +134,7 @@ def test_a_client_that_leaves_ends_its_request(port: int) -> None:
     )
     stream.readline()
     stream.close()
-    wait_for(lambda: counted(port, "pyspec_requests_cancelled_total") == 1)
+    wait_for(lambda: counted(port, "pyspec_requests_cancelled_total") == 1, 120)
     with pytest.raises(urllib.error.HTTPError) as refused:
         posted(port, "/v1/completions", prompt="Once", max_tokens="many")
     assert refused.value.code == 400
@@ -180,7 +160,7 @@ def test_more_requests_than_slots_bring_another_replica(port: int) -> None:
     threads = [threading.Thread(target=ask) for _ in range(7)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: engines() == 2)
+    wait_for(lambda: engines() == 2, 120)
     is_enough.set()
     for thread in threads:
         thread.join(200)
@@ -190,12 +170,7 @@ def test_more_requests_than_slots_bring_another_replica(port: int) -> None:
 
 def config(**more: Any) -> Any:
     loading = SimpleNamespace(model_id="tiny/demo", model_source="demo")
-    values = {
-        "engine_kwargs": {"np": 3, "threads": 1},
-        "deployment_config": {},
-        "accelerator_type": None,
-        "runtime_env": None,
-    }
+    values = {"engine_kwargs": {"np": 3, "threads": 1}, "deployment_config": {}, "accelerator_type": None, "runtime_env": None}  # fmt: skip
     return SimpleNamespace(model_id="tiny/demo", model_loading_config=loading, **(values | more))
 
 
@@ -249,11 +224,7 @@ def test_the_class_answers_the_ingress_of_ray_serve_llm(monkeypatch: pytest.Monk
 
         return asyncio.run(parts())
 
-    chat = {
-        "model": "tiny/demo",
-        "messages": [{"role": "user", "content": "Count from 1 to 5."}],
-        "temperature": 0,
-    }
+    chat = {"model": "tiny/demo", "messages": [{"role": "user", "content": "Count from 1 to 5."}], "temperature": 0}  # fmt: skip
     (whole,) = answered(server.chat, **chat)
     assert isinstance(whole, models.ChatCompletionResponse)
     assert whole.choices[0]["message"]["content"] == "1, 2, 3, 4, 5"

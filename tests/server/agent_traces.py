@@ -81,27 +81,16 @@ def claude(scale: float, n: int) -> list[dict[str, Any]]:
     bodies = []
     for k in range(n):
         system = [
-            {
-                "type": "text",
-                "text": f"x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch=a51{k}5;",
-            },
-            {
-                "type": "text",
-                "text": "You are an agent for code.",
-                "cache_control": {"type": "ephemeral"},
-            },
+            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch=a51{k}5;"},
+            {"type": "text", "text": "You are an agent for code.", "cache_control": {"type": "ephemeral"}},
             {"type": "text", "text": "\n" + opening(scale, 10), "cache_control": {"type": "ephemeral"}},
-        ]
+        ]  # fmt: skip
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": [{"type": "text", "text": prose(2, int(200 * scale))}]}
         ]
         for i, (said, path, held) in enumerate(turns(scale, k)):
             call = {"type": "tool_use", "id": f"toolu_{i}", "name": "read_0", "input": {"path": path}}
-            result = {
-                "type": "tool_result",
-                "tool_use_id": f"toolu_{i}",
-                "content": [{"type": "text", "text": held}],
-            }
+            result = {"type": "tool_result", "tool_use_id": f"toolu_{i}", "content": [{"type": "text", "text": held}]}  # fmt: skip
             messages += [
                 {"role": "assistant", "content": [{"type": "text", "text": said}, call]},
                 {"role": "user", "content": [result]},
@@ -129,17 +118,9 @@ def codex(scale: float, n: int) -> list[dict[str, Any]]:
     bodies = []
     for k in range(n):
         items: list[dict[str, Any]] = [
-            {
-                "type": "message",
-                "role": "developer",
-                "content": [{"type": "input_text", "text": "You may write files."}],
-            },
-            {
-                "type": "message",
-                "role": "user",
-                "content": [{"type": "input_text", "text": prose(2, int(200 * scale))}],
-            },
-        ]
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You may write files."}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": prose(2, int(200 * scale))}]},
+        ]  # fmt: skip
         for i, (said, path, held) in enumerate(turns(scale, k)):
             arguments = f'{{"path": "{path}"}}'
             items += [
@@ -169,12 +150,9 @@ def cline(scale: float, n: int) -> list[dict[str, Any]]:
     bodies = []
     for k in range(n):
         messages: list[dict[str, Any]] = [
-            {
-                "role": "system",
-                "content": f"You are an agent for code.\nCurrent time: 12:00:{k:02}\n{opening(scale, 12)}",
-            },
+            {"role": "system", "content": f"You are an agent for code.\nCurrent time: 12:00:{k:02}\n{opening(scale, 12)}"},
             {"role": "user", "content": prose(2, int(200 * scale))},
-        ]
+        ]  # fmt: skip
         for i, (said, path, held) in enumerate(turns(scale, k)):
             function = {"name": "read_0", "arguments": f'{{"path": "{path}"}}'}
             messages += [

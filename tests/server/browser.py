@@ -44,10 +44,7 @@ class Browser:
         assert driver is not None
         self._process = subprocess.Popen([driver, f"--port={self._port}"], stdout=subprocess.DEVNULL)
         until(self._is_up, 30)
-        options = {
-            "args": [*FLAGS, f"--user-data-dir={self._profile.name}"],
-            "binary": shutil.which("chromium") or shutil.which("google-chrome"),
-        }
+        options = {"args": [*FLAGS, f"--user-data-dir={self._profile.name}"], "binary": shutil.which("chromium") or shutil.which("google-chrome")}  # fmt: skip
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         self._session = ""
         self._session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})[

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from server_client import App
 from server_fakes import FakeEngine
-from server_live import Live, wait_for
+from server_live import Live
+from waiting import wait_for
 
 from pyspec.server.app import create_app
 from pyspec.server.http.serve import bind, make_server

@@ -35,6 +35,7 @@ from pyspec.request import (
 from pyspec.server.engine import Sink
 from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
 from pyspec.text.abilities import Abilities
+from pyspec.text.marks import spliced
 from pyspec.text.vocab import FimMarks
 
 BOS, EOS, N_VOCAB = 256, 257, 258
@@ -54,13 +55,23 @@ class ByteTokenizer:
             text = text[at + 4 :]
         return ids + list(text.encode())
 
+    def encode_parts(self, parts: Sequence[tuple[str, bool] | list[int]]) -> list[int]:
+        ids = [BOS]
+        for part in parts:
+            ids += (
+                part
+                if isinstance(part, list)
+                else self.encode(part[0], add_special=False, parse_special=part[1])
+            )
+        return ids
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         return b"".join(self.token_bytes(i) for i in ids if special or i < BOS).decode(
             "utf-8", "replace"
         )
 
     def token_bytes(self, token: int) -> bytes:
-        return {BOS: b"<s>", EOS: b"</s>"}.get(token) or bytes([token])
+        return {BOS: b"<s>", EOS: b"</s>"}.get(token) or (bytes([token]) if token < BOS else b"")
 
 
 class LineTemplate:
@@ -99,11 +110,12 @@ class LineTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         begun: str = "",
+        rows: Mapping[str, list[int]] | None = None,
     ) -> list[int]:
         text = self.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
         )
-        return tokenizer.encode(text + begun, add_special=True, parse_special=True)
+        return tokenizer.encode_parts(spliced([(text + begun, True)], rows or {}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,15 @@
-"""A server on a real port, and helpers that wait for its reactions."""
+"""A server on a real port, in a thread."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from server_fakes import FakeEngine
+from waiting import wait_for
 
 from pyspec.server.app import create_app
 from pyspec.server.http.serve import Server, bind, make_server
@@ -31,15 +31,6 @@ class Live:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-
-def wait_for(claim: Callable[[], bool], timeout_s: float = 60.0) -> float:
-    """Wait until `claim` holds; the seconds it took. Fails after `timeout_s`."""
-    start = time.monotonic()
-    while not claim():
-        assert time.monotonic() - start < timeout_s, "it did not happen in time"
-        time.sleep(0.005)
-    return time.monotonic() - start
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from server_live import Live
 
 from pyspec.errors import NotSupported
 from pyspec.server.api.anthropic import to_chat
+from pyspec.server.api.pictures import SentPictures
+from pyspec.server.api.prompts import plain_message
+from pyspec.server.api.schema import Message
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.left_out import NO_IMAGE
@@ -141,10 +144,7 @@ def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> Non
 
     post = app.post
     assert error(post("/v1/messages", {"max_tokens": 5})) == (400, "invalid_request_error")
-    assert error(post("/v1/messages", {"messages": HELLO, "mcp_servers": [{}]})) == (
-        400,
-        "invalid_request_error",
-    )
+    assert error(post("/v1/messages", {"messages": HELLO, "mcp_servers": [{}]})) == (400, "invalid_request_error")  # fmt: skip
     assert error(app.get("/v1/messages")) == (405, "invalid_request_error")
     too_long = [{"role": "user", "content": "x" * 600}]
     assert error(post("/v1/messages", {"messages": too_long})) == (400, "invalid_request_error")
@@ -190,10 +190,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def test_system_blocks_are_one_system_message() -> None:
-    blocks = [
-        {"type": "text", "text": "One.", "cache_control": {"type": "ephemeral"}},
-        {"type": "text", "text": " Two."},
-    ]
+    blocks = [{"type": "text", "text": "One.", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": " Two."}]  # fmt: skip
     assert chat(system=blocks)["messages"] == [{"role": "system", "content": "One. Two."}, *HELLO]
     assert chat(system="One. Two.")["messages"] == chat(system=blocks)["messages"]
 
@@ -201,15 +198,10 @@ def test_system_blocks_are_one_system_message() -> None:
 def test_results_and_text_of_a_user_stay_in_their_order() -> None:
     said = [
         {"type": "tool_result", "tool_use_id": "a", "content": "sunny"},
-        {
-            "type": "tool_result",
-            "tool_use_id": "b",
-            "is_error": True,
-            "content": [{"type": "text", "text": "no "}] * 2,
-        },
+        {"type": "tool_result", "tool_use_id": "b", "is_error": True, "content": [{"type": "text", "text": "no "}] * 2},
         {"type": "tool_result", "tool_use_id": "c"},
         {"type": "text", "text": "Go on."},
-    ]
+    ]  # fmt: skip
     assert chat(messages=[{"role": "user", "content": said}])["messages"] == [
         {"role": "tool", "tool_call_id": "a", "content": "sunny"},
         {"role": "tool", "tool_call_id": "b", "content": "no no "},
@@ -242,16 +234,10 @@ def test_what_the_model_said_is_one_message_with_its_thoughts_and_calls() -> Non
     [
         ({"type": "auto"}, {"tool_choice": "auto"}),
         ({"type": "none"}, {"tool_choice": "none"}),
-        (
-            {"type": "any", "disable_parallel_tool_use": True},
-            {"tool_choice": "required", "parallel_tool_calls": False},
-        ),
-        (
-            {"type": "tool", "name": "look"},
-            {"tool_choice": {"type": "function", "function": {"name": "look"}}},
-        ),
+        ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required", "parallel_tool_calls": False}),
+        ({"type": "tool", "name": "look"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
     ],
-)
+)  # fmt: skip
 def test_tools_and_their_choice_are_those_of_chat_completions(
     choice: Any, expected: dict[str, Any]
 ) -> None:
@@ -287,10 +273,7 @@ def messages_of(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, A
 
 def test_documents_whose_source_is_text_are_text_with_their_titles() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "The cat is red."}
-    part = {
-        "type": "content",
-        "content": [{"type": "text", "text": "One."}, {"type": "text", "text": " Two."}],
-    }
+    part = {"type": "content", "content": [{"type": "text", "text": "One."}, {"type": "text", "text": " Two."}]}  # fmt: skip
     found = messages_of(
         {"type": "document", "title": "Note", "context": "of today", "source": source},
         {"type": "document", "source": part},
@@ -301,11 +284,7 @@ def test_documents_whose_source_is_text_are_text_with_their_titles() -> None:
     assert [each["text"] for each in found[0]["content"]] == [
         "Note\nof today\nThe cat is red.\n", "One. Two.\n", "Plain.\n", "Hit\nhttps://x\nFound.\n", "Which colour?",
     ]  # fmt: skip
-    result = {
-        "type": "tool_result",
-        "tool_use_id": "a",
-        "content": [{"type": "document", "source": source}],
-    }
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document", "source": source}]}  # fmt: skip
     assert messages_of(result)[0]["content"] == "The cat is red.\n"
     for kind in ("base64", "url", "file"):
         with pytest.raises(NotSupported, match="'document'"):
@@ -316,9 +295,11 @@ def test_an_image_in_a_tools_result_is_a_line_and_one_of_a_user_is_refused() -> 
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     parts = [{"type": "text", "text": "Shot:\n"}, image]
     found = messages_of({"type": "tool_result", "tool_use_id": "a", "content": parts})
-    assert found[0]["content"] == f"Shot:\n{NO_IMAGE}"
-    with pytest.raises(NotSupported, match="image input"):
-        messages_of(image)
+    message = Message.model_validate(found[0])
+    assert plain_message(message, 0, SentPictures(None))["content"] == f"Shot:\n\n{NO_IMAGE}"
+    message = Message.model_validate(messages_of(image)[0])
+    with pytest.raises(NotSupported, match="loaded without --mmproj"):
+        plain_message(message, 0, SentPictures(None))
 
 
 def test_developers_speak_here_too(app: App, engine: FakeEngine) -> None:

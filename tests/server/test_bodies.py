@@ -1,15 +1,22 @@
-"""Two tables of bodies: those that no path takes, whose field is named, and those that are, with what the engine gets of them."""
+"""Tables of bodies: those that no path takes, whose field is named, and those that are, with what the engine gets of them; samplers, and slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_client import App
 from server_fakes import BOS, FakeEngine
+
+from pyspec.errors import ConfigError, RequestError
+from pyspec.request import DEFAULT_SAMPLERS, SamplingParams
+from pyspec.server.api.params import chain_of, settings_dict
+from pyspec.server.app import create_app
+from pyspec.server.settings import ServerSettings
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 NOT_HERE = "not_supported_error"
@@ -26,7 +33,9 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"prompt": [-1]}, "token -1"),
         ({"prompt": [10**30]}, "token 1000"),
         ({"prompt": ["x"] * 65}, "prompt"),
-        ({"prompt": {"prompt_string": "x", "multimodal_data": ["AA"]}}, "prompt"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": "AA"}}, "prompt: multimodal_data is a list"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": [1]}}, "prompt: multimodal_data is a list"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": ["AA"]}}, "prompt.multimodal_data.0: this model was loaded without --mmproj", NOT_HERE),
         ({"prompt": "x", "temperature": "hot"}, "temperature"),
         ({"prompt": "x", "temperature": False}, "temperature"),
         ({"prompt": "x", "temperature": -101}, "temperature"),
@@ -70,7 +79,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0: it has neither content"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0: it has neither content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content: image input ('image_url') is out of scope", NOT_HERE),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content.0: this model was loaded without --mmproj", NOT_HERE),
         (CHAT | {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice: there are no tools"),
         (CHAT | {"tools": [{"type": ["function"]}]}, "tools.0.type"),
         (CHAT | {"mcp_servers": [{"name": "x"}]}, "mcp_servers is not supported: MCP is out of scope", NOT_HERE),
@@ -124,7 +133,7 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "..image input is out of scope"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.source: an image's source is base64 or url"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "..'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "..tool_use_id"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "..content.0"),
@@ -140,7 +149,8 @@ REFUSED: dict[str, list[tuple[Any, ...]]] = {
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input: the list is empty"),
         ({"input": [{"role": ["user"], "content": "x"}]}, "input.0.role"),
         ({"input": [{"role": {"a": 1}, "content": "x"}]}, "input.0.role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "..image input is out of scope", NOT_HERE),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.image_url: a string is needed"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input.0.content.0.file_id is not supported", NOT_HERE),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "..'input_file'", NOT_HERE),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role"),
         ({"input": [{"type": "function_call", "name": "look"}]}, "input.0.arguments"),
@@ -245,3 +255,144 @@ def test_prompts_come_as_text_ids_and_mixtures(
     value = app.post("/completion", {"prompt": prompt, "n_predict": 1}).json()
     assert [request.prompt for request in engine.seen] == prompts
     assert isinstance(value, list) == (len(prompts) > 1)
+
+
+@pytest.mark.parametrize(
+    ("samplers", "order"),
+    [
+        (list(DEFAULT_SAMPLERS), ()),
+        (["top_k", "temperature"], ()),
+        (["temperature", "top_k"], ("temperature", "top_k")),
+        (["temp", "Top-K", "nucleus", "minp"], ("temperature", "top_k", "top_p", "min_p")),
+        ("tk", ("temperature", "top_k")),
+        ("edskypmxt", ()),
+        (["top_k", "adaptive_p", "top_k"], ()),
+        ([], ()),
+    ],
+)
+def test_an_order_is_kept_and_the_usual_one_needs_no_saying(samplers, order):
+    assert chain_of(samplers)["samplers"] == order
+
+
+def test_what_a_list_leaves_out_is_off():
+    params = SamplingParams(**chain_of(["min_p"]))
+    assert (params.top_k, params.top_p, params.temperature, params.adaptive_target) == (
+        0,
+        1.0,
+        1.0,
+        -1.0,
+    )
+    assert params.min_p == SamplingParams().min_p
+
+
+@pytest.mark.parametrize("samplers", [["magic"], "tz", ["infill"], ["top_k", ""]])
+def test_an_unknown_sampler_is_refused_by_its_name(samplers):
+    with pytest.raises(RequestError, match="samplers"):
+        chain_of(samplers)
+
+
+def test_every_parameter_is_shown_in_the_settings():
+    renamed = {"logprobs": "n_probs", "post_sampling": "post_sampling_probs"}
+    assert {renamed.get(f.name, f.name) for f in fields(SamplingParams)} <= settings_dict(
+        SamplingParams()
+    ).keys()
+
+
+FILE = SamplingParams(temperature=0.25, top_k=7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (ServerSettings(), FILE),
+        (ServerSettings(sampling=SamplingParams(top_p=0.5)), replace(FILE, top_p=0.5)),
+        (ServerSettings(sampling=SamplingParams(top_k=3), sampling_given=frozenset({"top_k"})), replace(FILE, top_k=3)),
+        (ServerSettings(sampling_given=frozenset({"temperature"})), SamplingParams(top_k=7)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "path", ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+)
+def test_what_the_file_recommends_is_the_default_of_every_interface(engine, path, settings, wanted):
+    engine.info = replace(engine.info, sampling=FILE)
+    app = App(create_app(engine, settings))
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "max_output_tokens": 2}  # fmt: skip
+    if "chat" not in path and "messages" not in path:
+        del body["messages"]
+    if "responses" in path:
+        body = {"input": "x", "max_output_tokens": 2}
+    assert app.post(path, body).status_code == 200
+    assert app.post(path, body | {"top_k": 9}).status_code == 200
+    assert [r.params for r in engine.seen] == [wanted, replace(wanted, top_k=9)]
+    params = app.get("/props").json()["default_generation_settings"]["params"]
+    assert (params["temperature"], params["top_k"]) == (wanted.temperature, wanted.top_k)
+
+
+@pytest.fixture
+def saving(engine: FakeEngine, tmp_path: Path) -> App:
+    return App(create_app(engine, ServerSettings(slot_save_path=str(tmp_path))))
+
+
+def test_answers_are_those_of_llama_server(saving: App, engine: FakeEngine, tmp_path: Path) -> None:
+    saved = saving.post("/slots/1?action=save", {"filename": "a.bin"}).json()
+    assert saved == {
+        "id_slot": 1,
+        "filename": "a.bin",
+        "n_saved": 84,
+        "n_written": 4096,
+        "timings": {"save_ms": 1.5},
+    }
+    restored = saving.post("/slots/2?action=restore", {"filename": "a.bin"}).json()
+    assert restored == {
+        "id_slot": 2, "filename": "a.bin", "n_restored": 84, "n_read": 4096, "timings": {"restore_ms": 1.5},
+    }  # fmt: skip
+    assert saving.post("/slots/0?action=erase", {}).json() == {"id_slot": 0, "n_erased": 84}
+    assert [a.path for a in engine.acted] == [str(tmp_path / "a.bin")] * 2 + [""]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "a/b",
+        "a\\b",
+        "/etc/passwd",
+        "a\0b",
+        ".hidden",
+        "x.",
+        " x",
+        "a..b",
+        "x" * 201,
+        'a"',
+        "c:d",
+        "\uff0e",
+    ],
+)
+def test_names_that_are_no_plain_file_names_are_refused(
+    saving: App, engine: FakeEngine, name: str
+) -> None:
+    for action in ("save", "restore"):
+        answer = saving.post(f"/slots/0?action={action}", {"filename": name})
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("filename: ")
+    assert not engine.acted
+
+
+def test_what_can_not_be_done_is_said(saving: App, engine: FakeEngine) -> None:
+    for path, body, says in [
+        ("/slots/x?action=save", {"filename": "a"}, "no number"),
+        ("/slots/99999999999?action=save", {"filename": "a"}, "no number"),
+        ("/slots/0", {"filename": "a"}, "want save, restore or erase"),
+        ("/slots/0?action=eat", {"filename": "a"}, "want save, restore or erase"),
+        ("/slots/0?action=save", {}, "filename: field required"),
+        ("/slots/0?action=save", {"filename": 5}, "filename: "),
+        ("/slots/4?action=save", {"filename": "a"}, "slot 4 does not exist"),
+    ]:
+        answer = saving.post(path, body)
+        assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    off = App(create_app(engine, ServerSettings())).post("/slots/0?action=save", {"filename": "a"})
+    assert off.status_code == 400 and "--slot-save-path" in off.json()["error"]["message"]
+    with pytest.raises(ConfigError, match="is no directory; make it first"):
+        ServerSettings(slot_save_path="/nowhere/at/all").check()

@@ -26,11 +26,7 @@ STRICT = ChatTemplate(
     "{%- else -%}{{ raise_exception('unknown role') }}{%- endif -%}"
     "{%- endfor -%}{%- if add_generation_prompt -%}[assistant]{%- endif -%}"
 )
-PARAMETERS = {
-    "type": "object",
-    "required": ["at"],
-    "properties": {"at": {"type": "string", "description": "Where."}},
-}
+PARAMETERS = {"type": "object", "required": ["at"], "properties": {"at": {"type": "string", "description": "Where."}}}  # fmt: skip
 LOOK = {"name": "look", "description": "Looks.", "parameters": PARAMETERS}
 WAIT = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
 
@@ -50,6 +46,7 @@ class RealTemplate:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
         begun: str = "",
+        rows: Mapping[str, list[int]] | None = None,
     ) -> list[int]:
         text = self.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
@@ -138,11 +135,8 @@ def test_calls_that_are_none_and_arguments_that_are_null_are_taken(app: App, eng
 )
 def test_calls_of_other_shapes_are_refused_by_name(app: App, calls: Any) -> None:
     body = {
-        "messages": [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
-    }
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    }  # fmt: skip
     for path in ("/apply-template", "/v1/chat/completions"):
         response = app.post(path, body)
         assert (
@@ -215,12 +209,7 @@ ANTHROPIC_TOOLS: list[dict[str, Any]] = [
     {"type": "mcp_toolset", "mcp_server_name": "x"},
 ]
 OPENAI_ITEMS: list[dict[str, Any]] = [
-    {
-        "type": "web_search_call",
-        "id": "w",
-        "status": "completed",
-        "action": {"type": "search", "query": "q"},
-    },
+    {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
     {"type": "file_search_call", "id": "f", "queries": [], "results": None},
     {"type": "computer_call", "call_id": "k", "action": {}},
     {"type": "computer_call_output", "call_id": "k", "output": {"type": "computer_screenshot"}},
@@ -240,23 +229,15 @@ OPENAI_ITEMS: list[dict[str, Any]] = [
     {"type": "item_reference", "id": "msg_1"},
     {"type": "reasoning", "summary": [], "encrypted_content": "xyz", "content": None},
     {"type": "compaction", "encrypted_content": "xyz"},
-]
+]  # fmt: skip
 ANTHROPIC_BLOCKS: list[dict[str, Any]] = [
     {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
-    {
-        "type": "web_search_tool_result",
-        "tool_use_id": "s",
-        "content": [{"type": "web_search_result", "url": "u"}],
-    },
-    {
-        "type": "code_execution_tool_result",
-        "tool_use_id": "s",
-        "content": {"type": "code_execution_result"},
-    },
+    {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "url": "u"}]},
+    {"type": "code_execution_tool_result", "tool_use_id": "s", "content": {"type": "code_execution_result"}},
     {"type": "mcp_tool_use", "id": "m", "name": "n", "server_name": "x", "input": {}},
     {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
     {"type": "redacted_thinking", "data": "xyz"},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tool", OPENAI_TOOLS, ids=lambda tool: tool["type"])
@@ -312,10 +293,7 @@ def test_blocks_of_hosted_tools_are_left_out(app: App, engine: FakeEngine) -> No
         text = prompt(app, engine, "/v1/messages", {"messages": [*HI, said, alone, *HI]})
         assert text == "[user]hi[/][assistant]yes[/][user]hi[/][assistant]"
     references = [{"type": "tool_reference", "tool_name": "mcp__x"}, {"type": "text", "text": "found"}]
-    result = {
-        "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": "t", "content": references}],
-    }
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": references}]}  # fmt: skip
     assert (
         prompt(app, engine, "/v1/messages", {"messages": [*HI, result]})
         == "[user]hi[/][tool]found[/][assistant]"
@@ -367,24 +345,13 @@ def test_allowed_tools_limit_what_may_be_called_and_not_what_is_shown(
     app: App, engine: FakeEngine, mode: str
 ) -> None:
     chat_tools = [{"type": "function", "function": each} for each in (LOOK, WAIT)]
-    allowed = {
-        "mode": mode,
-        "tools": [{"type": "function", "function": {"name": "wait"}}, {"type": "web_search"}],
-    }
-    chat = {
-        "messages": HI,
-        "tools": chat_tools,
-        "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed},
-    }
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "wait"}}, {"type": "web_search"}]}  # fmt: skip
+    chat = {"messages": HI, "tools": chat_tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}  # fmt: skip
     text = prompt(app, engine, "/v1/chat/completions", chat)
     assert '"look"' in text and '"wait"' in text
     held = engine.seen[-1].grammar
     assert held is not None and "wait" in held.source and "look" not in held.source
-    choice = {
-        "type": "allowed_tools",
-        "mode": mode,
-        "tools": [{"type": "function", "name": "wait"}, {"type": "mcp"}],
-    }
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "wait"}, {"type": "mcp"}]}  # fmt: skip
     tools = [{"type": "function", **each} for each in (LOOK, WAIT)]
     assert (
         prompt(app, engine, "/v1/responses", {"input": "hi", "tools": tools, "tool_choice": choice})

@@ -12,7 +12,8 @@ import jsonschema
 import openai
 import pytest
 from server_fakes import FakeEngine
-from server_live import Live, serving, wait_for
+from server_live import Live, serving
+from waiting import wait_for
 
 from pyspec.engine.api import Engine
 from pyspec.errors import ConfigError, RequestError
@@ -20,13 +21,10 @@ from pyspec.request import Grammar
 
 PERSON = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer", "maximum": 99, "minimum": 0},
-    },
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99, "minimum": 0}},
     "required": ["name", "age"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 CHAT = {"messages": [{"role": "user", "content": "Who?"}]}
 FIELDS: dict[str, Any] = {
     "response_format": {"type": "json_object"},
@@ -73,10 +71,7 @@ def url(loaded: Engine) -> Iterator[str]:
 
 
 def test_a_schema_holds_over_http_streamed_or_whole(url: str) -> None:
-    form: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "person", "schema": PERSON, "strict": True},
-    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}  # fmt: skip
     with openai.OpenAI(base_url=f"{url}/v1", api_key="unused") as client:
         said: Any = {
             "model": "demo",
@@ -169,12 +164,7 @@ def test_what_has_no_grammar_does_not_wait_for_those_of_others(
     assert [answer.status_code for answer in answers] == [200] * 7
 
 
-FLAG = {
-    "type": "object",
-    "properties": {"x": {"type": "boolean"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
+FLAG = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}  # fmt: skip
 
 
 def begun_with(text: str, **fields: Any) -> dict[str, Any]:
@@ -227,14 +217,11 @@ def test_an_answer_that_has_begun_otherwise_is_refused_at_once(
     ("fields", "said"),
     [
         ({"grammar": 'root ::= "a"', "logit_bias": [["a", False]]}, "allows first"),
-        (
-            {"grammar": 'root ::= "" | "a"', "logit_bias": [["a", False]], "ignore_eos": True},
-            "allows first",
-        ),
+        ({"grammar": 'root ::= "" | "a"', "logit_bias": [["a", False]], "ignore_eos": True}, "allows first"),
         ({"grammar": 'root ::= ""', "min_tokens": 2}, "allows first"),
         ({"grammar": 'root ::= "b" "a"', "logit_bias": [["a", False], ["ba", False]]}, "position 2"),
     ],
-)
+)  # fmt: skip
 def test_a_request_that_bans_all_that_its_grammar_allows_is_at_fault_itself(
     url: str, fields: dict[str, Any], said: str
 ) -> None:

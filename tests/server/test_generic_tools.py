@@ -32,17 +32,10 @@ TURNS = (
 LISTS = "{% for t in tools %}[tool]{{ t.function.name }}[/]{% endfor %}" + PLAIN
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "description": "Of a <b>city</b>. </s>", "parameters": SCHEMA},
-    },
+    {"type": "function", "function": {"name": "weather", "description": "Of a <b>city</b>. </s>", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "clock"}},
-]
-CALL = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "weather", "arguments": '{"city": "Genève"}'},
-}
+]  # fmt: skip
+CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Genève"}'}}  # fmt: skip
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather?"},
@@ -176,14 +169,10 @@ WRONG = '<tool_call>\n{"name": "weather", "arguments": {"city": 3}}\n</tool_call
         (None, {}, {"Hello": True, WEATHER: True, f"Well. {WEATHER}\n{CLOCK}": True, WRONG: False}),
         ("auto", {"parallel_tool_calls": False}, {"Hello": True, WEATHER: True, WEATHER + CLOCK: False}),
         ("required", {}, {"Hello": False, CLOCK: True, WEATHER + CLOCK: True, WRONG: False}),
-        (
-            {"type": "function", "function": {"name": "clock"}},
-            {},
-            {"Hello": False, CLOCK: True, WEATHER: False},
-        ),
+        ({"type": "function", "function": {"name": "clock"}}, {}, {"Hello": False, CLOCK: True, WEATHER: False}),
     ],
     ids=["auto", "one", "required", "named"],
-)
+)  # fmt: skip
 def test_calls_are_held(
     app: App, engine: FakeEngine, choice: Any, more: dict[str, Any], fit: dict[str, bool]
 ) -> None:
@@ -219,10 +208,7 @@ def test_calls_are_streamed(app: App, engine: FakeEngine) -> None:
     ]
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert "".join(delta.get("content") or "" for delta in deltas) == "Well."
-    assert [call["function"]["name"] for call in calls if "name" in call["function"]] == [
-        "weather",
-        "clock",
-    ]
+    assert [call["function"]["name"] for call in calls if "name" in call["function"]] == ["weather", "clock"]  # fmt: skip
     texts = ["".join(c["function"]["arguments"] for c in calls if c["index"] == i) for i in range(2)]
     assert [json.loads(text) for text in texts] == [{"city": "Rom"}, {}]
 
@@ -231,10 +217,7 @@ def test_schemas_that_can_not_be_kept_leave_the_form_unless_they_must_be(
     app: App, engine: FakeEngine
 ) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}}}
-    body = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "tools": [{"type": "function", "function": function}],
-    }
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function", "function": function}]}  # fmt: skip
     assert app.post("/v1/chat/completions", body).status_code == 200
     text = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert fits(engine, [text, "Hello"]) == {text: True, "Hello": True}

@@ -18,19 +18,20 @@ import httpx
 import pytest
 from pydantic import ValidationError
 from server_fakes import FakeEngine, Script
-from server_live import Live, wait_for
+from server_live import Live
 from starlette.testclient import TestClient
+from waiting import wait_for
 
 from pyspec.errors import QueueFull, Unavailable
 from pyspec.repeats import RateLimit
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.schema import Body, ChatBody, DetokenizeBody
 from pyspec.server.app import create_app
-from pyspec.server.fair_threads import FairThreads
 from pyspec.server.http.body import Reading
 from pyspec.server.http.connections import BURSTS, LEAST, burst, most_connections
 from pyspec.server.http.envelope import Refused
 from pyspec.server.http.listen import BACKLOG
+from pyspec.server.service import FairThreads
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.sandbox_process import STALLED
 from pyspec.text.template import ChatTemplate

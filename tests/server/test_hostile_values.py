@@ -36,12 +36,7 @@ SAMPLING = {
     "t_max_predict_ms": 1000,
     "speculative.n_max": 1,
 }
-CALL = {
-    "id": "c1",
-    "type": "function",
-    "index": 0,
-    "function": {"name": "look", "arguments": '{"at": "x"}'},
-}
+CALL = {"id": "c1", "type": "function", "index": 0, "function": {"name": "look", "arguments": '{"at": "x"}'}}  # fmt: skip
 CHAT = {
     "model": "m",
     "messages": [
@@ -57,16 +52,13 @@ CHAT = {
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
-    "tool_choice": {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "look"}}]},
-    },
+    "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "look"}}]}},
     "chat_template_kwargs": {"x": [1]},
     "parallel_tool_calls": True,
     "reasoning_effort": "low",
     "reasoning_format": "auto",
     "response_format": {"type": "text"},
-}
+}  # fmt: skip
 MESSAGES = {
     "model": "m",
     "max_tokens": 2,
@@ -92,17 +84,14 @@ MESSAGES = {
             ],
         },
     ],
-    "tools": [
-        {"name": "look", "description": "Looks.", "input_schema": PARAMETERS},
-        {"type": "bash_20250124", "name": "bash"},
-    ],
+    "tools": [{"name": "look", "description": "Looks.", "input_schema": PARAMETERS}, {"type": "bash_20250124", "name": "bash"}],
     "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
     "thinking": {"type": "enabled", "budget_tokens": 9},
     "stop_sequences": ["x"],
     "output_config": {"effort": "low"},
     "metadata": {"user_id": "u"},
     "top_k": 3,
-}
+}  # fmt: skip
 RESPONSES = {
     "model": "m",
     "instructions": "Be brief.",
@@ -139,11 +128,7 @@ RESPONSES = {
         },
     ],
     "tools": [{"type": "function", **FUNCTION}, {"type": "web_search", "filters": {"a": [1]}}],
-    "tool_choice": {
-        "type": "allowed_tools",
-        "mode": "auto",
-        "tools": [{"type": "function", "name": "look"}],
-    },
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]},
     "max_output_tokens": 2,
     "reasoning": {"effort": "low", "summary": "auto"},
     "text": {"format": {"type": "text"}, "verbosity": "low"},
@@ -153,7 +138,7 @@ RESPONSES = {
     "user": "u",
     "temperature": 0.5,
     "top_p": 0.9,
-}
+}  # fmt: skip
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": PARAMETERS}}
 BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [
@@ -165,78 +150,25 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "top_logprobs": 1,
         },
     ],
-    "/v1/completions": [
-        {"prompt": ["a", [65, 66]], "suffix": None, "logprobs": 1, "echo": True, "n": 1} | SAMPLING
-    ],
-    "/completion": [
-        {
-            "prompt": [65, "b"],
-            "n_probs": 1,
-            "response_fields": ["content"],
-            "json_schema": PARAMETERS,
-            "id_slot": 0,
-        }
-        | SAMPLING
-    ],
-    "/infill": [
-        {
-            "input_prefix": "a",
-            "input_suffix": [65],
-            "input_extra": [{"text": "t", "filename": "f"}],
-            "prompt": "p",
-        }
-    ],
+    "/v1/completions": [{"prompt": ["a", [65, 66]], "suffix": None, "logprobs": 1, "echo": True, "n": 1} | SAMPLING],
+    "/completion": [{"prompt": [65, "b"], "n_probs": 1, "response_fields": ["content"], "json_schema": PARAMETERS, "id_slot": 0} | SAMPLING],
+    "/infill": [{"input_prefix": "a", "input_suffix": [65], "input_extra": [{"text": "t", "filename": "f"}], "prompt": "p"}],
     "/v1/messages": [MESSAGES],
     "/v1/messages/count_tokens": [MESSAGES],
     "/v1/responses": [RESPONSES],
     "/v1/responses/input_tokens": [RESPONSES],
     "/v1/chat/completions/input_tokens": [CHAT],
     "/apply-template": [CHAT],
-    "/tokenize": [
-        {"content": [65, "b"], "add_special": True, "parse_special": False, "with_pieces": True}
-    ],
+    "/tokenize": [{"content": [65, "b"], "add_special": True, "parse_special": False, "with_pieces": True}],
     "/detokenize": [{"tokens": [65, 66]}],
     "/v1/streams/lookup": [{"conversation_ids": ["a"]}],
-}
+}  # fmt: skip
 DEEP = "[" * 60 + "]" * 60
 VALUES = (  # as they stand in the body: not all of them are JSON
-    *(
-        '[["user"]]',
-        '{"type": ["text"]}',
-        "[]",
-        "{}",
-        "null",
-        "true",
-        '""',
-        '"x"',
-        "-1",
-        "0",
-        "3.5",
-        "1e400",
-        "-1e400",
-        "NaN",
-    ),
-    *(
-        "Infinity",
-        str(2**63),
-        str(10**30),
-        "9" * 400,
-        "1" + "0" * 4000,
-        "9" * 5000,
-        "1e308",
-        '"\\ud800"',
-        '"\\udc00x"',
-    ),
-    *(
-        '{"\\ud83d": 1}',
-        DEEP,
-        "[" * 70 + "]" * 70,
-        '[{"type": "text", "text": null}]',
-        '"\\u0000"',
-        '{"": {"": ""}}',
-        "4.0",
-    ),
-)
+    *('[["user"]]', '{"type": ["text"]}', "[]", "{}", "null", "true", '""', '"x"', "-1", "0", "3.5", "1e400", "-1e400", "NaN"),
+    *("Infinity", str(2**63), str(10**30), "9" * 400, "1" + "0" * 4000, "9" * 5000, "1e308", '"\\ud800"', '"\\udc00x"'),
+    *('{"\\ud83d": 1}', DEEP, "[" * 70 + "]" * 70, '[{"type": "text", "text": null}]', '"\\u0000"', '{"": {"": ""}}', "4.0"),
+)  # fmt: skip
 MARK = "@@hostile@@"
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 from server_fakes import FakeEngine
-from server_live import wait_for
+from waiting import wait_for
 
 from pyspec.errors import ConfigError
 from pyspec.server.app import create_app
-from pyspec.server.http import access
+from pyspec.server.http import door as access
 from pyspec.server.http.listen import listen, unlink, url_of
 from pyspec.server.http.serve import make_server, run
 from pyspec.server.settings import Limits, ServerSettings, keys_of
@@ -35,7 +35,7 @@ def serve() -> Iterator[object]:
         urls = [url_of(sock, made) for sock in sockets]
         thread.start()
         ends.append((server, thread, engine, made))
-        wait_for(lambda: server.started, timeout_s=20)
+        wait_for(lambda: server.started, 20)
         return urls
 
     yield start
@@ -224,7 +224,7 @@ def test_a_request_has_a_line_with_fields_and_an_id_that_its_answer_carries(
         f"{url}/completion?secret=1", json={"prompt": "x"}, headers={"x-request-id": "mine-1"}
     )
     assert answer.headers["x-request-id"] == "mine-1"
-    wait_for(lambda: any("mine-1" in r.getMessage() for r in caplog.records), timeout_s=20)
+    wait_for(lambda: any("mine-1" in r.getMessage() for r in caplog.records), 20)
     (record,) = [r for r in caplog.records if "mine-1" in r.getMessage()]
     fields = record.fields  # type: ignore[attr-defined]
     assert fields | {"ms": 0} == {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromedriver, until
+from router_fakes import World, serving
 from server_fakes import FakeEngine, Script
 from server_live import Live
 
@@ -151,13 +152,7 @@ def test_eight_busy_slots_are_shown_with_what_they_draft_and_why(browser: Browse
 
     def slots() -> list[SlotInfo]:
         n[0] += 50
-        drafting = {
-            "n_draft": 3,
-            "drafted_per_pos": (9, 9, 6),
-            "accepted_per_pos": (9, 6, 1),
-            "draft_n": 24,
-            "draft_n_accepted": 16,
-        }
+        drafting = {"n_draft": 3, "drafted_per_pos": (9, 9, 6), "accepted_per_pos": (9, 6, 1), "draft_n": 24, "draft_n_accepted": 16}  # fmt: skip
         silent = {"n_draft": 0, "draft_reason": "drafts would cost more than they bring"}
         return [
             SlotInfo(
@@ -290,13 +285,7 @@ def test_a_system_prompt_and_sampling_are_sent_and_outlive_the_page(
 
 def test_empty_settings_show_what_the_server_has(browser: Browser, live: Live) -> None:
     until(lambda: browser.run("return document.querySelector('#temperature').placeholder") == "0.8")
-    assert browser.run(
-        "return ['top_k', 'seed', 'max_tokens'].map(n => document.getElementById(n).placeholder)"
-    ) == [
-        "40",
-        "any",
-        "no limit",
-    ]
+    assert browser.run("return ['top_k', 'seed', 'max_tokens'].map(n => document.getElementById(n).placeholder)") == ["40", "any", "no limit"]  # fmt: skip
 
 
 def test_a_message_is_changed_and_what_follows_it_is_asked_again(browser: Browser, live: Live) -> None:
@@ -444,3 +433,21 @@ def test_markdown(browser: Browser, live: Live, text: str, shape: str) -> None:
         f"const d = document.createElement('div'); d.append(markdown({json.dumps(text)})); return d.innerHTML"
     )
     assert found == shape
+
+
+def test_the_model_is_chosen_among_several(browser: Browser) -> None:
+    with serving(World({"one": 1, "two": 1}, load_s=0.3)) as several:
+        browser.open(several.url)
+        browser.run("localStorage.clear()")
+        browser.open(several.url)
+        until(lambda: "two (unloaded)" in browser.text("#models"))
+        browser.run(
+            "const s = document.getElementById('models'); s.value = 'two'; s.dispatchEvent(new Event('change'))"
+        )
+        ask(browser)
+        until(lambda: answered(browser))
+        assert "I am two" in browser.text(".turn.assistant")
+        until(lambda: "unloaded" in browser.text("#models") and "two (" not in browser.text("#models"))
+    with serving(World({"one": 1}), alone=True) as single:
+        browser.open(single.url)
+        until(lambda: browser.text("#state") == "ok")

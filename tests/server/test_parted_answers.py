@@ -15,8 +15,8 @@ from server_fakes import ByteTokenizer
 
 from pyspec.errors import SlotError
 from pyspec.request import Delta, Done, Finish, Request, Started, Timings
+from pyspec.server.api.answers import PartedAnswer
 from pyspec.server.api.anthropic_answer import MessagesAnswer, call_input
-from pyspec.server.api.parted import PartedAnswer
 from pyspec.server.api.prepared import Kind, PreparedBody
 from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.text.markup.dialect import AnswerMarkup, dialect
@@ -135,26 +135,16 @@ def test_arguments_that_are_no_object_are_an_empty_one(text: str) -> None:
 
 
 OUTPUT = [
-    {
-        "type": "reasoning",
-        "status": "completed",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": "Look first. Größe?"}],
-    },
+    {"type": "reasoning", "status": "completed", "summary": [], "content": [{"type": "reasoning_text", "text": "Look first. Größe?"}]},
     {
         "type": "message",
         "status": "completed",
         "role": "assistant",
         "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
     },
-    {
-        "type": "function_call",
-        "status": "completed",
-        "arguments": '{"at": "a/ü.py", "n": [1, 2]}',
-        "name": "look",
-    },
+    {"type": "function_call", "status": "completed", "arguments": '{"at": "a/ü.py", "n": [1, 2]}', "name": "look"},
     {"type": "function_call", "status": "completed", "arguments": "{}", "name": "stop"},
-]
+]  # fmt: skip
 
 
 def test_a_whole_response_is_its_items() -> None:

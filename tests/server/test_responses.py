@@ -11,7 +11,10 @@ from server_client import App
 from server_fakes import FakeEngine, Script
 from server_live import Live
 
+from pyspec.server.api.pictures import SentPictures
+from pyspec.server.api.prompts import plain_message
 from pyspec.server.api.responses import to_chat
+from pyspec.server.api.schema import Message
 from pyspec.server.settings import Limits
 from pyspec.text.left_out import NO_IMAGE
 
@@ -131,14 +134,8 @@ def test_instructions_are_a_system_message_and_developers_keep_their_role_for_th
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
         {"role": "user", "content": "Three."},
-        {
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "Four."},
-                {"type": "input_text", "text": "Five."},
-            ],
-        },
-    ]
+        {"role": "user", "content": [{"type": "input_text", "text": "Four."}, {"type": "input_text", "text": "Five."}]},
+    ]  # fmt: skip
     assert chat(items, instructions="One.")["messages"] == [
         {"role": "system", "content": "One."},
         {"role": "developer", "content": "Two."},
@@ -150,27 +147,14 @@ def test_instructions_are_a_system_message_and_developers_keep_their_role_for_th
 def test_thoughts_text_and_calls_of_one_answer_are_one_message() -> None:
     items = [
         {"role": "user", "content": "Look"},
-        {
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "Hm."}],
-            "id": "rs_1",
-        },
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "I look."}],
-        },
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}], "id": "rs_1"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
         {"type": "function_call", "call_id": "c2", "name": "look", "arguments": '{"at": 1}'},
         {"type": "function_call_output", "call_id": "c1", "output": "sun"},
-        {
-            "type": "function_call_output",
-            "call_id": "c2",
-            "output": [{"type": "input_text", "text": "rain"}],
-        },
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
         {"type": "reasoning", "summary": [], "encrypted_content": "xyz"},
-    ]
+    ]  # fmt: skip
 
     def call(name: str, arguments: str) -> dict[str, Any]:
         return {"id": name, "type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -213,8 +197,11 @@ def test_what_agents_send_along_is_no_reason_to_refuse() -> None:
     assert asked.keys() == {"messages", "seed"}
 
 
-def test_an_image_that_a_tool_returned_is_a_line() -> None:
-    parts = [{"type": "input_text", "text": "Shot:"}, {"type": "input_image", "image_url": "data:"}]
+@pytest.mark.parametrize("image", [{"image_url": "data:image/png;base64,AAAA"}, {"file_id": "f"}])
+def test_an_image_that_a_tool_returned_is_a_line(image: dict[str, str]) -> None:
+    parts = [{"type": "input_text", "text": "Shot:"}, {"type": "input_image", **image}]
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
     sent = {"input": [call, {"type": "function_call_output", "call_id": "a", "output": parts}]}
-    assert to_chat(sent, Limits())["messages"][-1]["content"] == f"Shot:\n{NO_IMAGE}"
+    value = to_chat(sent, Limits())["messages"][-1]
+    message = Message.model_validate(value)
+    assert plain_message(message, 0, SentPictures(None))["content"] == f"Shot:\n{NO_IMAGE}"

@@ -1,13 +1,17 @@
-"""Each generation route, whole and streamed, against the scripted engine."""
+"""Each generation route, whole and streamed, against the scripted engine: its fields, how it ends, and prompts in answers."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from server_client import App
 from server_fakes import BOS, FakeEngine, Script
+
+from pyspec.server.app import create_app
+from pyspec.server.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -222,3 +226,218 @@ def test_a_stream_tells_of_each_token_whether_it_was_drafted(app: App) -> None:
     pieces = [piece for chunk in shown for piece in chunk.get("pieces", [])]
     assert "".join(text for text, _ in pieces) == "Hello, world"
     assert all(type(drafted) is bool for _, drafted in pieces)
+
+
+TEMPLATE = '<tool_call>{"name": ..., "arguments": {}}</tool_call>'
+CALL = '<tool_call>\n{"name": "clock", "arguments": {"at": "noon"}}\n</tool_call>'
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"], "additionalProperties": False}  # fmt: skip
+PATHS = ("/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/responses")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an answer ends, and its form on each API: chat, completions, native with its word, messages with the string, responses."""
+
+    text: str
+    chat: str
+    native: tuple[str, str]
+    messages: tuple[str, str | None]
+    responses: str = "completed"
+    is_held: bool = False
+    limit: int = 400
+    stop: str = ""
+    has_tools: bool = False
+    must_call: bool = False
+    schema: bool = False
+
+
+WAYS = {
+    "the model ends a text": Way("Hello", "stop", ("eos", ""), ("end_turn", None)),
+    "a grammar ends a text": Way("Hello", "stop", ("eos", ""), ("end_turn", None), is_held=True),
+    "a schema ends a text": Way('{"at": "x"}', "stop", ("eos", ""), ("end_turn", None), is_held=True, schema=True),
+    "a schema beside tools ends a text": Way(
+        '{"at": "x"}', "stop", ("eos", ""), ("end_turn", None), is_held=True, schema=True, has_tools=True
+    ),
+    "a stop string": Way("Hello END", "stop", ("word", "END"), ("stop_sequence", "END"), stop="END"),
+    "a stop string that is not there": Way("Hello", "stop", ("eos", ""), ("end_turn", None), stop="END"),
+    "a grammar, and a stop string that is not there": Way(
+        "Hello", "stop", ("eos", ""), ("end_turn", None), stop="END", is_held=True
+    ),
+    "the limit": Way("Hello", "length", ("limit", ""), ("max_tokens", None), "incomplete", limit=3),
+    "the limit, under a grammar": Way("Hello", "length", ("limit", ""), ("max_tokens", None), "incomplete", limit=3, is_held=True),
+    "the model ends calls": Way(CALL, "tool_calls", ("eos", ""), ("tool_use", None), has_tools=True),
+    "a grammar ends calls": Way(CALL, "tool_calls", ("eos", ""), ("tool_use", None), has_tools=True, must_call=True, is_held=True),
+    "the limit inside a call": Way(
+        CALL, "length", ("limit", ""), ("max_tokens", None), "incomplete", has_tools=True, must_call=True, limit=50
+    ),
+    "the limit before a call has a name": Way(
+        CALL, "length", ("limit", ""), ("max_tokens", None), "incomplete", has_tools=True, must_call=True, limit=14
+    ),
+}  # fmt: skip
+
+
+def body_of(path: str, way: Way) -> dict[str, Any]:
+    """The request, in an interface's words."""
+    function = {"name": "clock", "parameters": SCHEMA}
+    if path == "/v1/messages":
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": way.limit}
+        body |= {"stop_sequences": [way.stop]} if way.stop else {}
+        body |= {"tools": [{"name": "clock", "input_schema": SCHEMA}]} if way.has_tools else {}
+        body |= {"tool_choice": {"type": "tool", "name": "clock"}} if way.must_call else {}
+        return body | (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+            if way.schema
+            else {}
+        )
+    stop: dict[str, Any] = {"stop": [way.stop]} if way.stop else {}
+    if path == "/v1/responses":
+        body = {"input": "hi", "max_output_tokens": way.limit, **stop}
+        body |= {"tools": [{"type": "function", **function}]} if way.has_tools else {}
+        body |= {"tool_choice": {"type": "function", "name": "clock"}} if way.must_call else {}
+        text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+        return body | ({"text": text} if way.schema else {})
+    if path == "/v1/chat/completions":
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": way.limit, **stop}
+        body |= {"tools": [{"type": "function", "function": function}]} if way.has_tools else {}
+        body |= {"tool_choice": "required"} if way.must_call else {}
+        form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+        return body | ({"response_format": form} if way.schema else {})
+    return {"prompt": "hi", "max_tokens": way.limit, **stop} | (
+        {"json_schema": SCHEMA} if way.schema else {}
+    )
+
+
+def streamed(app: App, path: str, body: dict[str, Any]) -> list[Any]:
+    """The data of a stream's events, whether they have names or not."""
+    lines = app.post(path, body | {"stream": True}).text.splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def said(app: App, path: str, body: dict[str, Any], *, is_streamed: bool) -> Any:
+    """The ending as an API reports it."""
+    events = streamed(app, path, body) if is_streamed else []
+    whole = {} if is_streamed else app.post(path, body).json()
+    if path == "/completion":
+        last = events[-1] if is_streamed else whole
+        return last["stop_type"], last["stopping_word"]
+    if path == "/v1/messages":
+        last = next(e["delta"] for e in events if e["type"] == "message_delta") if is_streamed else whole
+        return last["stop_reason"], last["stop_sequence"]
+    if path == "/v1/responses":
+        return events[-1]["response"]["status"] if is_streamed else whole["status"]
+    reasons = [
+        choice["finish_reason"] for e in events if e != "[DONE]" for choice in e.get("choices", ())
+    ]
+    return (
+        [reason for reason in reasons if reason]
+        if is_streamed
+        else [whole["choices"][0]["finish_reason"]]
+    )
+
+
+@pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", WAYS)
+def test_each_interface_says_why_an_answer_ended(
+    engine: FakeEngine, name: str, path: str, is_streamed: bool
+) -> None:
+    way = WAYS[name]
+    if way.has_tools and path in ("/v1/completions", "/completion"):
+        way = replace(way, has_tools=False, must_call=False, chat=way.chat.replace("tool_calls", "stop"))
+    engine.info = replace(engine.info, chat_template=TEMPLATE)
+    engine.script = Script(text=way.text, is_held=way.is_held, width=2)
+    found = said(
+        App(create_app(engine, ServerSettings())), path, body_of(path, way), is_streamed=is_streamed
+    )
+    wants: dict[str, Any] = {"/completion": way.native, "/v1/messages": way.messages, "/v1/responses": way.responses}  # fmt: skip
+    assert found == wants.get(path, [way.chat])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_what_can_not_be_held_is_refused_before_it_begins(engine: FakeEngine, path: str) -> None:
+    body = body_of(path, WAYS["a schema ends a text"])
+    wrong = json.loads(json.dumps(body).replace('"type": "string"', '"type": "wombat"'))
+    response = App(create_app(engine, ServerSettings())).post(path, wrong)
+    assert response.status_code == 400 and "wombat" in response.text and not engine.seen
+
+
+def test_a_loglikelihood_request_of_lm_eval_gets_what_it_reads(app: App, engine: FakeEngine) -> None:
+    """The body of its local-completions model, and the fields that it reads of each choice."""
+    prompts = [list(b"The sky is blue"), list(b"One two")]
+    body = {"model": "m", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}  # fmt: skip
+    answer = app.post("/v1/completions", body).json()
+    for choice, ids in zip(sorted(answer["choices"], key=lambda c: c["index"]), prompts, strict=True):
+        found = choice["logprobs"]
+        assert (
+            len(found["tokens"])
+            == len(ids) + 1
+            == len(found["token_logprobs"])
+            == len(found["top_logprobs"])
+        )
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        for token, value, top in list(
+            zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+        )[4:-1]:
+            assert value == -0.25 and token == max(top, key=top.get)
+        assert choice["text"] == bytes(ids).decode() + "H"
+        assert found["text_offset"] == list(range(len(ids) + 1))
+    assert [r.prompt_logprobs for r in engine.seen] == [1, 1] and engine.seen[0].max_tokens == 1
+
+
+def test_echo_gives_the_prompt_as_it_was_sent_and_nothing_more_with_max_tokens_0(
+    app: App, engine: FakeEngine
+) -> None:
+    body: dict[str, Any] = {"prompt": "ab", "echo": True, "max_tokens": 0, "logprobs": 0}
+    answer = app.post("/v1/completions", body).json()
+    choice = answer["choices"][0]
+    assert (
+        choice["text"] == "ab"
+        and choice["finish_reason"] == "length"
+        and answer["usage"]["completion_tokens"] == 0
+    )
+    assert choice["logprobs"]["tokens"] == ["<s>", "a", "b"] and choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.25]  # fmt: skip
+    assert choice["logprobs"]["top_logprobs"] == [None, {}, {}] and engine.seen[0].prompt[0] == BOS
+    plain = app.post("/v1/completions", {"prompt": "ab", "echo": True, "max_tokens": 2}).json()[
+        "choices"
+    ][0]
+    assert (
+        plain["text"] == "abHe" and plain["logprobs"] is None and engine.seen[1].prompt_logprobs is None
+    )
+    events = app.events("/v1/completions", {"prompt": "ab", "echo": True})
+    assert "".join(c["text"] for e in events[:-1] for c in e["choices"]) == "abHello, world"
+
+
+def test_prompt_logprobs_are_vllms(app: App, engine: FakeEngine) -> None:
+    body = {"prompt": "hi", "max_tokens": 1, "prompt_logprobs": 2}
+    rows = app.post("/v1/completions", body).json()["choices"][0]["prompt_logprobs"]
+    assert rows[0] is None and len(rows) == 3
+    assert rows[1] == {
+        "104": {"logprob": -0.25, "rank": 1, "decoded_token": "h"},
+        "257": {"logprob": -2.0, "rank": 2, "decoded_token": "</s>"},
+    }
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "prompt_logprobs": 0, "n": 2}  # fmt: skip
+    answer = app.post("/v1/chat/completions", chat).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert [r.prompt_logprobs for r in engine.seen[1:]] == [0, None], (
+        "one choice tells of the prompt for all"
+    )
+
+
+def test_best_of_shows_the_likeliest_and_counts_all(app: App, engine: FakeEngine) -> None:
+    engine.info = engine.info
+    body = {"prompt": ["a", "b"], "max_tokens": 4, "n": 2, "best_of": 4, "seed": 5}
+    answer = app.post("/v1/completions", body).json()
+    assert [r.params.seed for r in engine.seen] == [5, 6, 7, 8] * 2 and {
+        r.params.logprobs for r in engine.seen
+    } == {0}
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3] and answer["usage"][
+        "completion_tokens"
+    ] == 32
+    assert all(c["logprobs"] is None for c in answer["choices"])
+    shown = app.post("/v1/completions", body | {"logprobs": 0}).json()["choices"]
+    assert [c["logprobs"]["token_logprobs"][0] for c in shown] == [-0.5, -0.51] * 2, "seeds 7 and 8"
+    native = app.post("/completion", {"prompt": "a", "n_predict": 4, "best_of": 3, "seed": 6}).json()
+    assert native["generation_settings"]["seed"] == 7 and "completion_probabilities" not in native
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "best_of": 2}
+    assert len(app.post("/v1/chat/completions", chat).json()["choices"]) == 1

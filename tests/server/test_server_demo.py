@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from server_live import serving, wait_for
+from server_live import serving
+from waiting import wait_for
 
 from pyspec.engine.api import Engine
 
@@ -46,7 +47,7 @@ def test_leaving_frees_the_real_engines_slots(engine: Engine, url: str) -> None:
     with httpx.stream("POST", f"{url}/completion", json=body) as response:
         next(response.iter_bytes())
         assert any(slot.is_processing for slot in engine.slots())
-    wait_for(lambda: not any(slot.is_processing for slot in engine.slots()), timeout_s=2.0)
+    wait_for(lambda: not any(slot.is_processing for slot in engine.slots()), 2.0)
 
 
 def test_the_real_template_and_tokenizer_convert_both_ways(url: str) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,33 +14,22 @@ from pathlib import Path
 
 import httpx
 import pytest
+from served_command import ServedCommand
 
 ENGINE_TESTS = Path(__file__).parents[1] / "engine"
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
 
 
-class Served:
-    """The command's process, its URL and its output. Its engine writes letters, with planted faults."""
+class Served(ServedCommand):
+    """Its engine writes letters, with planted faults."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
         child = (sys.executable, str(ENGINE_TESTS / "fake_engine_main.py"), str(folder))
-        command = ["server", str(FIXTURE), "--port", "0", "-np", "4", "--hang-timeout", "1", *flags]
-        code = f"from pyspec.engine.process import supervisor\nsupervisor.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
-        self.process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-        self.log: list[str] = []
-        self.url, self.is_up = "", threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-        assert self.is_up.wait(60) and self.url, "".join(self.log)
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if line.startswith("url "):
-                self.url = line.split()[1]
-                self.is_up.set()
-        self.is_up.set()
+        before = f"from pyspec.engine.process import supervisor\nsupervisor.COMMAND = {child!r}"
+        super().__init__(
+            before, [str(FIXTURE), "--port", "0", "-np", "4", "--hang-timeout", "1", *flags]
+        )
 
     def plant(self, what: str) -> None:
         (self.folder / "new").write_text(what)
@@ -49,17 +37,7 @@ class Served:
 
     def engine_pids(self) -> list[int]:
         """Of its children that are engines."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                    is_ours = b"fake_engine_main.py" in (entry / "cmdline").read_bytes()
-                except OSError:
-                    continue
-                if parent == self.process.pid and is_ours:
-                    found.append(int(entry.name))
-        return found
+        return self.children("fake_engine_main.py")
 
 
 @contextmanager

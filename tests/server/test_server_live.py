@@ -24,7 +24,8 @@ import openai
 import pytest
 from server_client import parse_events
 from server_fakes import FakeEngine, Script
-from server_live import Live, wait_for
+from server_live import Live
+from waiting import wait_for
 
 from pyspec.server.app import create_app
 from pyspec.server.http.connections import GuardedProtocol
@@ -210,7 +211,7 @@ def test_a_client_that_leaves_frees_its_slot(
         assert sock.recv(100).startswith(b"HTTP/1.1 200")
     left = time.monotonic()
     sock.close()
-    wait_for(lambda: engine.n_busy == 0, timeout_s=2.0)
+    wait_for(lambda: engine.n_busy == 0, 2.0)
     assert set(engine.cancelled) == {"0", "1"} and max(engine.cancelled.values()) - left < 2.0
 
 
@@ -258,7 +259,7 @@ def test_a_slow_reader_loses_its_request_not_the_engines_time(serve: Serve, engi
     engine.script = Script(text="é" * 200, width=1, round_s=0.0)
     engine.info = replace(engine.info, n_ctx=10**6)
     sock = raw_post(live, {"stream": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 2})
-    wait_for(lambda: "0" in engine.cancelled, timeout_s=8.0)
+    wait_for(lambda: "0" in engine.cancelled, 8.0)
     wait_for(lambda: engine.n_busy == 0)
     assert httpx.get(f"{live.url}/health").status_code == 200
     sock.close()
@@ -433,7 +434,4 @@ def test_a_signal_writes_nothing_where_it_comes(caplog: pytest.LogCaptureFixture
     finally:
         ours.removeHandler(handler)
         fake.close()
-    assert [r.getMessage() for r in caplog.records if "ending" in r.getMessage()] == [
-        "ending",
-        "ending at once",
-    ]
+    assert [r.getMessage() for r in caplog.records if "ending" in r.getMessage()] == ["ending", "ending at once"]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 from server_fakes import FakeEngine
-from server_live import wait_for
+from waiting import wait_for
 
 from pyspec.errors import ModelError
 from pyspec.request import Request
@@ -64,7 +64,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr(serve, "listen", watch_socket)
     thread = threading.Thread(target=started.run, daemon=True)
     thread.start()
-    wait_for(lambda: bool(started.server) and started.server[0].started, timeout_s=20)
+    wait_for(lambda: bool(started.server) and started.server[0].started, 20)
     yield started
     started.go.set()
     started.server[0].should_exit = True
@@ -94,20 +94,20 @@ def test_requests_are_refused_while_loading_and_answered_after_it(start: Start) 
         httpx.post(f"{start.url}/completion", json={"prompt": "x"}).json()["content"] == "Hello, world"
     )
     start.server[0].should_exit = True
-    wait_for(lambda: bool(start.ended), timeout_s=20)
+    wait_for(lambda: bool(start.ended), 20)
     assert start.ended == [Served(start.engine, False)]
 
 
 def test_a_model_that_can_not_be_loaded_ends_the_server_with_the_reason(start: Start) -> None:
     start.error = ModelError("there is no such file")
     start.go.set()
-    wait_for(lambda: bool(start.ended), timeout_s=20)
+    wait_for(lambda: bool(start.ended), 20)
     assert start.ended == [start.error]
 
 
 def test_a_server_that_is_told_to_go_while_it_loads_goes(start: Start) -> None:
     start.server[0].should_exit = True
-    wait_for(lambda: bool(start.ended), timeout_s=20)
+    wait_for(lambda: bool(start.ended), 20)
     assert start.ended == [Served(None, False)]
 
 
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_while_its_long_prompt_is_checked_leaves_nothing(st
         )
     assert arrived.wait(20)
     service = start.server[0].service
-    wait_for(lambda: service.n_inside == 0, timeout_s=20)
+    wait_for(lambda: service.n_inside == 0, 20)
     go_on.set()
-    wait_for(lambda: bool(start.engine.cancelled), timeout_s=20)  # type: ignore[union-attr]
-    wait_for(lambda: start.engine.n_busy == service.n_jobs == 0, timeout_s=20)  # type: ignore[union-attr]
+    wait_for(lambda: bool(start.engine.cancelled), 20)  # type: ignore[union-attr]
+    wait_for(lambda: start.engine.n_busy == service.n_jobs == 0, 20)  # type: ignore[union-attr]

@@ -42,20 +42,10 @@ def test_default_values_of_unsupported_fields_pass(app: App) -> None:
         "lora": [],
         "tools": None,
         "tool_choice": "auto",
-        "samplers": [
-            "penalties",
-            "dry",
-            "top_n_sigma",
-            "top_k",
-            "typ_p",
-            "top_p",
-            "min_p",
-            "xtc",
-            "temperature",
-        ],
+        "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
         "modalities": ["text"],
         "never_heard_of": 1,
-    }
+    }  # fmt: skip
     assert app.post("/v1/chat/completions", CHAT | body).status_code == 200
 
 
@@ -300,14 +290,15 @@ BODIES = given(
     st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
     st.booleans(),
 )
-FUZZ = {
-    "deadline": None,
-    "derandomize": True,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture],
-}
+FUZZ = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.function_scoped_fixture]}  # fmt: skip
 
 
-def try_body(app: App, path: str, fields: dict[str, Any], is_based: bool) -> None:
+@pytest.mark.slow
+@settings(max_examples=500, **FUZZ)
+@BODIES
+def test_no_body_makes_the_server_fail(
+    app: App, path: str, fields: dict[str, Any], is_based: bool
+) -> None:
     """Any JSON, plausible or not, gets an answer or a refusal, and no refusal is 5xx."""
     based = (
         {"prompt": "x", "content": "x", "tokens": [1], "messages": CHAT["messages"]} if is_based else {}
@@ -316,19 +307,3 @@ def try_body(app: App, path: str, fields: dict[str, Any], is_based: bool) -> Non
     assert response.status_code in (200, 400, 429), response.text
     if response.status_code != 200:
         error_of(response, response.status_code)
-
-
-@pytest.mark.slow
-@settings(max_examples=70, **FUZZ)
-@BODIES
-def test_no_body_makes_the_server_fail(
-    app: App, path: str, fields: dict[str, Any], is_based: bool
-) -> None:
-    try_body(app, path, fields, is_based)
-
-
-@pytest.mark.slow
-@settings(max_examples=500, **FUZZ)
-@BODIES
-def test_nor_do_many_more(app: App, path: str, fields: dict[str, Any], is_based: bool) -> None:
-    try_body(app, path, fields, is_based)

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from server_client import App, parse_events
 from server_fakes import FakeEngine, Script
-from server_live import Live, wait_for
+from server_live import Live
+from waiting import wait_for
 
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings

@@ -50,10 +50,7 @@ def test_volatile_lines_go_behind_the_conversation() -> None:
     left, lines = steady(messages, [DATE])
     assert left == [{"role": "system", "content": "You are.\nBe kind."}, *messages[1:]]
     assert lines == ["Today's date: Monday"]
-    last = {
-        "role": "tool",
-        "content": [{"type": "text", "text": "sun"}, {"type": "text", "text": "\nToday's date: Monday"}],
-    }
+    last = {"role": "tool", "content": [{"type": "text", "text": "sun"}, {"type": "text", "text": "\nToday's date: Monday"}]}  # fmt: skip
     assert with_lines(left, lines) == [*left[:3], last]
     assert steady(messages, []) == (messages, [])
     assert steady(messages[:1], [DATE]) == (messages[:1], []), "nobody is left to be told of it"
@@ -67,15 +64,9 @@ def test_shapes_that_nobody_knows_are_left_for_others_to_refuse(messages: Any) -
 
 
 CHAT = {
-    "messages": [
-        {"role": "system", "content": "You are.\nToday's date: 1"},
-        {"role": "user", "content": "Hi"},
-    ]
-}
-MESSAGES = {
-    "system": [{"type": "text", "text": "You are.\nToday's date: 1"}],
-    "messages": [{"role": "user", "content": "Hi"}],
-}
+    "messages": [{"role": "system", "content": "You are.\nToday's date: 1"}, {"role": "user", "content": "Hi"}]
+}  # fmt: skip
+MESSAGES = {"system": [{"type": "text", "text": "You are.\nToday's date: 1"}], "messages": [{"role": "user", "content": "Hi"}]}  # fmt: skip
 RESPONSES = {"instructions": "You are.\nToday's date: 1", "input": "Hi"}
 BODIES = [("/v1/chat/completions", CHAT), ("/v1/messages", MESSAGES), ("/v1/responses", RESPONSES)]
 

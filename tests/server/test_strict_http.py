@@ -15,12 +15,12 @@ import h11
 import httpx
 import pytest
 from server_fakes import FakeEngine, Script
-from server_live import Live, wait_for
+from server_live import Live
 from uvicorn import Config
 from uvicorn.server import ServerState
+from waiting import wait_for
 
-from pyspec.server.http.connections import WRITE_BUFFER, protocol
-from pyspec.server.http.strict import StrictConnection
+from pyspec.server.http.connections import WRITE_BUFFER, StrictConnection, protocol
 from pyspec.server.settings import Limits
 
 Serve = Callable[..., Live]
@@ -34,20 +34,11 @@ THEN = b"GET /never HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 REFUSED = {
     "both lengths": (400, POST + HOST + b"Content-Length: 4\r\n" + TE + b"\r\n" + CHUNKED),
-    "both lengths, the other way round": (
-        400,
-        POST + HOST + TE + b"content-length: 15\r\n\r\n" + CHUNKED,
-    ),
+    "both lengths, the other way round": (400, POST + HOST + TE + b"content-length: 15\r\n\r\n" + CHUNKED),
     "both lengths without a body": (400, GET + HOST + b"Content-Length: 0\r\n" + TE + b"\r\n0\r\n\r\n"),
-    "chunked, then identity": (
-        501,
-        POST + HOST + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKED,
-    ),
+    "chunked, then identity": (501, POST + HOST + b"Transfer-Encoding: chunked, identity\r\n\r\n" + CHUNKED),
     "identity": (501, POST + HOST + b"Transfer-Encoding: identity\r\n\r\n" + CHUNKED),
-    "a coding that begins like one": (
-        501,
-        POST + HOST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED,
-    ),
+    "a coding that begins like one": (501, POST + HOST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED),
     "chunked twice": (501, POST + HOST + TE + TE + b"\r\n" + CHUNKED),
     "chunked in HTTP/1.0": (400, POST.replace(b"1.1", b"1.0") + HOST + TE + b"\r\n" + CHUNKED),
     "two equal lengths": (400, POST + HOST + 2 * b"Content-Length: 15\r\n" + b"\r\n" + BODY),
@@ -56,10 +47,7 @@ REFUSED = {
     "a length with a sign": (400, POST + HOST + b"Content-Length: +15\r\n\r\n" + BODY),
     "a length in hex": (400, POST + HOST + b"Content-Length: 0xf\r\n\r\n" + BODY),
     "no length in its header": (400, POST + HOST + b"Content-Length: \r\n\r\n" + BODY),
-    "a length of thirty digits": (
-        400,
-        POST + HOST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n" + BODY,
-    ),
+    "a length of thirty digits": (400, POST + HOST + b"Content-Length: " + b"9" * 30 + b"\r\n\r\n" + BODY),
     "a folded header": (400, GET + HOST + b"X: a\r\n b\r\n\r\n"),
     "a header folded with a tab": (400, GET + HOST + b"X: a\r\n\tContent-Length: 7\r\n\r\n"),
     "a space before the first header": (400, GET + b" X: a\r\n" + HOST + b"\r\n"),
@@ -73,10 +61,7 @@ REFUSED = {
     "a return alone": (400, GET + b"Host: localhost\rX: y\r\n\r\n"),
     "a zero byte": (400, GET + HOST + b"X: a\0b\r\n\r\n"),
     "very many headers": (431, GET + HOST + b"".join(b"X%d: y\r\n" % i for i in range(300)) + b"\r\n"),
-    "headers without an end": (
-        431,
-        GET + HOST + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n",
-    ),
+    "headers without an end": (431, GET + HOST + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n"),
     "a version of the future": (505, GET.replace(b"1.1", b"9.9") + HOST + b"\r\n"),
     "version 2": (505, GET.replace(b"1.1", b"2.0") + HOST + b"\r\n"),
     "version 0.9": (505, GET.replace(b"1.1", b"0.9") + HOST + b"\r\n"),
@@ -102,7 +87,7 @@ REFUSED = {
     "a chunk without a size": (400, POST + HOST + TE + b"\r\nzz\r\n"),
     "a chunk of less than nothing": (400, POST + HOST + TE + b"\r\n-1\r\n"),
     "a chunk that is longer than it says": (400, POST + HOST + TE + b"\r\n2\r\nabcd\r\n0\r\n\r\n"),
-}
+}  # fmt: skip
 
 
 def connect(live: Live) -> socket.socket:
@@ -211,7 +196,7 @@ def test_a_method_of_thousands_of_letters_is_not_repeated(
     response = httpx.request("A" * 5000, f"{live.url}/health")
     assert response.status_code == 405 and len(response.content) < 500
     # The server writes it behind the answer
-    wait_for(lambda: any(record.name == "pyspec.access" for record in caplog.records), timeout_s=20)
+    wait_for(lambda: any(record.name == "pyspec.access" for record in caplog.records), 20)
     assert all(
         len(record.getMessage()) < 300 for record in caplog.records if record.name == "pyspec.access"
     )

@@ -119,10 +119,7 @@ def test_without_a_choice_calls_are_text(claude: anthropic.Anthropic) -> None:
     answer = claude.messages.create(
         model="x", max_tokens=200, messages=messages, tools=tools, tool_choice={"type": "none"}
     )
-    assert [block.type for block in answer.content] == [
-        "thinking",
-        "text",
-    ] and answer.stop_reason == "end_turn"
+    assert [block.type for block in answer.content] == ["thinking", "text"] and answer.stop_reason == "end_turn"  # fmt: skip
 
 
 def test_thoughts_have_their_budget_and_can_be_switched_off(engine: FakeEngine) -> None:
@@ -154,17 +151,11 @@ def test_an_assistants_message_at_the_end_goes_on(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (
-            "/v1/messages",
-            {
-                "messages": [{"role": "user", "content": "Hi"}],
-                "output_config": {"format": OUTPUT_FORMAT},
-            },
-        ),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "output_config": {"format": OUTPUT_FORMAT}}),
         ("/v1/responses", {"input": "Hi", "text": {"format": OUTPUT_FORMAT | {"name": "out"}}}),
         ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_object"}}}),
     ],
-)
+)  # fmt: skip
 def test_a_format_holds_the_answer_as_it_does_a_chats(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:

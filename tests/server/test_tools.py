@@ -21,15 +21,9 @@ from pyspec.text.left_out import NO_IMAGE
 
 HERMES = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts: <think> </think> enable_thinking'
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-        },
-    },
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}},
     {"type": "function", "function": {"name": "clock"}},
-]
+]  # fmt: skip
 BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(
     lambda text: list(text.encode())
 )
@@ -174,14 +168,11 @@ def test_a_server_that_reads_no_calls_refuses_tools(engine: FakeEngine) -> None:
     ("body", "said"),
     [
         ({"tool_choice": "required"}, "no tools"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
-            "no tool 'other'",
-        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "no tool 'other'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
         ({"tools": TOOLS, "tool_choice": "required", "parse_tool_calls": False}, "parse_tool_calls"),
     ],
-)
+)  # fmt: skip
 def test_a_choice_that_can_not_be_made_is_refused(app: App, body: dict[str, Any], said: str) -> None:
     assert said in ask(app, 400, **body)["error"]["message"]
 
@@ -204,10 +195,7 @@ def test_calls_that_must_be_or_are_strict_are_held_by_a_grammar(
     assert (engine.seen[-1].grammar is not None) == is_held
 
 
-FORM: Any = {
-    "type": "json_schema",
-    "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
+FORM: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -273,11 +261,7 @@ def test_tools_whose_schemas_can_not_be_kept_take_any_arguments_unless_they_must
 
 
 def test_schemas_that_can_not_be_kept_are_refused(app: App, engine: FakeEngine) -> None:
-    function = {
-        "name": "f",
-        "strict": True,
-        "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}},
-    }
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}}}  # fmt: skip
     tools = [{"type": "function", "function": function}]
     ask(app, tools=tools)
     engine.info = replace(engine.info, chat_template="<tool_call> <function= <parameter=")
@@ -319,16 +303,12 @@ def test_reasoning_goes_where_its_format_says(
         ({}, {}, "enable_thinking=True"),
         ({}, {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking=False"),
         ({"reasoning": "off"}, {}, "enable_thinking=False"),
-        (
-            {"reasoning": "off"},
-            {"chat_template_kwargs": {"enable_thinking": True}},
-            "enable_thinking=True",
-        ),
+        ({"reasoning": "off"}, {"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking=True"),
         ({}, {"reasoning_effort": "none"}, "enable_thinking=False"),
         ({}, {"reasoning_effort": "high"}, "reasoning_effort=high"),
         ({"chat_template_kwargs": {"x": 1}}, {"chat_template_kwargs": {"x": 2}}, "x=2"),
     ],
-)
+)  # fmt: skip
 def test_the_template_hears_whether_to_think(
     engine: FakeEngine, settings: dict[str, Any], body: dict[str, Any], passed: str
 ) -> None:
@@ -380,20 +360,12 @@ def test_reasoning_at_the_end_is_continued(app: App, engine: FakeEngine) -> None
 @pytest.mark.parametrize(
     ("messages", "body", "said"),
     [
-        (
-            [*HELLO, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
-            {},
-            "2 or more assistant",
-        ),
+        ([*HELLO, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], {}, "2 or more assistant"),
         (HELLO, {"continue_final_message": True}, "not the assistant's"),
-        (
-            [{"role": "assistant", "content": "a"}],
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "together",
-        ),
+        ([{"role": "assistant", "content": "a"}], {"continue_final_message": True, "add_generation_prompt": True}, "together"),
         ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], {}, "tool calls"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_continued_is_refused(
     app: App, messages: list[Any], body: dict[str, Any], said: str
 ) -> None:
@@ -444,10 +416,6 @@ def test_an_image_that_a_tool_returned_is_a_line(app: App, engine: FakeEngine) -
 
 def test_openapis_nullable_allows_null(app: App, engine: FakeEngine) -> None:
     city = {"type": "string", "nullable": True}
-    weather = {
-        "name": "weather",
-        "strict": True,
-        "parameters": {"type": "object", "properties": {"city": city}, "required": ["city"]},
-    }
+    weather = {"name": "weather", "strict": True, "parameters": {"type": "object", "properties": {"city": city}, "required": ["city"]}}  # fmt: skip
     ask(app, tools=[{"type": "function", "function": weather}])
     assert '"null"' in engine.seen[-1].grammar.source.replace("\\", "")  # type: ignore[union-attr]

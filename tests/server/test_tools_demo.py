@@ -23,20 +23,13 @@ TEMPLATE = (
 )
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"enum": ["c", "f"]},
-    },
+    "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}, "unit": {"enum": ["c", "f"]}},
     "required": ["days", "unit"],
     "additionalProperties": False,
-}
+}  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 QUICK: Any = {"np": 2, "warm_up": False, "check_tap_shift": False}
-BODY: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "Weather?"}],
-    "temperature": 0,
-    "max_tokens": 120,
-}
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], "temperature": 0, "max_tokens": 120}  # fmt: skip
 CALL = BODY | {
     "tools": TOOLS,
     "tool_choice": "required",

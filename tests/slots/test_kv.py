@@ -121,10 +121,8 @@ def test_heads_that_are_no_whole_blocks_are_refused_with_their_width() -> None:
 
 def test_keys_and_values_of_different_types_are_kept_apart() -> None:
     gen, kv = torch.Generator().manual_seed(2), KvFormat.named("q8_0", "f16")
-    pool, alone = (
-        KVPool(4, 2, 32, kv, CPU),
-        [KVPool(4, 2, 32, KvFormat.both(of), CPU) for of in (kv.k, kv.v)],
-    )
+    pool = KVPool(4, 2, 32, kv, CPU)
+    alone = [KVPool(4, 2, 32, KvFormat.both(of), CPU) for of in (kv.k, kv.v)]
     k, v = (torch.randn(3, 2, 32, generator=gen) for _ in "kv")
     rows = torch.tensor([2, 0, 3])
     for each in (pool, *alone):

@@ -262,12 +262,7 @@ def test_rows_that_a_ring_does_not_have_are_refused() -> None:
 
 def test_a_checkpoint_of_all_kinds_brings_each_back_in_its_own_type() -> None:
     gen = torch.Generator().manual_seed(1)
-    layers = [
-        {"state": GDN, "window": WINDOW},
-        {"kv": Paged(1, 8)},
-        {"state": MAMBA},
-        {"partial": PARTIAL},
-    ]
+    layers = [{"state": GDN, "window": WINDOW}, {"kv": Paged(1, 8)}, {"state": MAMBA}, {"partial": PARTIAL}]  # fmt: skip
     memory = allocate(layers, sizes(torch.float16), CPU)
     for part in memory.parts:
         for t in part.tensors():

@@ -47,11 +47,7 @@ def check(table: SlotTable, store: StateStore) -> None:
 
 def test_the_longest_unused_moves_to_the_host_and_from_there_to_nowhere() -> None:
     table, store, _ = store_of(2, 3, 7)
-    assert [s.n_past for s in store.tiers[0]] == [6, 7] and [s.n_past for s in store.tiers[1]] == [
-        3,
-        4,
-        5,
-    ]
+    assert [s.n_past for s in store.tiers[0]] == [6, 7] and [s.n_past for s in store.tiers[1]] == [3, 4, 5]  # fmt: skip
     assert sorted(next(table.tree.nodes()).states) == [3, 4, 5, 6, 7]
     assert all(
         torch.equal(s.content.checkpoint.tensors[0], torch.full((50,), float(s.n_past)))

@@ -27,35 +27,17 @@ BAD = {
     "pre in capitals": (GOOD | {KEY + "pre": "QWEN2"}, "pre-tokenizer 'QWEN2' is unknown"),
     "model": (GOOD | {KEY + "model": "bert"}, "model 'bert' is unknown; known: gpt2, llama"),
     "no model": ({}, "the metadata has no tokenizer.ggml.model"),
-    "no tokens": (
-        {k: v for k, v in GOOD.items() if k != KEY + "tokens"},
-        "the metadata has no tokenizer.ggml.tokens",
-    ),
+    "no tokens": ({k: v for k, v in GOOD.items() if k != KEY + "tokens"}, "the metadata has no tokenizer.ggml.tokens"),
     "empty": (GOOD | {KEY + "tokens": []}, "tokenizer.ggml.tokens is empty"),
-    "tokens of numbers": (
-        GOOD | {KEY + "tokens": [1, 2]},
-        "tokens is an array of 2 values; want an array of texts",
-    ),
-    "duplicates": (
-        GOOD | {KEY + "tokens": [*TOKENS[:-1], "a"]},
-        "tokens 97 and 256 of 257 are both 'a'",
-    ),
+    "tokens of numbers": (GOOD | {KEY + "tokens": [1, 2]}, "tokens is an array of 2 values; want an array of texts"),
+    "duplicates": (GOOD | {KEY + "tokens": [*TOKENS[:-1], "a"]}, "tokens 97 and 256 of 257 are both 'a'"),
     "few types": (GOOD | {KEY + "token_type": [1] * 9}, "token_type has 9 entries; want 257"),
-    "types of text": (
-        GOOD | {KEY + "token_type": ["x"] * 257},
-        "token_type is an array of 257 texts; want an array of integers",
-    ),
+    "types of text": (GOOD | {KEY + "token_type": ["x"] * 257}, "token_type is an array of 257 texts; want an array of integers"),
     "no merges": (GOOD | {KEY + "merges": None}, "the metadata has no tokenizer.ggml.merges"),
-    "byte token": (
-        GOOD | {KEY + "token_type": [1] * 256 + [6]},
-        "byte token '<B>' is not of the form <0xNN>",
-    ),
+    "byte token": (GOOD | {KEY + "token_type": [1] * 256 + [6]}, "byte token '<B>' is not of the form <0xNN>"),
     "few scores": (spm() | {KEY + "scores": [0.0] * 3}, "scores has 3 entries; want 299"),
-    "a score of NaN": (
-        spm() | {KEY + "scores": [math.nan] * 299},
-        "entry 0 of tokenizer.ggml.scores is nan",
-    ),
-}
+    "a score of NaN": (spm() | {KEY + "scores": [math.nan] * 299}, "entry 0 of tokenizer.ggml.scores is nan"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

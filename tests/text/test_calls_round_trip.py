@@ -12,18 +12,23 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 from sampling import few
+from text_vocab import bpe
 
 from pyspec.constrain.grammar import compile_text
 from pyspec.constrain.trie import TokenTable
 from pyspec.request import Grammar
 from pyspec.text.markup import dialect as dialects
 from pyspec.text.markup import harmony
+from pyspec.text.markup.answer_grammar import grammar_of_calls, shown_tokens
 from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.elements import DSML, Elements
 from pyspec.text.markup.members import GEMMA4
 from pyspec.text.markup.named import DEEPSEEK, KIMI
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content
+from pyspec.text.markup.reasoning import COHERE_THINK, MUSE_THINK
+from pyspec.text.markup.xtml import begins, ends, escaped
+from pyspec.text.tokenizer import Tokenizer
 
 BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(
     lambda text: list(text.encode())
@@ -71,9 +76,18 @@ def _glm(call: Call) -> str:
     return f"{call[0]}\n{''.join(rows)}</tool_call>"
 
 
-def _invoke(call: Call) -> str:
-    rows = [f'<parameter name="{k}">{_bare(v)}</parameter>\n' for k, v in call[1].items()]
-    return f'\n<invoke name="{call[0]}">\n{"".join(rows)}</invoke>'
+def _invoke(call: Call, of: str = "") -> str:
+    rows = [f'<{of}parameter name="{k}">{_bare(v)}</{of}parameter>\n' for k, v in call[1].items()]
+    return f'\n<{of}invoke name="{call[0]}">\n{"".join(rows)}</{of}invoke>'
+
+
+def _xtml(i: int, call: Call) -> str:
+    kinds = {str: "string", bool: "boolean", list: "array", dict: "object", type(None): "null"}
+    rows = [
+        f'<|open|>argument key="{escaped(k)}" type="{kinds.get(type(v), "number")}"<|sep|>{_bare(v)}{ends("argument")}'
+        for k, v in call[1].items()
+    ]
+    return f'<|open|>call tool="{escaped(call[0])}" index="{i}"<|sep|>{"".join(rows)}{ends("call")}'
 
 
 def _python(call: Call) -> str:
@@ -100,8 +114,12 @@ def _bare(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _object(call: Call, key: str = "arguments") -> str:
-    return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
+def _object(call: Call, key: str = "arguments", name: str = "name") -> str:
+    return json.dumps({name: call[0], key: call[1]}, ensure_ascii=False)
+
+
+def _numbered(i: int, call: Call) -> str:
+    return f'\n    {{"tool_call_id": "{i}", {_object(call, "parameters", "tool_name")[1:]}'
 
 
 def _arguments(call: Call) -> str:
@@ -118,14 +136,17 @@ def written(name: str, calls: list[Call]) -> str:
         "deepseek_v32": lambda: DSML.open[0] + "".join(map(_dsml, calls)) + "\n" + DSML.close[0],
         "deepseek_v3": lambda: DEEPSEEK.open[0] + "".join(f"{DEEPSEEK.mark}{c[0]}{DEEPSEEK.separators[0]}{_arguments(c)}{DEEPSEEK.end[0]}" for c in calls) + DEEPSEEK.close[0],
         "kimi_k2": lambda: KIMI.open[0] + "".join(f"{KIMI.mark}functions.{c[0]}:{i}{KIMI.separators[0]}{_arguments(c)}{KIMI.end[0]}" for i, c in enumerate(calls)) + KIMI.close[0],
+        "kimi_k3": lambda: begins("tools") + "".join(_xtml(i, c) for i, c in enumerate(calls, 1)) + ends("tools"),
         "hermes": lambda: "<tool_call>" + "\n<tool_call>".join(f"\n{_object(c)}\n</tool_call>" for c in calls),
         "nemotron_v2": lambda: "<TOOLCALL>[" + ", ".join(map(_object, calls)) + "]</TOOLCALL>",
+        "cohere": lambda: "<|START_ACTION|>[" + ",".join(_numbered(i, c) for i, c in enumerate(calls)) + "\n]<|END_ACTION|>",
         "firefunction_v2": lambda: "functools[" + ", ".join(map(_object, calls)) + "]",
         "mistral": lambda: "[TOOL_CALLS] [" + ", ".join(_object(c)[:-1] + ', "id": "abcDEF123"}' for c in calls) + "]",
         "mistral_args": lambda: "".join(f"[TOOL_CALLS]{c[0]}[CALL_ID]abcDEF12{i}[ARGS]{_arguments(c)}" for i, c in enumerate(calls)),
         "functionary_v31": lambda: "<function=" + "\n<function=".join(f"{c[0]}>{_arguments(c)}</function>" for c in calls),
         "granite": lambda: "<|tool_call|>[" + ", ".join(map(_object, calls)) + "]",
         "minimax_m2": lambda: "<minimax:tool_call>" + "".join(map(_invoke, calls)) + "\n</minimax:tool_call>",
+        "muse": lambda: "<atem:function_calls>" + "".join(_invoke(c, "atem:") for c in calls) + "\n</atem:function_calls>",
         "lfm2": lambda: "<|tool_call_start|>[" + ", ".join(map(_python, calls)) + "]<|tool_call_end|>",
         "gemma4": lambda: GEMMA4.open[0] + GEMMA4.open[0].join(map(_gemma4, calls)),
         "llama3_json": lambda: _object(first, "parameters"),
@@ -134,11 +155,7 @@ def written(name: str, calls: list[Call]) -> str:
 
 
 def schema_of(kinds: Mapping[str, str], needed: list[str]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {key: {"type": kind} for key, kind in kinds.items()},
-        "required": needed,
-    }
+    return {"type": "object", "properties": {key: {"type": kind} for key, kind in kinds.items()}, "required": needed}  # fmt: skip
 
 
 def some(rng: random.Random) -> tuple[dict[str, Any], list[Call]]:
@@ -235,7 +252,11 @@ def test_free_calls_under_any_name_are_read_alike(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ALL if dialects.dialect(name).is_bare])
 def test_a_word_that_a_value_can_not_be_is_not_among_those_a_grammar_takes(name: str) -> None:
     syntax = dialects.dialect(name).syntax
-    end = syntax.value_end if isinstance(syntax, Elements) else GEMMA4.quote
+    end = (
+        syntax.value_end
+        if isinstance(syntax, Elements)
+        else {"kimi_k3": ends("argument")}.get(name, GEMMA4.quote)
+    )
     words = ["a", f"b{end}c", "d"]
     tools = {"f": {"type": "object", "properties": {"w": {"enum": words}}, "required": ["w"]}}
     lark = Lark()
@@ -294,6 +315,50 @@ def test_chains_of_messages_are_held_from_their_first_mark_on(control: dict[str,
     assert fits(opened, thought.removeprefix("<|channel|>analysis<|message|>") + calls[0])
 
 
+@pytest.mark.parametrize("name", ["muse", "cohere"])
+def test_control_tokens_around_reasoning_and_text_may_stand_in_an_answer(name: str) -> None:
+    """Of a real vocabulary: the grammar of an answer takes what the model writes, and its parser sees the marks."""
+    think, end = (MUSE_THINK, "<|eot|>") if name == "muse" else (COHERE_THINK, "<|END_OF_TURN_TOKEN|>")
+    marks = (
+        "<|start|> <|message|> <|eom|>"
+        if name == "muse"
+        else " ".join((think.start, think.end, *think.strays))
+    )
+    marks += "" if name == "muse" else " <|START_ACTION|> <|END_ACTION|>"
+    keys = {"eos_token_id": 256}
+    tokenizer = Tokenizer.from_metadata(bpe(control=[end, *marks.split()], keys=keys))
+    tools = {"f": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+    thought = {
+        "muse": " to=self<|message|>Hm.<|eom|><|start|>assistant",
+        "cohere": "<|START_THINKING|>Hm.<|END_THINKING|>",
+    }[name]
+    head, said = {
+        "muse": (" to=f<|message|>", " to=user<|message|>Hi."),
+        "cohere": ("", "<|START_RESPONSE|>Hi.<|END_RESPONSE|>"),
+    }[name]
+    called = head + written(name, [("f", {"a": "x"})])
+    pieces = [tokenizer.piece(i).encode() for i in range(256, 256 + 1 + len(marks.split()))]
+    table = TokenTable(
+        [bytes([i]) for i in range(256)] + pieces, tuple(range(256, 256 + len(pieces))), (256,)
+    ).build(lambda text: list(text.encode()))
+    for must in (True, False):
+        markup = AnswerMarkup(dialects.dialect(name), think, tools=tools, is_calls_only=must)
+        grammar = grammar_of_calls(tokenizer, markup, is_single=False)
+
+        def fits(text: str, grammar: Grammar = grammar) -> bool:
+            ids = tokenizer.encode(text, add_special=False)
+            matcher = LLMatcher(table, compile_text(grammar))
+            assert not matcher.is_error(), matcher.get_error()
+            return matcher.validate_tokens([*ids, 256]) == len(ids) + 1
+
+        assert fits(called) and fits(thought + called)
+        assert fits(said) is fits(thought + said) is not must
+        for wrong in (called.replace('"f"', '"g"'), called.replace('"a"', '"b"'), called + "x"):
+            assert not fits(wrong) and not fits(thought + wrong)
+        assert {tokenizer.piece(i) for i in shown_tokens(tokenizer, markup)} >= {*marks.split()}
+        assert read(markup, [thought + called]) == ([("f", {"a": "x"})], "")
+
+
 CONTROL = {"[TOOL_CALLS]": 257, "[CALL_ID]": 258, "[ARGS]": 259}
 TOKENS = TokenTable(
     [bytes([i]) for i in range(256)] + [b"</s>", *(mark.encode() for mark in CONTROL)],
@@ -337,11 +402,7 @@ def test_a_mark_that_is_a_control_token_is_allowed_as_one_where_it_may_stand(
 
 def test_nested_values_of_gemma4_are_held_to_their_schemas() -> None:
     speaks, q = dialects.dialect("gemma4"), GEMMA4.quote
-    point = {
-        "type": "object",
-        "properties": {"y": {"type": "integer"}, "X": {"type": "number"}},
-        "required": ["y"],
-    }
+    point = {"type": "object", "properties": {"y": {"type": "integer"}, "X": {"type": "number"}}, "required": ["y"]}  # fmt: skip
     schema = {
         "type": "object",
         "properties": {

@@ -12,8 +12,14 @@ from pyspec.constrain.grammar import compile_text
 from pyspec.constrain.trie import TokenTable
 from pyspec.request import Grammar
 from pyspec.server.api.prompts import opening
-from pyspec.text.answer_plan import AnswerPlan, plan_answer, text_grammar
-from pyspec.text.call_plan import CallPlan, ToolChoice, call_plan
+from pyspec.text.answer_plan import (
+    AnswerPlan,
+    CallPlan,
+    ToolChoice,
+    call_plan,
+    plan_answer,
+    text_grammar,
+)
 from pyspec.text.markup.dialect import AnswerMarkup, recognised, think_marks
 from pyspec.text.markup.harmony import CALL, HARMONY, MARKS, RETURN
 from pyspec.text.template import ChatTemplate

@@ -122,6 +122,7 @@ FORMS: dict[str, Forms] = {
     "qwen3_coder": tags("function", "parameter", "", "<tool_call>", "</tool_call>", "\n"),
     "seed_oss": tags("function", "parameter", "", "<seed:tool_call>", "</seed:tool_call>"),
     "minimax_m2": tags("invoke", "parameter", "", "<minimax:tool_call>", "</minimax:tool_call>"),
+    "muse": tags("invoke", "parameter", "atem:", "<atem:function_calls>", "</atem:function_calls>"),
     "deepseek_v32": tags("invoke", "parameter", "｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
     "glm45": {
         "open": ("<tool_call>", "<tool_call>\n<tool_call>"),
@@ -212,8 +213,9 @@ OBJECTS = {
     "nemotron_v2": ("<TOOLCALL>", "</TOOLCALL>"),
     "granite": ("<|tool_call|>", "<|/tool_call|>"),
     "mistral": ("[TOOL_CALLS]", ""),
+    "cohere": ("<|START_ACTION|>", "<|END_ACTION|>"),
 }
-BARE = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v32", "gemma4", "lfm2")
+BARE = ("qwen3_coder", "seed_oss", "glm45", "minimax_m2", "muse", "deepseek_v32", "gemma4", "lfm2")
 
 
 @pytest.mark.parametrize("name", OBJECTS)
@@ -359,6 +361,50 @@ def test_named_calls_without_marks_and_under_other_names(name: str, marks: tuple
         check(name, text, calls)
 
 
+def in_tags(call: Call, rng: random.Random | None = None) -> str:
+    """A call of Kimi K3. rng: chooses marks that models write in place of the right ones."""
+
+    def one_of(*forms: str) -> str:
+        return rng.choice(forms) if rng else forms[0]
+
+    kinds = {str: "string", bool: "boolean", int: "number", list: "array", dict: "object"}
+    rows = [
+        one_of(
+            f'<|open|>argument key="{k}" type="{kinds[type(v)]}"<|sep|>',
+            f"<|open|>argument key='{k}'<|sep|>",
+        )
+        + bare(v)
+        + one_of("<|close|>argument<|sep|>", "", "<|close|>argument<|sep|>\n")
+        for k, v in call[1].items()
+    ]
+    if rng and rng.random() < 0.2:
+        rows = [
+            f'<|open|>json type="object"<|sep|>{json.dumps(call[1])}'
+            + one_of("<|close|>json<|sep|>", "")
+        ]
+    head = one_of(
+        f'<|open|>call tool="{call[0]}" index="1"<|sep|>', f"<|open|>call tool='{call[0]}'<|sep|>"
+    )
+    end = one_of("<|close|>call<|sep|>", "")
+    begin = one_of(
+        "<|open|>tools<|sep|>", "<|open|>tools<|sep|>\n", "<|open|>tools<|sep|><|open|>tools<|sep|>"
+    )
+    return (
+        begin
+        + head
+        + "".join(rows)
+        + end
+        + one_of("<|close|>tools<|sep|>", "" if end else "<|close|>tools<|sep|>")
+    )
+
+
+def test_kimi_k3_with_other_quotes_and_marks_that_are_missing_or_twice() -> None:
+    rng = random.Random(58)
+    for _ in range(300):
+        call = some_call(rng)
+        check("kimi_k3", in_tags(call, rng), [call])
+
+
 def test_the_ids_of_kimi_are_kept_and_those_of_odd_form_become_its_own() -> None:
     markup = AnswerMarkup(calls=dialects.dialect("kimi_k2"), tools=TOOLS)
     open_, begin, sep, end, close = KIMI
@@ -401,6 +447,7 @@ def written(name: str, call: Call) -> str:
         "gemma4": f"<|tool_call>call:{call[0]}{{{pairs}}}<tool_call|>",
         "lfm2": f"<|tool_call_start|>[{call[0]}({python})]<|tool_call_end|>",
         "kimi_k2": f"{KIMI[0]}{KIMI[1]}functions.{call[0]}:0{KIMI[2]}{body}{KIMI[3]}{KIMI[4]}",
+        "kimi_k3": in_tags(call),
         "deepseek_v3": f"{DEEPSEEK[0]}{DEEPSEEK[1]}{call[0]}{DEEPSEEK[2]}{body}{DEEPSEEK[3]}{DEEPSEEK[4]}",
         "mistral_args": f"[TOOL_CALLS]{call[0]}[ARGS]{body}",
         "functionary_v31": f"<function={call[0]}>{body}</function>",
@@ -410,6 +457,7 @@ def written(name: str, call: Call) -> str:
 
 
 LOST = {
+    "cohere": {"<|START_ACTION|>"},
     "deepseek_v3": {DEEPSEEK[1], DEEPSEEK[2]},
     "deepseek_v32": set(),
     "firefunction_v2": {"functools["},
@@ -419,11 +467,13 @@ LOST = {
     "granite": {"<|tool_call|>"},
     "hermes": {"<tool_call>"},
     "kimi_k2": {KIMI[1], KIMI[2]},
+    "kimi_k3": set(),
     "lfm2": {"<|tool_call_start|>"},
     "llama3_json": {"<|python_tag|>"},
     "minimax_m2": set(),
     "mistral": {"[TOOL_CALLS]"},
     "mistral_args": {"[TOOL_CALLS]", "[ARGS]"},
+    "muse": set(),
     "nemotron_v2": {"<TOOLCALL>"},
     "qwen3_coder": set(),
     "seed_oss": set(),
@@ -481,11 +531,8 @@ def test_mentions_of_marks_in_prose_are_no_calls(name: str) -> None:
 
 def test_an_argument_that_is_nullable_in_openapis_words_may_be_null() -> None:
     tools = {
-        "f": {
-            "type": "object",
-            "properties": {"n": {"type": "integer", "nullable": True}, "t": {"type": "string"}},
-        }
-    }
+        "f": {"type": "object", "properties": {"n": {"type": "integer", "nullable": True}, "t": {"type": "string"}}}
+    }  # fmt: skip
     for name, form in FORMS.items():
         right = {part: each[0] for part, each in form.items()}
         text = f"{right['open']}\n{elements(right, ('f', {'n': None, 't': 'null'}))}\n{right['close']}"
@@ -541,6 +588,12 @@ OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
         '{"type": "function", "function": {"name": "look", "arguments": {"place": "Bern"}}}', '{"function": "look", "arguments": {"place": "Bern"}}',
         '{"name": "look", "place": "Bern"}', '{"name": "look", "input": {"place": "Bern"}}', '```json\n{"name": "look", "arguments": {"place": "Bern"}}\n```',
     )),
+    *(("cohere", f"<|START_ACTION|>{body}<|END_ACTION|>", [("look", BERN)]) for body in (
+        '[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": {"place": "Bern"}}\n]', '{"tool_name": "look", "parameters": {"place": "Bern"}}',
+        '[{"tool_name": "look", "tool_call_id": 0, "parameters": {"place": "Bern"}}]', "[{'tool_call_id': '0', 'tool_name': 'look', 'parameters': {'place': 'Bern'}}]",
+        '[{"tool_call_id": "0", "tool_name": "tools.look", "place": "Bern"}]',
+    )),
+    ("cohere", '<|START_ACTION|>[{"tool_name": "nobody", "parameters": {}}]<|END_ACTION|>', [("nobody", {})]),
     ("gemma4", '<|tool_call>call:"look"{place:<|"|>Bern<|"|>}<tool_call|>', [("look", BERN)]),
     ("gemma4", "<|tool_call>call:now<tool_call|>", [("now", {})]),
     ("kimi_k2", f"{KIMI[0]}functions.look:0{KIMI[2]}{{'place': 'Bern'}}{KIMI[3]}{KIMI[4]}", [("look", BERN)]),

@@ -15,9 +15,12 @@ from pyspec.text.markup.dialect import AnswerMarkup
 from pyspec.text.markup.harmony import HARMONY
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pyspec.text.markup.reasoning import (
+    COHERE_THINK,
     GEMMA4_THINK,
     GRANITE_THINK,
+    KIMI_K3_THINK,
     MISTRAL_THINK,
+    MUSE_THINK,
     SEED_THINK,
     THINK,
     ThinkMarks,
@@ -119,11 +122,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<response>x</response>",
         [Content("<response>x</response>")],
     ),
-    "granite, no tools": (
-        AnswerMarkup(None, GRANITE_THINK),
-        "<think>a</think><response>x </res",
-        [Reasoning("a"), Content("x </res")],
-    ),
+    "granite, no tools": (AnswerMarkup(None, GRANITE_THINK), "<think>a</think><response>x </res", [Reasoning("a"), Content("x </res")]),
     "seed, reasoning and two calls": (
         AnswerMarkup(dialects.dialect("seed_oss"), SEED_THINK, tools=TOOLS),
         "<seed:think>Hm.</seed:think>\nSo.\n\n<seed:tool_call>\n<function=weather>\n<parameter=city>New\nYork</parameter>\n<parameter=days>3</parameter>\n"
@@ -134,6 +133,59 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
             *call(0, "weather", {"city": "New\nYork", "days": 3, "exact": True}),
             *call(1, "write", "{}"),
         ],
+    ),
+    "cohere, reasoning and two calls": (
+        AnswerMarkup(dialects.dialect("cohere"), COHERE_THINK, tools=TOOLS),
+        '<|START_THINKING|>I could <|START_ACTION|>.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", '
+        '"parameters": {"city": "Bern", "days": 3}},\n    {"tool_call_id": "1", "tool_name": "write", "parameters": {}}\n]<|END_ACTION|>',
+        [
+            Reasoning("I could <|START_ACTION|>."),
+            *call(0, "weather", {"city": "Bern", "days": 3}),
+            *call(1, "write", "{}"),
+        ],
+    ),
+    "cohere, a call ends reasoning": (
+        AnswerMarkup(dialects.dialect("cohere"), COHERE_THINK, is_open=True, tools=TOOLS),
+        'Hm.\n<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "write", "parameters": {"text": "a"}}]<|END_ACTION|>',
+        [Reasoning("Hm."), *call(0, "write", {"text": "a"})],
+    ),
+    "cohere, an answer between marks": (
+        AnswerMarkup(dialects.dialect("cohere"), COHERE_THINK, tools=TOOLS),
+        "<|START_RESPONSE|>Yes, <b>.<|END_RESPONSE|>",
+        [Content("Yes, <b>.")],
+    ),
+    "cohere, an answer between marks ends reasoning, without tools": (
+        AnswerMarkup(None, COHERE_THINK, is_open=True),
+        "Hm.\n<|START_TEXT|>Yes.\n<|END_TEXT|>",
+        [Reasoning("Hm."), Content("Yes.")],
+    ),
+    "cohere, shown reasoning": (
+        AnswerMarkup(None, COHERE_THINK, is_shown=True),
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>Yes.<|END_TEXT|>",
+        [Content("<|START_THINKING|>Hm.<|END_THINKING|>Yes.")],
+    ),
+    "muse, reasoning and two calls": (
+        AnswerMarkup(dialects.dialect("muse"), MUSE_THINK, tools=TOOLS),
+        ' to=self<|message|>I could <atem:invoke name="write">.<|eom|><|start|>assistant to=weather<|message|><atem:function_calls>\n'
+        '<atem:invoke name="weather">\n<atem:parameter name="city">Bern</atem:parameter>\n<atem:parameter name="days">3</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls><|eom|><|start|>assistant to=self<|message|>More.<|eom|><|start|>assistant to=write.write<|message|>"
+        '<atem:function_calls>\n<atem:invoke name="write.write">\n</atem:invoke>\n</atem:function_calls><|eot|>',
+        [
+            Reasoning('I could <atem:invoke name="write">.'),
+            *call(0, "weather", {"city": "Bern", "days": 3}),
+            Reasoning("More."),
+            *call(1, "write", "{}"),
+        ],
+    ),
+    "muse, an answer that mentions a header": (
+        AnswerMarkup(dialects.dialect("muse"), MUSE_THINK, tools=TOOLS),
+        " to=user<|message|>Mail to=self, please.<|eot|>",
+        [Content("Mail to=self, please.")],
+    ),
+    "muse, no tools": (
+        AnswerMarkup(None, MUSE_THINK),
+        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>So, to=x.",
+        [Reasoning("Hm."), Content("So, to=x.")],
     ),
     "ernie, an answer between marks and a call": (
         AnswerMarkup(dialects.dialect("hermes"), GRANITE_THINK, is_open=True, tools=TOOLS),
@@ -185,11 +237,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<|channel>thought\n<channel|>Hello <|channel>thought\nagain<channel|> you.<channel|>",
         [Content("Hello"), Reasoning("again"), Content("  you.")],
     ),
-    "gemma4, no tools": (
-        AnswerMarkup(None, GEMMA4_THINK),
-        "<|channel>thought\na<channel|>b<channel|>",
-        [Reasoning("a"), Content("b")],
-    ),
+    "gemma4, no tools": (AnswerMarkup(None, GEMMA4_THINK), "<|channel>thought\na<channel|>b<channel|>", [Reasoning("a"), Content("b")]),
     "gemma4, a word without marks, spaces": (
         markup("gemma4"),
         "<|tool_call>call:write{ text : Paris }<tool_call|> done",
@@ -205,11 +253,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         '<|tool_call>call:write{text:<|"|>Par',
         [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "Par')],
     ),
-    "gemma4, a mark without a call": (
-        markup("gemma4"),
-        "a <|tool_call>no<tool_call|> b",
-        [Content("a <|tool_call>no<tool_call|> b")],
-    ),
+    "gemma4, a mark without a call": (markup("gemma4"), "a <|tool_call>no<tool_call|> b", [Content("a <|tool_call>no<tool_call|> b")]),
     "lfm2, two calls, Python's values": (
         markup("lfm2"),
         "<|tool_call_start|>[weather(city='it\\'s \"x\"', exact=True, at=None, tags=[1, (2, 'a')], where={'a': False}), write()]<|tool_call_end|>Done.",
@@ -249,11 +293,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<|tool_call_start|>[write('no JSON')]<|tool_call_end|>more",
         [CallBegin(0, "id0", "write"), CallArguments(0, "{'no JSON')]"), Content("more")],
     ),
-    "lfm2, no calls": (
-        markup("lfm2"),
-        "a <|tool_call_start|>[]<|tool_call_end|> b",
-        [Content("a  b")],
-    ),
+    "lfm2, no calls": (markup("lfm2"), "a <|tool_call_start|>[]<|tool_call_end|> b", [Content("a  b")]),
     "hermes, marks in a string": (
         markup("hermes"),
         '<tool_call>{"name": "write", "arguments": {"text": "</tool_call> <tool_call>\\n{\\"name\\": 1} 👩🏽‍💻"}}</tool_call> done',
@@ -284,11 +324,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         '<tool_call>{"name": "weather", "arguments": {"city": "Par',
         [CallBegin(0, "id0", "weather"), CallArguments(0, '{"city": "Par')],
     ),
-    "hermes, cut off in the name": (
-        markup("hermes"),
-        'so <tool_call>\n{"name": "wea',
-        [Content('so <tool_call>\n{"name": "wea')],
-    ),
+    "hermes, cut off in the name": (markup("hermes"), 'so <tool_call>\n{"name": "wea', [Content('so <tool_call>\n{"name": "wea')]),
     "hermes, arguments that are no JSON": (
         markup("hermes"),
         '<tool_call>{"name": "write", "arguments": {text: 1}}</tool_call>more',
@@ -421,6 +457,39 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
                 "a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>"
             )
         ],
+    ),
+    "kimi_k3, reasoning, an answer and two calls": (
+        AnswerMarkup(dialects.dialect("kimi_k3"), KIMI_K3_THINK, is_open=True, tools=TOOLS),
+        "Hm <|open|>x.<|close|>think<|sep|><|open|>response<|sep|>I <b>look</b>.<|close|>response<|sep|>"
+        '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>New "York"\n<|close|>argument<|sep|>'
+        '<|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="write" index="2"<|sep|>'
+        '<|open|>json type="object"<|sep|>{"text": "<|sep|>"}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>',
+        [
+            Reasoning("Hm <|open|>x."),
+            Content("I <b>look</b>."),
+            *call(0, "weather", {"city": 'New "York"\n', "days": 3}),
+            *call(1, "write", {"text": "<|sep|>"}),
+        ],
+    ),
+    "kimi_k3, a call ends reasoning": (
+        AnswerMarkup(dialects.dialect("kimi_k3"), KIMI_K3_THINK, is_open=True, tools=TOOLS),
+        'I could `<|open|>tools<|sep|>`.\n<|open|>tools<|sep|><|open|>call tool="write" index="1"<|sep|><|close|>call<|sep|>',
+        [Reasoning("I could `<|open|>tools<|sep|>`."), *call(0, "write", "{}")],
+    ),
+    "kimi_k3, no tools": (
+        AnswerMarkup(None, KIMI_K3_THINK),
+        "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>x </b><|close|>response<|sep|><|close|>message<|sep|>",
+        [Reasoning("a"), Content("x </b>")],
+    ),
+    "kimi_k3, no reasoning": (
+        AnswerMarkup(None, KIMI_K3_THINK),
+        "<|open|>response<|sep|>x<|close|>response<|sep|><|close|>message<|sep|>",
+        [Content("x")],
+    ),
+    "kimi_k3, cut off in a value": (
+        markup("kimi_k3"),
+        '<|open|>tools<|sep|><|open|>call tool="write" index="1"<|sep|><|open|>argument key="text" type="string"<|sep|>abc</param',
+        [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "abc</param')],
     ),
     "nemotron_v2, two calls": (
         markup("nemotron_v2"),
@@ -603,11 +672,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "<think>\na < b\n</think>\n\n<tool_call>\n<function=write>\n</function>\n</tool_call>",
         [Reasoning("a < b"), *call(0, "write", "{}")],
     ),
-    "reasoning that does not end": (
-        markup("hermes", think=True),
-        "<think>a </thin",
-        [Reasoning("a </thin")],
-    ),
+    "reasoning that does not end": (markup("hermes", think=True), "<think>a </thin", [Reasoning("a </thin")]),
     "reasoning left in the content": (
         markup("hermes", think=True, is_shown=True),
         '<think>\n<tool_call>{"name": "write"}</think>\n\nHi',
@@ -618,16 +683,8 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         "\na</think>\n\nHi",
         [Content("<think>\na</think>\n\nHi")],
     ),
-    "no reasoning": (
-        markup("hermes", think=True),
-        "\n <b> <think>x</think>",
-        [Content("\n <b> <think>x</think>")],
-    ),
-    "reasoning alone": (
-        AnswerMarkup(None, THINK, True),
-        "a</think>\n\n<tool_call>\n",
-        [Reasoning("a"), Content("<tool_call>\n")],
-    ),
+    "no reasoning": (markup("hermes", think=True), "\n <b> <think>x</think>", [Content("\n <b> <think>x</think>")]),
+    "reasoning alone": (AnswerMarkup(None, THINK, True), "a</think>\n\n<tool_call>\n", [Reasoning("a"), Content("<tool_call>\n")]),
     "harmony, reasoning and content": (
         chain(),
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi <b>",
@@ -679,7 +736,7 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         [Reasoning("a"), Content("b")],
     ),
     "nothing to be read": (AnswerMarkup(), "<think>a</think>", [Content("<think>a</think>")]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -730,29 +787,24 @@ HOSTILE = {
     "arguments before a name that never comes": '<tool_call>{"arguments": "' + "a" * 100_000,
     "spaces": "<tool_call>" + " " * 20_000,
     "half marks": "<tool_cal" * 3_000,
-    "values that may have ended": "<tool_call><function=write><parameter=text>"
-    + "\n</parameter>\n" * 2_000,
+    "values that may have ended": "<tool_call><function=write><parameter=text>" + "\n</parameter>\n" * 2_000,
     "names": "<function=" * 3_000,
     "numbers": '<tool_call>{"name": "a", "arguments": ' + "1" * 20_000,
     "think marks": "<think>" * 4_000,
     "bars": f"<{BARS}tool▁calls▁begin{BARS}><{BARS}tool▁call▁begin{BARS}>" * 600,
     "invocations": f'<{BARS}DSML{BARS}tool_calls><{BARS}DSML{BARS}invoke name="' * 600,
-    "pairs": "<tool_call>a<arg_key>" * 600
-    + "<tool_call>write<arg_key>text</arg_key><arg_value>"
-    + "</arg_value>\n" * 2_000,
+    "pairs": "<tool_call>a<arg_key>" * 600 + "<tool_call>write<arg_key>text</arg_key><arg_value>" + "</arg_value>\n" * 2_000,
     "sections": "<|tool_calls_section_begin|><|tool_call_begin|>" * 600,
     "lists of calls": "<TOOLCALL>[{" * 800,
-    "values that may end without a mark": "<tool_call><function=write><parameter=text>"
-    + "\n</function>\n" * 2_000,
-    "whole calls in a value": "<tool_call><function=write><parameter=text>"
-    + "<tool_call>\n<function=a>" * 2_000,
+    "values that may end without a mark": "<tool_call><function=write><parameter=text>" + "\n</function>\n" * 2_000,
+    "whole calls in a value": "<tool_call><function=write><parameter=text>" + "<tool_call>\n<function=a>" * 2_000,
     "odd end marks": "<tool_call><function=write><parameter=text>" + "</parameter" * 2_000,
     "calls in a thought": "<think>" + "<tool_call>\n<function=" * 2_000,
     "quotes": """<tool_call>{"name": 'a', "arguments": {'""" + "'\"\\'" * 4_000,
     "headers": "<|start|>assistant<|channel|>" * 800,
     "messages": "<|channel|>analysis<|message|>a<|end|>" * 800,
     "bare objects": '{"name": "write", "parameters": ' * 800,
-}
+}  # fmt: skip
 
 
 @pytest.mark.sampled(most=1)
@@ -791,6 +843,7 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
     [
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value></tool_call> arguments", "glm45"),
         ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}", "kimi_k2"),
+        ('<|open|>message role="{{ role }}"<|sep|>{{ content }}<|close|>message<|sep|><|end_of_msg|>', "kimi_k3"),
         ('<tool_call>{"name": ..., "arguments": ...}</tool_call>', "hermes"),
         ("<tool_call>arguments <arg_key> </tool_call>", None),
         ("{{ messages }}", None),
@@ -805,6 +858,10 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ("<|start_header_id|> <function={{ name }}>{{ arguments }}</function>", "functionary_v31"),
         ("<|start|>assistant<|channel|>analysis<|message|>{{ m }}<|end|> <|call|>", "harmony"),
         ("<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call> <seed:think>", "seed_oss"),
+        ('<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {}}\n]<|END_ACTION|>', "cohere"),
+        ("<assistant>\n<think> </think><tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n</tool_call>\n</assistant>", "glm45"),
+        ("<|im_start|>assistant\n<think>\n</think>\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call> <tools>", "qwen3_coder"),
+        ('to=self<|message|> <|eom|> <atem:function_calls>\n<atem:invoke name="f">\n</atem:invoke>\n</atem:function_calls>', "muse"),
         ("<own:tool_call><function=f><parameter=a></function>", None),
         ('<|start_of_role|>system <tools></tools> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
         ('<role>SYSTEM</role> <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', "hermes"),
@@ -827,6 +884,7 @@ def test_a_template_tells_its_dialect(template: str, name: str | None) -> None:
         ("<|start_of_role|> <think> </think> <response>", GRANITE_THINK),
         ("<global_setting>think_mode=True <response> <|im_start|>assistant <think>", GRANITE_THINK),
         ("<seed:think> </seed:think>", SEED_THINK),
+        ("<|START_THINKING|> <|END_THINKING|> <|START_RESPONSE|>", COHERE_THINK),
         ("[THINK] [/THINK] <think> </think>", MISTRAL_THINK),
         ("<|turn>model <|channel>thought <channel|>", GEMMA4_THINK),
         ("<|start|> <|channel|> <|message|>", HARMONY),

@@ -3,7 +3,7 @@
 import click
 import pytest
 
-from pyspec.cli.chat_options import template_text
+from pyspec.cli.server import template_text
 from pyspec.text.named_templates import NAMED
 from pyspec.text.template import ChatTemplate
 

@@ -47,6 +47,7 @@ DIGITS_GPT2 = (
     "minerva-7b",
     "mellum2",
 )
+AYA = ("tiny_aya", "cohere2moe")
 ALL = (*QWEN, *LLAMA3, *DEEPSEEK, *GPT2, *DIGITS_GPT2, "tekken")
 
 CASES = [
@@ -57,6 +58,8 @@ CASES = [
     (GPT2, "a 12345", "a| 12345"),
     (DIGITS_GPT2, "a 12345", "a| |1|2|3|4|5"),
     (("tekken",), "a 12345", "a| |1|2|3|4|5"),
+    (AYA, "a 12345 1234567,12", "a| |12|345| |1|234|567|,|12"),
+    (AYA, "x12345abc _1234_", "x|123|45|abc| _|123|4|_"),
     # contractions: in any case, in lower case, or not at all
     (QWEN + LLAMA3, "I'LL it's", "I|'LL| it|'s"),
     (GPT2 + DIGITS_GPT2, "I'LL it's", "I|'|LL| it|'s"),
@@ -68,25 +71,13 @@ CASES = [
     (("tekken",), "fooBar HTTPServer", "foo|Bar| HTTPServer"),
     (QWEN, "fooBar HTTPServer", "fooBar| HTTPServer"),
     # combining marks belong to letters only in the newer patterns
-    (
-        ("qwen2", *LLAMA3),
-        "\u0939\u093f\u0928\u094d\u0926\u0940",
-        "\u0939|\u093f\u0928|\u094d\u0926|\u0940",
-    ),
-    (
-        ("qwen35", "tekken", *DEEPSEEK),
-        "\u0939\u093f\u0928\u094d\u0926\u0940",
-        "\u0939\u093f\u0928\u094d\u0926\u0940",
-    ),
+    (("qwen2", *LLAMA3), "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939|\u093f\u0928|\u094d\u0926|\u0940"),
+    (("qwen35", "tekken", *DEEPSEEK), "\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939\u093f\u0928\u094d\u0926\u0940"),
     (("qwen2", *LLAMA3), "e\u0301a", "e|\u0301a"),
     (("qwen35", "tekken", *DEEPSEEK), "e\u0301a", "e\u0301a"),
     # Han and kana apart from other letters
     (DEEPSEEK, "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab x", "\ud55c\uad6d|\u6f22\u5b57\u304b\u30ab| x"),
-    (
-        QWEN + LLAMA3 + GPT2,
-        "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab x",
-        "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab| x",
-    ),
+    (QWEN + LLAMA3 + GPT2, "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab x", "\ud55c\uad6d\u6f22\u5b57\u304b\u30ab| x"),
     # line ends after signs, and white space before the last line end or the next word
     (QWEN + LLAMA3 + DEEPSEEK, "end!\n\nx", "end|!\n\n|x"),
     (GPT2, "end!\n\nx", "end|!|\n|\n|x"),
@@ -96,7 +87,7 @@ CASES = [
     (ALL, "a   b", "a|  | b"),
     (ALL, "a   ", "a|   "),
     (QWEN + LLAMA3, "a\r\n  b", "a|\r\n| | b"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("names", "text", "pieces"), CASES)

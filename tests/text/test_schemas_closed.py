@@ -51,16 +51,10 @@ SHUT = {"additionalProperties": False}
             },
         ),
         ({"type": "string", "format": "binary"}, {"type": "string"}),
-        (
-            {"enum": [{"format": "binary"}], "format": "uuid"},
-            {"enum": [{"format": "binary"}], "format": "uuid"},
-        ),
-        (
-            {"properties": {"properties": A}},
-            {"properties": {"properties": CLOSED}, "additionalProperties": False},
-        ),
+        ({"enum": [{"format": "binary"}], "format": "uuid"}, {"enum": [{"format": "binary"}], "format": "uuid"}),
+        ({"properties": {"properties": A}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
     ],
-)
+)  # fmt: skip
 def test_an_object_that_lists_its_properties_is_closed(schema: Any, expected: Any) -> None:
     before = json.dumps(schema)
     found = closed(schema)
@@ -102,12 +96,8 @@ def test_open_or_joined_objects_stay_unchanged(schema: Any) -> None:
 def test_a_definition_is_closed_only_if_it_stands_alone_everywhere() -> None:
     schema = {
         "properties": {"x": {"$ref": "#/$defs/base"}, "y": {"$ref": "#/$defs/own"}},
-        "$defs": {
-            "base": A,
-            "own": A | {"title": "own"},
-            "more": {"allOf": [{"$ref": "#/$defs/base"}, {"required": ["b"]}]},
-        },
-    }
+        "$defs": {"base": A, "own": A | {"title": "own"}, "more": {"allOf": [{"$ref": "#/$defs/base"}, {"required": ["b"]}]}},
+    }  # fmt: skip
     assert closed(schema)["$defs"]["base"] == CLOSED, "what nobody asks for counts for nothing"
     schema["properties"]["z"] = {"$ref": "#/$defs/more"}
     found = closed(schema)
@@ -116,11 +106,7 @@ def test_a_definition_is_closed_only_if_it_stands_alone_everywhere() -> None:
 
 
 def test_a_schema_that_holds_itself_is_closed_once() -> None:
-    tree = {
-        "type": "object",
-        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
-        "required": ["next"],
-    }
+    tree = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}  # fmt: skip
     assert closed(tree) == tree | {"additionalProperties": False}
 
 
@@ -136,14 +122,8 @@ def test_calls_written_as_json_have_the_arguments_of_their_tool_and_no_others(na
 
 def test_a_oneof_whose_parts_are_needed_open_elsewhere_is_left_to_others() -> None:
     more = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"z": {}}}]}
-    parts = {
-        "a": A | {"required": ["a"]},
-        "b": {"type": "object", "properties": {"b": {}}, "required": ["b"]},
-    }
-    schema = {
-        "properties": {"x": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "y": more},
-        "$defs": parts,
-    }
+    parts = {"a": A | {"required": ["a"]}, "b": {"type": "object", "properties": {"b": {}}, "required": ["b"]}}  # fmt: skip
+    schema = {"properties": {"x": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "y": more}, "$defs": parts}  # fmt: skip
     assert (
         closed(schema)["properties"] == schema["properties"]
         and closed(schema)["$defs"]["a"] == parts["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -10,6 +11,9 @@ from text_vocab import bpe
 
 from pyspec.errors import RequestError, Unavailable
 from pyspec.text.abilities import Abilities
+from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Reasoning
 from pyspec.text.sandbox_process import STALLED
 from pyspec.text.template import CHATML, ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -100,42 +104,22 @@ BEHIND_A_RESULT = (
     ("template", "turns", "text"),
     [
         (STRICT, ("developer: A.", "user: hi"), "[sys]A.[/][user]hi[/]"),
-        (
-            STRICT,
-            ("system: A.", "developer: B.", "system: ", "system: C.", "user: hi"),
-            "[sys]A.\n\nB.\n\nC.[/][user]hi[/]",
-        ),
+        (STRICT, ("system: A.", "developer: B.", "system: ", "system: C.", "user: hi"), "[sys]A.\n\nB.\n\nC.[/][user]hi[/]"),
         (STRICT, LATE, "[sys]A.[/][user]hi\n\nB.[/]"),
         (STRICT, ("user: hi", "developer: B.", "system: C."), "[user]hi\n\nB.\n\nC.[/]"),
         (STRICT, BETWEEN, "[user]hi[/][assistant]yes[/][user]B.\n\nbye[/]"),
-        (
-            STRICT,
-            ("user: hi", "assistant: yes", "system: B.", "assistant: no"),
-            "[user]hi[/][assistant]yes[/][user]B.[/][assistant]no[/]",
-        ),
-        (
-            STRICT,
-            BEHIND_A_RESULT,
-            "[user]hi[/][assistant]call[/][tool]rain\n\nB.[/][assistant]wet[/][user]bye[/]",
-        ),
+        (STRICT, ("user: hi", "assistant: yes", "system: B.", "assistant: no"), "[user]hi[/][assistant]yes[/][user]B.[/][assistant]no[/]"),
+        (STRICT, BEHIND_A_RESULT, "[user]hi[/][assistant]call[/][tool]rain\n\nB.[/][assistant]wet[/][user]bye[/]"),
         (FIRST_ONLY, LATE, "[sys]A.[/][user]hi\n\nB.[/]"),
         (FIRST_ONLY, ("developer: A.", "user: hi"), "[sys]A.[/][user]hi[/]"),
         (ALTERNATES, HEAD, "[user]A.\n\nhi[/]"),
         (ALTERNATES, LATE, "[user]A.\n\nhi\n\nB.[/]"),
-        (
-            ALTERNATES,
-            ("system: A.", "assistant: yes", "user: hi"),
-            "[user]A.[/][assistant]yes[/][user]hi[/]",
-        ),
+        (ALTERNATES, ("system: A.", "assistant: yes", "user: hi"), "[user]A.[/][assistant]yes[/][user]hi[/]"),
         (ALTERNATES, ("system: A.",), "[user]A.[/]"),
         (NO_SYSTEM, HEAD, "[user]A.\n\nhi[/]"),
         (NO_SYSTEM, BETWEEN, "[user]hi[/][assistant]yes[/][user]B.\n\nbye[/]"),
         (ANY_ROLE, LATE, "[system]A.[/][user]hi[/][system]B.[/]"),
-        (
-            ANY_ROLE,
-            ("developer: A.", "user: hi", "developer: B."),
-            "[system]A.[/][user]hi[/][system]B.[/]",
-        ),
+        (ANY_ROLE, ("developer: A.", "user: hi", "developer: B."), "[system]A.[/][user]hi[/][system]B.[/]"),
         (DEVELOPER, ("system: A.", "developer: B.", "user: hi"), "[system]A.[/][dev]B.[/][user]hi[/]"),
         (DEVELOPER, ("user: hi", "developer: B.", "user: bye"), "[user]hi[/][dev]B.[/][user]bye[/]"),
         (DEVELOPER_FIRST, ("system: A.", "developer: B.", "user: hi"), "[dev]A.\n\nB.[/][user]hi[/]"),
@@ -147,7 +131,7 @@ BEHIND_A_RESULT = (
         (ANY_ROLE, ("system: A.",), "[system]A.[/]"),
         (PARTS, HEAD, "[system]A.[/][user]hi[/]"),
     ],
-)
+)  # fmt: skip
 def test_system_messages_stand_where_the_template_accepts_them(
     template: ChatTemplate, turns: tuple[str, ...], text: str
 ) -> None:
@@ -174,17 +158,13 @@ TURNS_OR_CALLS = ChatTemplate(  # as Mistral's: turns, beside calls and their re
     ("template", "turns", "text"),
     [
         (ALTERNATES, ("user: a", "user: b", "user: c"), "[user]a\n\nb\n\nc[/]"),
-        (
-            ALTERNATES,
-            ("user: a", "assistant: b", "assistant: c", "user: d"),
-            "[user]a[/][assistant]b\n\nc[/][user]d[/]",
-        ),
+        (ALTERNATES, ("user: a", "assistant: b", "assistant: c", "user: d"), "[user]a[/][assistant]b\n\nc[/][user]d[/]"),
         (ALTERNATES, ("assistant: a", "user: b"), "[user][/][assistant]a[/][user]b[/]"),
         (IN_FIRST_USER, ("user: a", "user: b"), "[user]a[/][user]b[/]"),
         (STRICT, ("system: A.", "user: a", "user: b"), "[sys]A.[/][user]a[/][user]b[/]"),
         (STRICT, ("assistant: a", "user: b"), "[assistant]a[/][user]b[/]"),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_wants_turns_gets_them(
     template: ChatTemplate, turns: tuple[str, ...], text: str
 ) -> None:
@@ -332,11 +312,7 @@ MISSING = object()
 
 def called(arguments: Any) -> dict[str, Any]:
     function = {"name": "look"} if arguments is MISSING else {"name": "look", "arguments": arguments}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "a12345678", "type": "function", "function": function}],
-    }
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "a12345678", "type": "function", "function": function}]}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -377,13 +353,7 @@ def test_calls_that_are_none_are_no_field(calls: Any) -> None:
         + "{%- endif -%}"
         + END
     )
-    message = {
-        "role": "assistant",
-        "content": "Hello.",
-        "tool_calls": calls,
-        "function_call": None,
-        "refusal": None,
-    }
+    message = {"role": "assistant", "content": "Hello.", "tool_calls": calls, "function_call": None, "refusal": None}  # fmt: skip
     assert shows.render([message], add_generation_prompt=False) == "[assistant]Hello.[/]"
 
 
@@ -403,17 +373,8 @@ def function(**fields: Any) -> list[dict[str, Any]]:
 
 def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
     sent = [
-        {
-            "function": {
-                "zeta": 1,
-                "parameters": {"b": {"z": 1, "a": 2}, "a": []},
-                "name": "n",
-                "description": "d",
-            },
-            "type": "function",
-            "x": 1,
-        }
-    ]
+        {"function": {"zeta": 1, "parameters": {"b": {"z": 1, "a": 2}, "a": []}, "name": "n", "description": "d"}, "type": "function", "x": 1}
+    ]  # fmt: skip
     assert TOJSON.render(USER, tools=sent) == (
         '{"function": {"zeta": 1, "parameters": {"b": {"z": 1, "a": 2}, "a": []}, "name": "n", "description": "d"}, "type": "function", "x": 1}'
     )
@@ -422,10 +383,7 @@ def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        (
-            {"name": "now"},
-            '"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}',
-        ),
+        ({"name": "now"}, '"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}'),
         (
             {"parameters": {"type": "object"}, "name": "now", "description": None},
             '"parameters": {"type": "object"}, "name": "now", "description": ""',
@@ -435,7 +393,7 @@ def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
             '"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}',
         ),
     ],
-)
+)  # fmt: skip
 def test_absent_fields_of_a_tool_are_empty(fields: dict[str, Any], text: str) -> None:
     assert (
         TOJSON.render(USER, tools=function(**fields))
@@ -467,22 +425,10 @@ def test_refusals_of_a_template_name_the_flag_for_another() -> None:
     ("source", "tools", "calls"),
     [
         ("{{ messages[0].content }}", False, False),
-        (
-            "{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}",
-            True,
-            False,
-        ),
-        (
-            "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}",
-            False,
-            True,
-        ),
+        ("{{ messages[0].content }}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", True, False),
+        ("{% for m in messages %}{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}", False, True),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", False, False),
-        (
-            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m | tojson }}{% endfor %}",
-            False,
-            False,
-        ),
+        ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{{ m | tojson }}{% endfor %}", False, False),
         (
             "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
             "{% for k, v in c.function.arguments.items() %}{{ k }}{% endfor %}{% endfor %}{% endfor %}",
@@ -490,7 +436,7 @@ def test_refusals_of_a_template_name_the_flag_for_another() -> None:
             True,
         ),
     ],
-)
+)  # fmt: skip
 def test_probes_find_the_tools_that_a_template_shows(source: str, tools: bool, calls: bool) -> None:
     able = ChatTemplate(source).able()
     assert (able.shows_tools, able.shows_calls) == (tools, calls)
@@ -567,10 +513,7 @@ TURNS = ChatTemplate(
 def test_text_a_call_and_its_result_are_one_turn_where_results_stand_beside_calls() -> None:
     def called(id_: str, said: str) -> list[dict[str, Any]]:
         call = {"id": id_, "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        return [
-            {"role": "assistant", "content": said, "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": id_, "content": f"r{id_}"},
-        ]
+        return [{"role": "assistant", "content": said, "tool_calls": [call]}, {"role": "tool", "tool_call_id": id_, "content": f"r{id_}"}]  # fmt: skip
 
     chat = [
         {"role": "user", "content": "hi"},
@@ -598,3 +541,63 @@ def test_templates_read_json_and_change_lists_of_their_own() -> None:
 def test_a_file_with_an_empty_template_has_none() -> None:
     for empty in ("", " \n"):
         assert ChatTemplate.from_metadata({"tokenizer.chat_template": empty}) is None
+
+
+COHERE = (
+    "{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.tool_calls %}<|CHATBOT_TOKEN|><|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|><|START_ACTION|>[\n"
+    '{% for c in m.tool_calls %}    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% if not loop.last %},{% endif %}\n{% endfor %}]<|END_ACTION|>{% else %}<|USER_TOKEN|>{{ m.content }}{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}"
+)
+MUSE = (
+    "{% for m in messages %}{% if m.tool_calls %}<|start|>assistant to=self<|message|>{{ m.reasoning_content }}<|eom|>{% for c in m.tool_calls %}<|start|>assistant"
+    ' to={{ c.function.name }}<|message|><atem:function_calls>\n<atem:invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments.items() %}'
+    '<atem:parameter name="{{ k }}">{{ v if v is string else v | tojson }}</atem:parameter>\n{% endfor %}</atem:invoke>\n</atem:function_calls>'
+    "{{ '<|eot|>' if loop.last else '<|eom|>' }}{% endfor %}{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+)
+LAGUNA = (
+    "{% for m in messages %}{% if m.tool_calls %}<assistant>\n<think>{{ m.reasoning_content }}</think>{% for c in m.tool_calls %}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key><arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>{% endfor %}"
+    "</assistant>{% else %}<user>\n{{ m.content }}</user>\n{% endif %}{% endfor %}"
+)
+STEP = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}<think>\n{{ m.reasoning_content }}\n</think>\n{% for c in m.tool_calls %}<tool_call>\n"
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "before", "end", "name"),
+    [
+        (COHERE, "<|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "cohere"),
+        (MUSE, "<|start|>assistant", "<|eot|>", "muse"),
+        (LAGUNA, "<assistant>\n", "</assistant>", "glm45"),
+        (STEP, "<|im_start|>assistant\n", "<|im_end|>", "qwen3_coder"),
+    ],
+)
+def test_calls_that_a_template_in_a_model_s_form_shows_are_read(
+    source: str, before: str, end: str, name: str
+) -> None:
+    """Templates of the form of Command R7B's, Muse's, Laguna's and Step 3.5's: dialect and marks of reasoning are recognised, and what they
+    show of an earlier answer is what the parser makes of it."""
+    spoken, think = dialects.recognised(source), dialects.think_marks(source)
+    assert spoken is not None and spoken.name == name and think is not None
+    meant = [("look", {"place": "Bern", "days": 3}), ("look", {"place": "Genève", "days": 1})]
+    calls = [
+        {"type": "function", "function": {"name": tool, "arguments": json.dumps(values)}}
+        for tool, values in meant
+    ]
+    said = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls}
+    text = ChatTemplate(source).render([{"role": "user", "content": "?"}, said])
+    answer = text.partition(before)[2].partition(end)[0]
+    kinds = {"place": {"type": "string"}, "days": {"type": "integer"}}
+    markup = AnswerMarkup(spoken, think, tools={"look": {"type": "object", "properties": kinds}})
+    parser = markup.parser()
+    parts = [*parser.push(answer), *parser.finish()]
+    names = [part.name for part in parts if isinstance(part, CallBegin)]
+    values = [
+        "".join(p.text for p in parts if isinstance(p, CallArguments) and p.index == i) for i in (0, 1)
+    ]
+    assert list(zip(names, map(json.loads, values), strict=True)) == meant
+    assert "".join(part.text for part in parts if isinstance(part, Reasoning)).strip() == "Hm."
+    assert not any(isinstance(part, Content) for part in parts)

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from waiting import lives, wait_for
 
 import pyspec.text.template as template_module
 from pyspec.errors import RequestError
@@ -154,19 +155,7 @@ def test_no_process_outlives_its_parent(end):
     done = subprocess.run(
         [sys.executable, "-c", RENDER + end], capture_output=True, text=True, timeout=60
     )
-    pid, deadline = int(done.stdout), time.monotonic() + 10
-    while time.monotonic() < deadline and alive(pid):
-        time.sleep(0.02)
-    assert not alive(pid)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs. An orphan that was not waited for counts as dead."""
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_for(lambda: not lives(int(done.stdout)), 10)
 
 
 def test_the_parent_imports_neither_jinja2_nor_torch():

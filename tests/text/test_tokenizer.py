@@ -113,6 +113,14 @@ def test_end_of_a_message_is_no_end_where_a_vocabulary_has_finer_ends(ends, goes
     assert tokenizer.eog == set(range(256, 256 + len(ends)))
 
 
+@pytest.mark.parametrize(("more", "is_end"), [([], True), (["<|start|>", "<|message|>"], False)])
+def test_the_end_of_a_message_ends_no_answer_of_messages_with_headers(more, is_end):
+    """Llama 4 ends an answer with it, Muse goes on."""
+    keys = {"eot_token_id": 256, "eom_token_id": 257}
+    tokenizer = Tokenizer.from_metadata(bpe(control=["<|eot|>", "<|eom|>", *more], keys=keys))
+    assert tokenizer.eog == ({256, 257} if is_end else {256})
+
+
 @pytest.mark.parametrize("kind", [NORMAL, USER_DEFINED, CONTROL])
 def test_end_texts_are_control_tokens_with_any_type_in_the_file(kind):
     """As in llama.cpp, these texts become control tokens: answers hide them, and user text never becomes them."""
@@ -162,10 +170,8 @@ def test_half_surrogates_do_no_harm(text):
 )
 def test_parts_are_encoded_as_one_text_cut_at_matched_tokens(parts):
     ids = PIECES.encode_parts(parts)
-    shown, got = (
-        "".join(text for text, _ in parts).replace(" ", ""),
-        PIECES.decode(ids, special=True).replace(" ", ""),
-    )
+    shown = "".join(text for text, _ in parts).replace(" ", "")
+    got = PIECES.decode(ids, special=True).replace(" ", "")
     assert ids[0] == PIECES.bos_id and got in (shown, "<s>" + shown)
     controls = sum(i in PIECES.special for i in ids[1:])
     assert controls <= sum(text in ("<s>", "[INST]") and parse for text, parse in parts)

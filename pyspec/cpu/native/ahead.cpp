@@ -2,7 +2,7 @@
 #include <cstdint>
 
 struct StepArgs {
-  int64_t *positions, *kv_rows, *hi;
+  int64_t *positions, *rope_at, *kv_rows, *hi;
   const int64_t *page_table;  // [seq, n_page]
   const int32_t *row_seq;     // -1: padding, which stays
   int64_t n_row, n_page, page_size;
@@ -14,5 +14,6 @@ extern "C" void pyspec_ahead_step(const StepArgs *p) {
     const int64_t at = ++p->positions[r], page = at / p->page_size, last = p->n_page - 1;
     p->kv_rows[r] = p->page_table[p->row_seq[r] * p->n_page + (page < last ? page : last)] * p->page_size + at % p->page_size;
     p->hi[r]++;
+    p->rope_at[r]++;
   }
 }

@@ -45,14 +45,6 @@ inline void score(const float *q, const T *const *keys, int64_t width, float *sc
   for (int i = 0; i < NQ; i++) std::memcpy(scores + i * step, found + i * NK, NK * 4);
 }
 
-// cap * tanh(x / cap): near 0 a quotient of polynomials, because 1 - 2 / (1 + e^2x) loses digits there.
-inline f8 capped(f8 x, float cap) {
-  const f8 y = x * all(1.0f / cap), z = y * y;
-  const f8 near = y * fma(z, z + all(105.0f), all(945.0f)) / fma(z, fma(z, all(15.0f), all(420.0f)), all(945.0f));
-  const f8 far = all(1.0f) - all(2.0f) / (all(1.0f) + exp(y + y));
-  return all(cap) * (z < all(1.0f) ? near : far);
-}
-
 // acc += weight times value for the keys first..last-1, for NQ queries and 8 NV columns. weights [NQ, step]; acc [NQ, width].
 template <int NQ, int NV, typename T>
 inline void weigh(const float *weights, int64_t step, const T *const *values, int64_t first, int64_t last, float *acc,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "linear.h"
+#include "moe.h"
 #include "pool.h"
 #include "prep.h"
 #include "scratch.h"
@@ -13,28 +14,6 @@ namespace {
 
 constexpr int64_t MOST = 4096;  // pairs of a row and an expert between the loops: moe/cpu.py counts their memory
 constexpr int64_t N_OUT = 64;  // of a task at most
-
-// One matrix of every expert
-struct Stack {
-  const uint8_t *weights;  // null: there is none
-  const float *scale;      // [n_expert], or null
-  const float *bias;       // [n_expert, n_out], or null
-  const void *table;
-  int64_t type, stride;  // bytes from one expert to the next
-};
-
-struct MoeArgs {
-  const float *x;  // [row, n_in], and as whole numbers where inner matrices are packed
-  const int16_t *q;
-  const float *scales, *sums;
-  const int32_t *ids;    // [row, n_used]
-  const float *weights;  // [row, n_used]
-  Stack gate, up, down;
-  const float *shared, *of_shared, *residual;  // [row, n_in] or null, its factor [row], [row, n_in] or null
-  float *out;                                  // [row, n_in]
-  int64_t n_row, n_in, n_ff, n_expert, n_used, shared_stride, residual_stride, act;
-  double gate_limit, limit;  // cut gates at the first, ups at plus and minus the second; 0: do not
-};
 
 // Pairs first to first + n take this expert.
 struct Group {
@@ -48,8 +27,8 @@ struct Room {
   float *outer, *inner, *scales, *sums;  // [pair, n_ff or n_in]: gates, then downs; [pair, n_ff]; of the inner rows' whole numbers
   int16_t *q;
   Group *groups;
-  int32_t *row, *place, *next;  // [pair]; [row, n_used]: the pair; [n_expert]
-  int64_t n_group = 0;
+  int32_t *row, *place, *next;  // [pair]; [row, n_used]: the pair, -1: none; [n_expert]
+  int64_t n_group = 0, n_taken = 0;  // pairs that took an expert
 
   explicit Room(const MoeArgs &p) {
     const int64_t n_pair = p.n_row * p.n_used, n_chunk = chunks(p.n_ff), width = std::max(p.n_ff, p.n_in);
@@ -67,11 +46,13 @@ struct Room {
     sort(p, n_pair);
   }
 
+  static bool is_none(const MoeArgs &p, int64_t pair) { return p.ids[pair] == -1; }
   static int64_t expert_of(const MoeArgs &p, int64_t pair) { return std::clamp<int64_t>(p.ids[pair], 0, p.n_expert - 1); }
 
   void sort(const MoeArgs &p, int64_t n_pair) {
     std::fill_n(next, p.n_expert, 0);
-    for (int64_t i = 0; i < n_pair; i++) next[expert_of(p, i)]++;
+    for (int64_t i = 0; i < n_pair; i++)
+      if (!is_none(p, i)) next[expert_of(p, i)]++, n_taken++;
     int32_t first = 0;
     for (int64_t e = 0; e < p.n_expert; e++) {
       const int32_t n = next[e];
@@ -79,8 +60,8 @@ struct Room {
       next[e] = first, first += n;
     }
     for (int64_t i = 0; i < n_pair; i++) {
-      place[i] = next[expert_of(p, i)]++;
-      row[place[i]] = int32_t(i / p.n_used);
+      place[i] = is_none(p, i) ? -1 : next[expert_of(p, i)]++;
+      if (place[i] >= 0) row[place[i]] = int32_t(i / p.n_used);
     }
   }
 };
@@ -106,7 +87,7 @@ void each_part(const Room &room, int64_t n_out, F &&body) {
   });
 }
 
-enum Act : int64_t { SWIGLU, RELU2, GEGLU, SWIGLU_OAI };
+enum Act : int64_t { SWIGLU, RELU2, GEGLU, SWIGLU_OAI, SITU };
 
 f8 gated(f8 g, f8 u, int64_t act) {
   if (act == GEGLU) return gelu(g) * u;
@@ -120,6 +101,7 @@ void activate(const float *gates, float *ups, int64_t n, const MoeArgs &p) {
   const f8 of_gate = all(float(p.gate_limit)), of_up = all(float(p.limit));
   by_eights(n, [&](int64_t i, auto get, auto put) {
     f8 g = get(gates + i), u = get(ups + i);
+    if (p.act == SITU) return put(ups + i, capped(g, float(p.gate_limit)) * sigmoid(g) * (p.limit > 0 ? capped(u, float(p.limit)) : u));
     if (p.limit > 0) g = min(of_gate, g), u = max(-of_up, min(of_up, u));  // NaN stays NaN: the second is taken
     put(ups + i, gated(g, u, p.act));
   });
@@ -152,7 +134,7 @@ void inner_rows(const MoeArgs &p, const Room &room) {
 
 void quantise_inner(const MoeArgs &p, const Room &room) {
   const int64_t n_chunk = chunks(p.n_ff);
-  each_range(p.n_row * p.n_used * n_chunk, 16, [&](int64_t a, int64_t b) {
+  each_range(room.n_taken * n_chunk, 16, [&](int64_t a, int64_t b) {
     for (int64_t i = a; i < b; i++) {
       const int64_t c = i % n_chunk, left = p.n_ff - c * CHUNK;
       quantise(room.inner + i / n_chunk * p.n_ff + c * CHUNK, int(std::min<int64_t>(left, CHUNK)), room.q + i * CHUNK, room.scales + i,
@@ -165,9 +147,12 @@ void quantise_inner(const MoeArgs &p, const Room &room) {
 void sum_row(const MoeArgs &p, const Room &room, int64_t r) {
   const int32_t *place = room.place + r * p.n_used;
   const float *weights = p.weights + r * p.n_used;
+  int64_t first = 0;
+  while (first < p.n_used && place[first] < 0) first++;
   by_eights(p.n_in, [&](int64_t i, auto get, auto put) {
-    f8 y = get(room.outer + place[0] * p.n_in + i) * all(weights[0]);
-    for (int64_t k = 1; k < p.n_used; k++) y = fma(get(room.outer + place[k] * p.n_in + i), all(weights[k]), y);
+    f8 y = first < p.n_used ? get(room.outer + place[first] * p.n_in + i) * all(weights[first]) : all(0.0f);
+    for (int64_t k = first + 1; k < p.n_used; k++)
+      if (place[k] >= 0) y = fma(get(room.outer + place[k] * p.n_in + i), all(weights[k]), y);
     if (p.shared != nullptr) y = fma(get(p.shared + r * p.shared_stride + i), all(p.of_shared[r]), y);
     if (p.residual != nullptr) y = get(p.residual + r * p.residual_stride + i) + y;
     put(p.out + r * p.n_in + i, y);

@@ -13,6 +13,7 @@
 namespace pyspec {
 
 thread_local int n_thread = 1;
+std::atomic<int> n_watching{0};
 
 namespace {
 
@@ -87,7 +88,7 @@ struct Pool {
       uint32_t now;
       int spins = 0;
       while ((now = number.load(std::memory_order_acquire)) == seen) {
-        if (++spins < SPINS) pause();
+        if (n_watching.load(std::memory_order_relaxed) != 0 || ++spins < SPINS) pause();
         else number.wait(seen, std::memory_order_acquire);
       }
       seen = now;

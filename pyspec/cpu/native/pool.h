@@ -1,5 +1,6 @@
 // Worker threads that share the chunks of a loop with the thread that calls it.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -10,6 +11,9 @@ using Chunk = void (*)(void *context, int64_t chunk);
 
 // Threads that the running call may use, its own included; the pool starts as many workers as the largest number wants.
 extern thread_local int n_thread;
+
+// Not 0: workers that have nothing to do spin and do not sleep. Who expects loops within microseconds counts himself here.
+extern std::atomic<int> n_watching;
 
 // Run fn(context, i) once for every i below n_chunk, on this thread and on idle workers. Returns when all have ended.
 // Where another thread uses the workers at the moment, this one runs all chunks itself, so two engines never wait for each other.

@@ -2,11 +2,11 @@
 // over a slot's window. The meaning is that of cuda/ops/recurrent/ref.py.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <vector>
 
+#include "fault.h"
 #include "pool.h"
 #include "scratch.h"
 #include "sums.h"
@@ -44,13 +44,7 @@ struct Seq {
 
 // A bad index is reported, and its sequence is skipped: clamping it to a real slot would spoil that slot's state.
 inline bool within(int64_t index, int64_t limit, int64_t slot, const BatchArgs &b) {
-  if (index >= 0 && index < limit) return true;
-  int32_t none = 0;
-  if (std::atomic_ref<int32_t>(b.fault[0]).compare_exchange_strong(none, 1)) {
-    const int64_t found[] = {b.op, slot, index, limit};
-    for (int i = 0; i < 4; i++) b.fault[1 + i] = int32_t(found[i]);
-  }
-  return false;
+  return inside(index, limit, slot, b.op, b.fault);
 }
 
 // False: nothing to do. A sequence without rows is padding, unless it is there to be folded.

@@ -74,6 +74,14 @@ inline f8 exp(f8 x) {
 }
 inline f8 sigmoid(f8 x) { return all(1.0f) / (all(1.0f) + exp(-x)); }
 inline f8 silu(f8 x) { return x * sigmoid(x); }
+// cap * tanh(x / cap): near 0 a quotient of polynomials, because 1 - 2 / (1 + e^2x) loses digits there.
+inline f8 capped(f8 x, float cap) {
+  const f8 y = x * all(1.0f / cap), z = y * y;
+  const f8 near = y * fma(z, z + all(105.0f), all(945.0f)) / fma(z, fma(z, all(15.0f), all(420.0f)), all(945.0f));
+  const f8 far = all(1.0f) - all(2.0f) / (all(1.0f) + exp(y + y));
+  return all(cap) * (z < all(1.0f) ? near : far);
+}
+
 // log(1 + e^x) to about 2e-7 of itself: with e = e^-|x|, log(1 + e) is 2 atanh(e / (2 + e)), whose series converges fast up to a third.
 inline f8 softplus(f8 x) {
   const f8 e = exp(min(x, -x)), s = e / (e + all(2.0f)), t = s * s;

@@ -1,6 +1,7 @@
 // What is left between kernels: sums, scaling, copies and picked rows, of f32 rows with strides.
 #include <cmath>
 
+#include "kv.h"
 #include "pool.h"
 #include "prep.h"
 
@@ -46,6 +47,14 @@ struct GateArgs {
   const float *gate, *y;
   float *out;
   int64_t n_row, n, gate_stride, y_stride, per, act;  // per: columns of y for each gate
+};
+
+struct KeysArgs {
+  const float *keys;  // [row, head * dim]
+  const int64_t *rows;
+  char *k;
+  uint16_t *k_scale;
+  int64_t n_row, step, n_head, dim, n_pool, kind;
 };
 
 enum Act { GELU, SILU, SIGMOID, SOFTPLUS, SOFTPLUS2, NONE };  // in the order of tensors.py
@@ -126,6 +135,19 @@ extern "C" void pyspec_gate_times(const GateArgs *p) {
       for (int64_t h = 0; h < p->n / p->per; h++, y += p->per, out += p->per) {
         const f8 by = activated(all(gate[h]), p->act);
         by_eights(p->per, [&](int64_t i, auto get, auto put) { put(out + i, get(y + i) * by); });
+      }
+    }
+  });
+}
+
+extern "C" void pyspec_write_keys(const KeysArgs *p) {
+  const int64_t n_head = p->n_head, dim = p->dim;
+  each_range(p->n_row, 1 + 4096 / (n_head * dim), [&](int64_t a, int64_t b) {
+    for (int64_t r = a; r < b; r++) {
+      const int64_t to = p->rows[r] * n_head;
+      for (int64_t h = 0; h < n_head && p->rows[r] >= 0 && p->rows[r] < p->n_pool; h++) {  // the host checks rows before
+        uint16_t *scale = p->k_scale ? p->k_scale + (to + h) * head_factors(p->kind, dim) : nullptr;
+        pack_row(p->kind, p->keys + r * p->step + h * dim, p->k + (to + h) * head_bytes(p->kind, dim), scale, dim);
       }
     }
   });

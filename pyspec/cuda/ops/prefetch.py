@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from pyspec.cuda import jit
 ARGS = "plii"
 MAX_ROWS = 4  # with more rows there is more to do meanwhile
 MOST, PIECE = 40 << 20, 2048  # bytes: of all, which is most of an L2 of 50 MB; and at once
-NOTHING: list[jit.Arg] = [np.int64(0), np.int64(0), np.int32(0), np.int32(0)]
+NOTHING: list[jit.Arg] = [None, 0, 0, 0]
 
 
 def prefetch_args(weights: Tensor | None, n_row: int) -> list[jit.Arg]:
@@ -20,4 +19,4 @@ def prefetch_args(weights: Tensor | None, n_row: int) -> list[jit.Arg]:
         return NOTHING
     n_share = torch.cuda.get_device_properties(weights.device).multi_processor_count
     share = weights.numel() // n_share // 16 * 16
-    return [weights, np.int64(share), np.int32(n_share), np.int32(min(MOST // n_share, share) // PIECE)]
+    return [weights, share, n_share, min(MOST // n_share, share) // PIECE]

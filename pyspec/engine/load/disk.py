@@ -38,6 +38,6 @@ def open_disk(loop: Loop, s: EngineSettings, info: EngineInfo) -> DiskTier | Non
             **layout,
             **({"ranks": s.tp} if s.tp > 1 else {}),
         }
-        return DiskFolder(path, identity, limit)
+        return DiskFolder(path, identity, limit, loop.table.handles)
 
     return DiskTier(open_folder, loop.worker, loop.cache, worth_on(device))

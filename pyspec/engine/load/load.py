@@ -20,9 +20,13 @@ from pyspec.cpu.kernels import torch_alone
 from pyspec.cuda import checker, prepare, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext, within
+from pyspec.cuda.movable import EMPTIED, KEPT, MovableMemory, movable
 from pyspec.cuda.op import tiers_of, unmet_tiers
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.ops.moe.host import take_layers
 from pyspec.cuda.prepare import Preparation
+from pyspec.device.expert_uploads import ExpertUploads
+from pyspec.device.expert_use import ExpertLog
 from pyspec.device.lead import TpMemory, TpWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions
@@ -34,35 +38,40 @@ from pyspec.engine.load.ranks import Ranks, begin_ranks, lead_ranks
 from pyspec.engine.load.threads import usual
 from pyspec.engine.load.warmup import check_drafter, warm_up
 from pyspec.engine.loop.disk_tier import DiskTier
+from pyspec.engine.loop.expert_cache import EXACT, PLACED, ExpertCache
 from pyspec.engine.loop.loop import Loop
+from pyspec.engine.loop.pictures import Pictures
 from pyspec.engine.loop.round import RowLimits
 from pyspec.engine.plan.asks import asks_of
 from pyspec.engine.plan.describe import Description, arena_pages, describe, pick_device
+from pyspec.engine.plan.fitted import check_host, fit_lines, without
 from pyspec.engine.plan.longest import here, widened
 from pyspec.engine.plan.memory_plan import (
     MemoryPlan,
+    cap_memory,
     check_fit,
-    free_bytes,
     growth,
     memory_snapshot,
     size,
 )
 from pyspec.engine.plan.planned_bytes import (
     attention_bytes,
+    cache_ram,
     device_checkpoints,
     head_for_drafts,
     heads_together,
     missing_copy,
+    plan_host,
     plan_memory,
     ring_note,
     start_bytes,
 )
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.costs import Costs, Timer, bucket
-from pyspec.engine.policy.pace import PaceTargets, PromptPace
+from pyspec.engine.policy.plan import PromptRules, no_graph
 from pyspec.engine.recommended import recommended
-from pyspec.errors import ConfigError, RankLost
-from pyspec.gguf import GGUFFile
+from pyspec.errors import ConfigError, DeviceError, RankLost
+from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.gguf.types import file_type_words
 from pyspec.models.decoder import Decoder
 from pyspec.models.gathered import Gathered
@@ -80,6 +89,7 @@ from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
+from pyspec.vision.encoder import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -140,16 +150,31 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
     context = context_of(d.device)  # kept alive until kernels hold it
     with context.current():  # a plan asks the device, and takes nothing on another one
         plan = plan_memory(d)
+        check_host(d)
+        for line in fit_lines(d):
+            log.info("%s", line)
         if note := ring_note(d):
             log.info("%s", note)
         if no_copy := missing_copy(d, plan):
             log.info("%s", no_copy)
-        check_fit(here(d, plan), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
+        check_fit(
+            here(d, plan),
+            d.device,
+            n_slot=settings.np,
+            n_ctx=d.n_ctx,
+            packed=d.dense is None,
+            settings=d.settings,
+            more=without(d),
+        )
+        cap_memory(d.device, d.settings)
         before = memory_snapshot(d.device) if d.is_cuda else None  # before child processes allocate any
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)
+        host = plan_host(d)
         try:
-            built = build(d, plan, ranks, preparation, before)
+            built = build(
+                d, plan, ranks, preparation, before, cache_ram(d) if host is None else host.cache
+            )
             d.file.end_ahead()
             return built
         except BaseException as e:
@@ -178,38 +203,52 @@ def build(
     ranks: Ranks | None = None,
     preparation: Preparation | None = None,
     before: tuple[int, int, int] | None = None,
+    cache: int | None = None,
 ) -> Loaded:
     """Allocate the planned memory, bind target and drafter, and warm up. preparation: runs beside the load until its results are needed.
-    before: the `memory_snapshot` from which the load's use is logged."""
+    before: the `memory_snapshot` from which the load's use is logged. cache: bytes of the prefix cache on the host; None: as is free then."""
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
-    with _timed("weights", d.device, release=True), _few_threads(d):
-        table, memory = d.table(), allocate(d.own.parts(), d.sizes, d.device)
+    own = _movable(d)
+    with _timed("weights", d.device, release=True), _few_threads(d), movable(d.device, KEPT):
+        with movable(d.device, EMPTIED):
+            table, memory = d.table(), allocate(d.own.parts(), d.sizes, d.device)
         cuts = cuts_of(d.config.tensors(d.file))
+        take_layers(d.device)  # of loads that failed
         weights = Weights(
-            d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts, rope=d.rope
+            *(d.file, d.device, d.dense),
+            wide=plan.wide > 0,
+            ranks=shared,
+            cuts=cuts,
+            rope=d.rope,
+            placement=d.placement,
         )
         target = Decoder(d.config, weights, memory)
+        own_layers = take_layers(d.device)
         if ranks is not None:
             memory = lead_ranks(target, memory, ranks.send)
-    with _timed("drafter", d.device, release=True), _few_threads(d):
+    with _timed("drafter", d.device, release=True), _few_threads(d), movable(d.device, KEPT):
         drafter = _bind_drafter(d, plan, target, table)
         if ranks is not None:
             ranks.wait()
-    loop = _loop(d, target, memory, table, drafter)
+    encoder = None
+    if d.projector is not None:
+        timed = _timed("projector", d.encodes_on, release=True)
+        with timed, movable(d.device, KEPT), open_gguf(d.projector.path) as file:
+            encoder = Encoder.load(file, d.projector, d.encodes_on)
+    host_bytes = cache_ram(d) if cache is None else cache
+    loop = _loop(d, target, memory, table, drafter, host_bytes, encoder)
+    loop.movable = own
+    if (log_ := ExpertLog.of(own_layers, take_layers(d.device))) is not None:
+        loop.worker.experts, loop.worker.uploads = log_, ExpertUploads(log_)
     attend_plan.reserve(d.device, attention_bytes(d))
     late = attend_plan.late(d.device)
     prepare.settle(late)
     if d.settings.warm_up:
-        with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
-            with torch.inference_mode():
-                attend_plan.warm(d.device, d.n_ctx)
-            if d.is_cuda:
-                warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
-                warm_up(loop, d.tokenizer, d.n_overhang, warmed)
-            if d.settings.check_tap_shift:
-                round_ms = loop.controller.costs.verify(1)
-                check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
-    if (learned := LearnedDrafting.of(d, loop.controller)) is not None:
+        _warm_up(loop, d, plan)
+    if loop.worker.uploads is not None:
+        frozen = EXACT if d.settings.exact else "" if d.settings.moe_cache_mib > 0 else PLACED
+        loop.experts = ExpertCache(loop.worker.uploads, frozen)
+    if (learned := LearnedDrafting.of(d, loop.controller, loop.experts)) is not None:
         learned.recall()
     info = info_of(d, plan)
     disk = open_disk(loop, d.settings, info) if d.settings.cache_disk else None
@@ -223,6 +262,33 @@ def build(
         checker.close()  # ends the child that checks kernels, with its GPU memory
         log_use()
     return Loaded(loop, d.tokenizer, d.template, info, ranks, disk, learned)
+
+
+def _movable(d: Description) -> MovableMemory | None:
+    """The memory of a model that may be parked, which the load allocates from now on."""
+    if not d.is_cuda:
+        return None
+    found = None
+    if d.settings.parks:
+        try:
+            found = MovableMemory(d.device)
+        except DeviceError as e:
+            log.warning("this model can not be parked: %s", e)
+    context_of(d.device).movable = found
+    return found
+
+
+def _warm_up(loop: Loop, d: Description, plan: MemoryPlan) -> None:
+    with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
+        with torch.inference_mode():
+            attend_plan.warm(d.device, d.n_ctx)
+        if d.is_cuda:
+            warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
+            warm_up(loop, d.tokenizer, d.n_overhang, warmed)
+            loop.pictures.warm_up()
+        if d.settings.check_tap_shift:
+            round_ms = loop.controller.costs.verify(1)
+            check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)
 
 
 def _few_threads(d: Description) -> AbstractContextManager[None]:
@@ -252,7 +318,13 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
         lead = target.memory.leader
         best = partial(lead.best, target.output)
     options = DraftOptions(
-        settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head, best=best, lead=lead
+        settings=d.settings,
+        dense=d.dense,
+        wide=plan.wide > 0,
+        head=head,
+        best=best,
+        lead=lead,
+        placement=d.draft_placement,
     )
     drafter = draft.find(d.draft.kind).load(d.draft, target, table, options)
     if not isinstance(drafter, Drafter):  # of another package
@@ -263,7 +335,13 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
 
 
 def _loop(
-    d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None
+    d: Description,
+    target: Target,
+    memory: Memory,
+    table: SlotTable,
+    drafter: Drafter | None,
+    host_bytes: int,
+    encoder: Encoder | None = None,
 ) -> Loop:
     s = d.settings
     make_arena = partial(_arena, target, table, arena_pages(d))
@@ -280,15 +358,17 @@ def _loop(
         fixed=s.n_draft_fixed,
         costs=costs,
     )
-    targets = PaceTargets(s.tpot, s.ttft)
-    pace = PromptPace(s.ubatch or UBATCH, s.ubatch or d.batch, costs, targets)
-    if arena is not None:
-        pace.alone.graph_of = arena.prompt_bucket
+    rules = PromptRules(
+        min(s.ubatch or UBATCH, s.ubatch or d.batch),
+        s.ubatch or d.batch,
+        *(s.tpot, s.ttft, s.prompt_weight),
+        n_free=d.batch,
+        graph_of=no_graph if arena is None else arena.prompt_bucket,
+    )
     if arena is not None and drafter is not None:
         drafter.use_graphs(partial(make_arena, d.draft_width))
     kind = Worker if memory.is_whole else TpWorker
     worker = kind(target, memory, table, drafter, arena, d.draft.n_suffix)
-    host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
     states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     return Loop(
         worker,
@@ -298,9 +378,9 @@ def _loop(
         s.queue_limit,
         synth=synth_of(s, d.draft.longest),
         plain=s.plain_loop,
-        prompt_weight=s.prompt_weight,
+        rules=rules,
         suffixes=_suffixes(s),
-        pace=pace,
+        pictures=Pictures(worker, encoder, d.encodes_on, are_whole=d.are_whole),
     )
 
 
@@ -351,9 +431,8 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
         sampling=recommended(fields),
-        model_name="-".join(
-            printable(d.path.name).split()
-        ),  # as llama-server's; `general.name` is for people
+        # As llama-server's; `general.name` is for people
+        model_name="-".join(printable(d.path.name).split()),
         model_path=str(d.path),
         arch=c.arch,
         n_vocab=c.n_vocab,
@@ -382,6 +461,9 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_overhang=d.n_overhang,
         memory=plan.by_purpose,
         rope=stretch_words(d.file, d.rope),
+        mmproj=str(d.settings.mmproj or ""),
+        image_min_tokens=d.settings.image_min_tokens,
+        image_max_tokens=d.settings.image_max_tokens,
     )
 
 

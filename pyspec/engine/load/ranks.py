@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import torch
 from pyspec.cuda.collective import JOIN_S, Collective
 from pyspec.cuda.rank import Rank
 from pyspec.device.lead import Leader, Send, TpMemory
-from pyspec.engine.children import child_environment, pair
+from pyspec.engine.children import how_ended, is_stopped, start
 from pyspec.engine.messages import Link, LoadShare, LogLine, ShareFailed, ShareState
 from pyspec.engine.plan.describe import Description, arena_pages, rank_devices
 from pyspec.engine.plan.memory_plan import MemoryPlan
@@ -43,26 +42,18 @@ SILENT_S = 20.0  # silence of a running process: it has a thread that only sends
 BLIND_S = 8.0  # seconds to find the rank that is gone after others report a loss: they do not know which
 TICK_S = 0.2
 END_S = 5.0
-OPERATION_S = 900.0  # longest sum; a supervisor is less patient (watchdog.py)
+OPERATION_S = 900.0  # longest sum; a supervisor is less patient (process.py)
 
 
 class RankProcess:
     """One other rank."""
 
     def __init__(self, index: int, command: Sequence[str], notify: Callable[[], None]) -> None:
-        ours, theirs = pair()
+        self.process, ours = start(command)
         self.index, self.link, self._notify = index, Link(ours), notify
         self.state, self.received = "starts", time.monotonic()
         self.error: PyspecError | None = None
         self.is_over = self.has_spoken = False
-        with theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(),
-                start_new_session=True,
-            )
         threading.Thread(target=self._read, name=f"pyspec-rank-{index}", daemon=True).start()
 
     def _read(self) -> None:
@@ -90,10 +81,10 @@ class RankProcess:
             code = self.process.returncode
             if code is None:
                 return "its process ended"
-            return f"its process ended: {f'signal {-code}, {signal.strsignal(-code)}' if code < 0 else f'exit status {code}'}"
+            return f"its process ended: {how_ended(code)}"
         silent = now - self.received
         limit = SILENT_S if self.has_spoken else JOIN_S  # imports take long on a busy machine
-        if silent > limit or (silent > STOPPED_S and _is_stopped(self.process.pid)):
+        if silent > limit or (silent > STOPPED_S and is_stopped(self.process.pid)):
             return f"its process has been silent for {silent:.1f} s"
         return ""
 
@@ -174,7 +165,7 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
     log.info("each of %d ranks: %s", s.tp, plan.of_others)
     share = LoadShare(
         path=d.path,
-        settings=s,
+        settings=replace(s, batch=d.batch),  # which pictures may have raised
         index=0,
         device="",
         store=ranks.store,
@@ -208,9 +199,8 @@ class _Watched:
         self.error: PyspecError | None = None
         self.on_lost: Callable[[PyspecError], None] | None = None
         self.closing = False
-        self._blind_since: float | None = (
-            None  # when ranks reported a loss, while the lost one is not found
-        )
+        # When ranks reported a loss, while the lost one is not found
+        self._blind_since: float | None = None
         # set once a wait in a sum may have to be aborted
         self.collective: Callable[[], Collective | None] = lambda: None
         self.processes: list[RankProcess] = []
@@ -315,10 +305,3 @@ def _close(watched: _Watched, folder: str) -> None:
             with suppress(subprocess.TimeoutExpired):
                 p.process.wait(END_S)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_stopped(pid: int) -> bool:
-    """The process was stopped by SIGSTOP."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False

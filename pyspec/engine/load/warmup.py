@@ -133,11 +133,7 @@ def greedy_text(
 
 
 def check_drafter(
-    worker: Worker,
-    round_ms: float,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    n_overhang: int,
+    worker: Worker, round_ms: float, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int
 ) -> None:
     """Have a drafter check its own file, if it can. Skipped if forwards are too slow for the budget: round_ms, of one row."""
     drafter, table, n_rows = worker.drafter, worker.table, PROBE_TOKENS + 64 + n_overhang

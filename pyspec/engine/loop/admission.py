@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from pyspec.device.worker import Worker, is_device_error
-from pyspec.engine.loop.disk_read import Restore
-from pyspec.engine.loop.disk_tier import DiskTier
+from pyspec.engine.loop.disk_tier import DiskTier, Restore
 from pyspec.engine.loop.job import Job, blamed
+from pyspec.engine.loop.pictures import Pictures
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import TextToDraft
@@ -36,14 +36,16 @@ the number of requests bounds the cost."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seated:
-    """A request in a slot with the part of its prompt in `hit`, and the search for more of it on the disk, since `began`."""
+    """A request in a slot with the part of its prompt in `hit`, and the search for more of it on the disk, since `began`; or None, where it
+    waits for rows of its pictures, which the cache has lost since it was asked. draft: the drafter's share of what it has"""
 
     job: Job
     slot: Slot
     hit: Hit
     saved: Saved | None
-    restore: Restore
+    restore: Restore | None
     began: float
+    draft: object | None = None
 
 
 class Admission:
@@ -57,8 +59,10 @@ class Admission:
         speculator: Speculator,
         cache: PrefixCache,
         stats: Stats,
+        pictures: Pictures,
     ) -> None:
         self.queue, queue.running = queue, self._seated
+        self.pictures, queue.may_sit = pictures, lambda job: job.may_sit
         self.jobs = jobs
         self.worker = worker
         self.speculator = speculator
@@ -79,11 +83,32 @@ class Admission:
             gone.done("cancelled")
         for seated in list(self.restoring):
             self._go_on(seated)
+        self._look_at_pictures()
         while (job := self.queue.next(self.table)) is not None:
             self._seat(job)
-        if self.disk is not None and self.restoring and not self.jobs:
+        self.pictures.forget_unwanted()
+        if self.disk is not None and self.restoring and not self.jobs and not self.pictures.is_busy:
             with self.worker.lock.released():
                 self.disk.wait(DISK_WAIT_S)
+
+    def _look_at_pictures(self) -> None:
+        """Have pictures encoded for the requests that come next, as far as the cache has not their rows. A tier on disk is asked once they are
+        seated."""
+        slots = self.table.slots
+        waiting = [
+            job
+            for job in self.queue.waiting()
+            if job.images and not (job.wanted_slot >= 0 and slots[job.wanted_slot].busy)
+        ]
+        for job in waiting[: len(slots)]:
+            try:
+                if job.n_seen < 0:
+                    job.n_seen = self.cache.find(job.prefill, job.owner).n if job.reuses else 0
+                asks_disk = self.disk is not None and job.reuses
+                job.may_sit = asks_disk or self.pictures.ready(job, job.n_seen)
+            except PyspecError as e:
+                self.queue.remove(job)
+                self._fail(job, e)
 
     def _seat(self, job: Job) -> None:
         """Give a request its slot, with the cached part of its prompt. A failure ends only this request."""
@@ -111,31 +136,42 @@ class Admission:
             self.worker.pools(),
         )
         saved = self.cache.seat(slot, job.n_rows, job.prefill, hit, pools, job.owner)
+        slot.images = job.images
         if self.disk is not None and job.reuses:
             restore = self.disk.begin(slot, job.prefill, hit)
             if restore is not None:
                 self.restoring.append(Seated(job, slot, hit, saved, restore, time.perf_counter()))
                 return
-        self._start(job, slot, hit, saved, saved.draft if saved is not None else None)
+        draft = saved.draft if saved is not None else None
+        if self.pictures.ready(job, slot.n_past):
+            self._start(job, slot, hit, saved, draft)
+        else:
+            self.restoring.append(Seated(job, slot, hit, saved, None, time.perf_counter(), draft))
 
     def _go_on(self, seated: Seated) -> None:
         """Take in what the disk has for a request, and start it once that is all. A failure ends only this request."""
-        disk, job, slot = self.disk, seated.job, seated.slot
-        assert disk is not None
+        disk, job, slot, restore = self.disk, seated.job, seated.slot, seated.restore
         try:
             if job.cancelled:
                 self._give_up(seated)
                 self.queue.leave(job)
                 job.done("cancelled")
-            elif disk.advance(seated.restore):
-                self.restoring.remove(seated)
-                before = slot.n_past
-                draft = disk.finish(seated.restore)
-                if slot.n_past == before and seated.saved is not None:
+                return
+            if restore is not None:
+                assert disk is not None
+                if not disk.advance(restore):
+                    return
+                draft = disk.finish(restore)
+                if slot.n_past == restore.n_have and seated.saved is not None:
                     draft = seated.saved.draft
-                self._start(job, slot, seated.hit, seated.saved, draft)
+                self.restoring.remove(seated)
+                seated = replace(seated, restore=None, draft=draft)
+                self.restoring.append(seated)
+            if self.pictures.ready(job, slot.n_past):
+                self.restoring.remove(seated)
+                self._start(job, slot, seated.hit, seated.saved, seated.draft)
                 if not job.n_suspended:
-                    job.n_disk, job.started = max(0, job.n_cached - before), seated.began
+                    job.n_disk, job.started = max(0, job.n_cached - seated.hit.n), seated.began
         except Exception as e:
             if is_device_error(e):
                 raise
@@ -149,9 +185,10 @@ class Admission:
     def _give_up(self, seated: Seated) -> None:
         """Free the slot of a request that the disk is asked for."""
         self.restoring.remove(seated)
-        seated.restore.is_stopped = True
-        if self.disk is not None:
-            self.disk.stop(seated.restore)
+        if seated.restore is not None:
+            seated.restore.is_stopped = True
+            if self.disk is not None:
+                self.disk.stop(seated.restore)
         self.table.release(seated.slot, trusted=False)
 
     def drop_restoring(self, error: PyspecError) -> None:
@@ -172,10 +209,12 @@ class Admission:
 
     @property
     def has_restored(self) -> bool:
-        """The disk has given or refused something."""
-        return self.disk is not None and any(
-            s.job.cancelled or self.disk.has_news(s.restore) for s in self.restoring
-        )
+        """The disk has given or refused something, or a picture was encoded, or came."""
+        news = [s.job.cancelled or self._has_news(s.restore) for s in self.restoring]
+        return self.pictures.has_news or any(news)
+
+    def _has_news(self, restore: Restore | None) -> bool:
+        return self.disk is not None and restore is not None and self.disk.has_news(restore)
 
     def _start(self, job: Job, slot: Slot, hit: Hit, saved: Saved | None, draft: object | None) -> None:
         """Begin a request in a slot that holds the cached part of its prompt. draft: the drafter's share there."""
@@ -191,8 +230,8 @@ class Admission:
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}
         n_stable, worth = request.n_stable or job.n_prefill, worth_on(self.worker.device.type)
-        cuts = cuts_of(n_stable, size, slot.n_past, places, cache.every, worth) if files else ()
-        job.begin(slot, cuts)
+        about = n_stable, size, slot.n_past, places, cache.every, worth, job.images
+        job.begin(slot, cuts_of(*about) if files else ())
         if hit.break_at >= 0 and slot.n_past == hit.n and not job.goes_on:
             job.cache_break_at = hit.break_at
             log.debug(

@@ -15,8 +15,8 @@ from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
 from pyspec.engine.loop.pending_round import PendingRound
-from pyspec.engine.loop.round import RowLimits, Work, alone_of, logits_need, plan_work
-from pyspec.engine.policy.pace import PromptPace, PromptThrottle
+from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
+from pyspec.engine.policy.plan import RoundPlan, RoundState
 from pyspec.errors import SlotError
 from pyspec.slots.round import Continuation, plan_round
 
@@ -26,16 +26,9 @@ ON = True  # else the host reads a prompt before it launches the next round
 class BehindPrompt:
     """Launches such rounds. Arguments: the loop's."""
 
-    def __init__(
-        self,
-        committer: Committer,
-        lookahead: Lookahead,
-        pace: PromptPace,
-        throttle: PromptThrottle,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, committer: Committer, lookahead: Lookahead) -> None:
         self.committer, self.worker, self.speculator = committer, committer.worker, committer.speculator
-        self.lookahead, self.pace, self.throttle, self.clock = lookahead, pace, throttle, clock
+        self.lookahead = lookahead
 
     def follows(self, pending: PendingRound, jobs: Mapping[int, Job]) -> bool:
         """The round is of this kind: a prompt alone, read to its end, for which others rest. jobs: by slot."""
@@ -45,33 +38,45 @@ class BehindPrompt:
         return pending.still_running(w, jobs) and self.lookahead.can_follow(w)
 
     def launch(
-        self, pending: PendingRound, jobs: Mapping[int, Job], limits: RowLimits
+        self,
+        pending: PendingRound,
+        jobs: Mapping[int, Job],
+        limits: RowLimits,
+        clock: Callable[[], float],
     ) -> PendingRound | None:
-        """Launch the next round. None: the host has to read the prompt first."""
-        prompt = pending.work[0].job
-        everyone = list(jobs.values())
-        awake = self.speculator.decide(
-            "the choice of requests that rest", lambda: self.throttle.awake(everyone), everyone
-        )
-        decoding = [job for job in awake if job.is_decoding or job is prompt]
-        reading = [job for job in awake if not (job.is_decoding or job is prompt)]
+        """Launch the next round. None: the host has to read the prompt first. clock: seconds, the loop's"""
+        prompt, speculator = pending.work[0].job, self.speculator
+        decoding = [job for job in jobs.values() if job.is_decoding or job is prompt]
+        reading = [job for job in jobs.values() if not (job.is_decoding or job is prompt)]
+        speculator.controller.n_paused = 0
         if reading:
-            return self._launch_prompt(pending, reading, decoding, limits)
-        return self._launch_decoding(pending, decoding)
+            make = partial(self._plan, decoding, reading, clock(), pending.work[0].seq.width)
+            planned = speculator.decide("the plan of a round", make, None)
+            if planned is None:
+                return None
+            made = planned[1]
+            speculator.controller.n_paused = len(made.paused)
+            if made.alone is not None:
+                speculator.decide("the plan of a round", lambda: speculator.take(*planned), None)
+                return self._launch_prompt(pending, reading[made.alone], limits, clock)
+            if len(made.paused) < len(reading):
+                return None
+        return self._launch_decoding(pending, decoding, clock)
+
+    def _plan(
+        self, decoding: Sequence[Job], reading: Sequence[Job], now: float, n_under_way: int
+    ) -> tuple[RoundState, RoundPlan]:
+        """The plan of the next round, not taken yet."""
+        state = self.speculator.state(decoding, reading, now=now, n_under_way=n_under_way)
+        return state, self.speculator.controller.plan(state)
 
     def _launch_prompt(
-        self, pending: PendingRound, reading: Sequence[Job], decoding: Sequence[Job], limits: RowLimits
+        self, pending: PendingRound, alone: Job, limits: RowLimits, clock: Callable[[], float]
     ) -> PendingRound | None:
-        """Another prompt alone, if measured times say so again."""
-        controller, now, n_read = self.speculator.controller, self.clock(), pending.work[0].seq.width
-        n_verify = len(decoding) + sum(controller.drafts_of(job.slot) for job in decoding)
-        pick = partial(alone_of, reading, self.pace, n_verify, controller.costs.verify, now, n_read)
-        alone = self.speculator.decide("the pace of prompts", pick, None)
-        if alone is None:
-            return None
+        """Another prompt alone."""
         self.committer.settle(pending)
         work = plan_work([alone], {}, limits, self.worker.memory.n_late)
-        seqs, reads, sent = [w.seq for w in work], logits_need(work), self.clock()
+        seqs, reads, sent = [w.seq for w in work], logits_need(work), clock()
         launched = self._try(
             lambda: self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
         )
@@ -80,14 +85,15 @@ class BehindPrompt:
         pending.next = Continuation(known=())
         return PendingRound(work, launched, 0.0, 0.0, sent=sent, is_behind=True, is_known=True)
 
-    def _launch_decoding(self, pending: PendingRound, jobs: Sequence[Job]) -> PendingRound | None:
+    def _launch_decoding(
+        self, pending: PendingRound, jobs: Sequence[Job], clock: Callable[[], float]
+    ) -> PendingRound | None:
         """A round of all requests that decode, with drafts that the device makes."""
         prompt, speculator = pending.work[0].job, self.speculator
         if speculator.has_offers(job for job in jobs if job is not prompt):
             return None
         self.committer.settle(pending)
-        speculator.chosen = speculator.lengths(jobs, [int(job is prompt) for job in jobs])
-        n_drafts = [n for _, n in speculator.chosen]
+        n_drafts = speculator.plan_ahead(jobs, [int(job is prompt) for job in jobs])
         if any(n_drafts) and not (self._can_draft and all(map(self._may_draft, jobs))):
             return None
         planned = self.lookahead.plan_behind(prompt, jobs, n_drafts)
@@ -95,7 +101,7 @@ class BehindPrompt:
             return None
         seqs, behind = planned
         then = [Work(job, job.slot, seq) for job, seq in zip(jobs, seqs, strict=True) if job.slot]
-        sent = self.clock()
+        sent = clock()
         launched = self._try(
             lambda: self.worker.launch_behind(
                 pending.launched, plan_round(self.worker.table, seqs, behind, reads=logits_need(then))
@@ -103,7 +109,7 @@ class BehindPrompt:
         )
         if launched is None:
             return None
-        pending.next, speculator.chosen = behind, None
+        pending.next, speculator.planned = behind, None
         return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
 
     @property

@@ -191,7 +191,11 @@ class Committer:
         if slot.index in self.speculator.lost_track:
             return False
         n_unread = self.speculator.read.n_unread(slot)
-        self.cache.file(slot, draft, self.worker.fold, whole=whole, n_unread=n_unread)
+        if whole or slot.n_past % self.worker.table.page_size == 0 or slot.n_past not in job.cuts:
+            self.cache.file(slot, draft, self.worker.fold, whole=whole, n_unread=n_unread)
+        else:
+            pools = self.worker.pools()
+            self.cache.file_copy(slot, draft, self.worker.fold, pools, n_unread=n_unread)
         self.speculator.filed(slot)
         return True
 

@@ -12,6 +12,7 @@ from pyspec.errors import PyspecError, SlotError
 from pyspec.registry import SUFFIX
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.images import ImageSpan, with_ids
 from pyspec.slots.prefix import Owner
 from pyspec.slots.table import Slot
 from pyspec.text.stream import TextStream
@@ -34,6 +35,10 @@ class Job:
     constraint  its grammar, moved by committed tokens; None: any text
     flaw        the reason why it can not start
     start       checkpoint at its prompt's end, filed when the request ends
+    images      pictures of its prompt, whose rows have their ids in `prefill`
+    are_whole   a row of a picture sees the whole of it, so no forward has a part of one
+    rows        of pictures that it will read: as the encoder made them, in host memory, by handle, until its slot has them
+    may_sit     it has the rows of its pictures, as far as the cache had not their place when it was asked: else it waits for them
     """
 
     id: str
@@ -69,6 +74,11 @@ class Job:
     n_past_at_seat: int = 0  # tokens that its slot had then, from the cache
     n_before: int = 0  # `work` in earlier slots
     charged: int = 0  # tokens that count as given to its client (policy/queue.py)
+    images: tuple[ImageSpan, ...] = ()
+    are_whole: bool = False
+    rows: dict[int, object] = field(default_factory=dict)
+    may_sit: bool = True
+    n_seen: int = -1  # tokens of its prefill that the cache had when it was asked; -1: not yet
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -83,6 +93,15 @@ class Job:
         self.n_most = (
             room if most < 0 else min(room, most)
         )  # tokens it may emit, by its own limit and by the context's
+
+    def see(self, spans: tuple[ImageSpan, ...], *, are_whole: bool) -> None:
+        """The request's pictures stand here."""
+        self.images, self.are_whole, self.may_sit = spans, are_whole, not spans
+        self.prefill = with_ids(self.prefill, spans)
+
+    def images_behind(self, n: int) -> list[ImageSpan]:
+        """Pictures of which rows stand behind its first `n` tokens."""
+        return [span for span in self.images if span.end > n]
 
     @property
     def wanted_slot(self) -> int:
@@ -179,12 +198,23 @@ class Job:
         to_cut = next((cut - done for cut in self.cuts if cut > done), 0)
         return self.n_prefill - done, min(to_cut or SCORED, SCORED) if self.n_to_score else to_cut
 
+    def whole_rows(self, n: int) -> tuple[int, int]:
+        """Rows that a forward with room for `n` of its next tokens can have where no picture may be cut: at most `n`, which may be none, and with
+        the picture in which that many end, too."""
+        assert self.slot is not None
+        at = self.slot.n_past
+        cut = (
+            next((s for s in self.images if s.first < at + n < s.end), None) if self.are_whole else None
+        )
+        return (n, n) if cut is None else (max(0, cut.first - at), cut.end - at)
+
     @property
     def is_unread(self) -> bool:
         """Whether one forward may read its prompt as a whole, from the first token on."""
         assert self.slot is not None
         left, cut = self.todo
-        return not (self.slot.n_past or self.slot.n_fold or self.n_to_score) and (not cut or cut >= left)
+        is_new = not (self.slot.n_past or self.slot.n_fold or self.n_to_score or self.images)
+        return is_new and (not cut or cut >= left)
 
     @property
     def n_to_score(self) -> int:
@@ -219,6 +249,7 @@ class Job:
         if self.anchor is not None:
             self.prefill, self.anchor = (*self.slot.tokens, self.anchor), None
         self.slot, self.cuts, self.n_suspended = None, (), self.n_suspended + 1
+        self.may_sit, self.n_seen = not self.images, -1
 
     def constrain(self, constraint: Constraint) -> None:
         """Attach a grammar. Raises SlotError if the tokens generated so far do not follow it."""

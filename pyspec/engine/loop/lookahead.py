@@ -80,7 +80,9 @@ class Lookahead:
                 forced = tuple(self._coins(self.synth, w) for w in work)
         seqs = [
             Seq(
-                w.slot.index, w.slot.n_past, [0] * (1 + n), mode, 1 + n, w.seq.n_recorded(1), w.seq.width
+                *(w.slot.index, w.slot.n_past, [0] * (1 + n), mode, 1 + n, w.seq.n_recorded(1)),
+                slack=w.seq.width,
+                shift=w.slot.shift,
             )
             for w, n, mode in zip(work, n_drafts, modes, strict=True)
         ]
@@ -91,6 +93,7 @@ class Lookahead:
         job, seq = w.job, w.seq
         return (
             not job.is_decoding
+            and not seq.images
             and seq.keep
             and seq.n_out == 1
             and not w.n_scored
@@ -118,7 +121,11 @@ class Lookahead:
                 mode = SeqMode.KEEP
             known.append(NO_TOKEN if job is prompt else job.anchor or 0)
             seqs.append(
-                Seq(slot.index, slot.n_past - 1, [0] * (1 + n), mode, 1 + n, slot.n_fold, slack=1)
+                Seq(
+                    *(slot.index, slot.n_past - 1, [0] * (1 + n), mode, 1 + n, slot.n_fold),
+                    slack=1,
+                    shift=slot.shift,
+                )
             )
         drafts = tuple(n_drafts) if any(n_drafts) else ()
         return seqs, Continuation((self._ends_of(prompt),), None, drafts, known=tuple(known))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -22,11 +23,13 @@ from pyspec.engine.loop.admission import Admission
 from pyspec.engine.loop.behind_prompt import BehindPrompt
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.disk_tier import DiskTier
+from pyspec.engine.loop.expert_cache import ExpertCache
 from pyspec.engine.loop.grammar_turns import Turns
 from pyspec.engine.loop.job import End, Job, blamed
 from pyspec.engine.loop.lookahead import Lookahead
 from pyspec.engine.loop.pending_round import PendingRound
-from pyspec.engine.loop.round import RowLimits, Work, alone_of, logits_need, n_beside, plan_work
+from pyspec.engine.loop.pictures import Pictures
+from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
 from pyspec.engine.loop.slot_actions import run_task
 from pyspec.engine.loop.slot_image import SlotImager
 from pyspec.engine.loop.slot_task import SlotTask
@@ -34,8 +37,9 @@ from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.status import metrics_of, slot_rows
 from pyspec.engine.policy.controller import Controller
-from pyspec.engine.policy.pace import PromptPace, PromptThrottle
+from pyspec.engine.policy.plan import PromptRules
 from pyspec.engine.policy.queue import Queue
+from pyspec.engine.policy.row_costs import Brought, RoundExperts
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
 from pyspec.repeats import limited
@@ -47,6 +51,7 @@ from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Seq
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.drafts import Drafts
+from pyspec.slots.images import spans_of
 from pyspec.slots.memory import Memory
 from pyspec.slots.prefix import NOT_KNOWN
 from pyspec.slots.round import Continuation, plan_round
@@ -58,7 +63,7 @@ class Loop:
     """Owns the worker, slots and queue, the speculator, statistics, and the jobs.
 
     plain  run rounds one after the other, without graphs: slow, and the first thing to try when a text looks wrong
-    limits  rows of a forward; of one with decoding slots the pace decides, where there is one
+    limits  rows of a forward; of one with decoding slots plans decide, by `rules`
     clock  seconds; every decision by time uses it
     """
 
@@ -72,12 +77,13 @@ class Loop:
         *,
         synth: SynthAcceptance | None = None,
         plain: bool = False,
-        prompt_weight: float = 1.0,
+        rules: PromptRules | None = None,
         suffixes: SuffixDrafts | None = None,
-        pace: PromptPace | None = None,
+        pictures: Pictures | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.worker = worker
+        self.pictures = pictures or Pictures(worker, None)
         self.cache = cache
         self.limits = limits
         self.clock = clock
@@ -91,21 +97,25 @@ class Loop:
         )  # a CPU's forward is over when the call returns
         shared = self.jobs, worker, self.speculator, cache, self.stats
         self.committer = Committer(*shared, defers=is_async)
-        self.admission = Admission(self.queue, *shared)
+        self.admission = Admission(self.queue, *shared, self.pictures)
         self.admission.synthetic = synth is not None and worker.drafter is not None
         most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
         self.lookahead = Lookahead(
             is_async and worker.arena is not None, most, synth, worker.memory.n_late
         )
-        self.throttle = PromptThrottle(prompt_weight, limits.prompts)
-        self.pace = pace or PromptPace(limits.decoding, limits.decoding, controller.costs)
+        rows = limits.decoding
+        controller.rules = rules or PromptRules(rows, rows, n_free=limits.prompts)
         self.turns = Turns(clock)
-        self.behind = BehindPrompt(self.committer, self.lookahead, self.pace, self.throttle, clock)
+        self.behind = BehindPrompt(self.committer, self.lookahead)
         self.awake: list[Job] = []  # jobs that take part in this round
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
         # deliver events; called while the GPU is busy, or when nothing waits for it
         self.on_wait: Callable[[], None] = lambda: None
         self.disk: DiskTier | None = None
+        # of an engine that may be parked (parking.py): its MovableMemory, and the content of pages while it is
+        self.movable: Any = None
+        self.kept_pages: list[Any] = []
+        self.experts: ExpertCache | None = None
         self.committer.on_first, self.committer.on_leave = self._hand_out, self.queue.leave
         self.raises_bugs = False  # re-raise unexpected exceptions so the supervisor restarts the process
         # when the last forward's results arrived, and when its round ended
@@ -121,6 +131,8 @@ class Loop:
                     self.step_ahead()
                 else:
                     self.step_plain()
+                self.pictures.hide_computed(self.jobs.values())
+                self.pictures.step(is_alone=not self.jobs)
                 if self.disk is not None:
                     self.disk.step()
             except Exception as e:
@@ -129,12 +141,12 @@ class Loop:
                 self._survive(e)
 
     def step_plain(self) -> None:
-        """Admit, plan, draft, run, choose, commit."""
+        """Admit, draft as planned, lay out, run, choose, commit."""
         self.admit()
         if not self.jobs:
             return
         began, drafts = self.clock(), self.draft()
-        pending = self.run(self.plan(drafts), began)
+        pending = self.run(self.lay_out(drafts), began)
         if pending is not None:
             fault = self.wait(pending)
             self.commit(pending, self.choose(pending), fault)
@@ -150,7 +162,7 @@ class Loop:
             if not self.jobs:
                 return
             began, drafts = self.clock(), self.draft()
-            pending = self.run(self.plan(drafts), began)
+            pending = self.run(self.lay_out(drafts), began)
         if pending is not None:
             self.lookahead.under_way = self.launch_next(pending)
             self.speculator.count_beside(pending.launched, len(pending.work))
@@ -191,37 +203,23 @@ class Loop:
         self.committer.start(job, chosen)
 
     def draft(self) -> dict[int, Drafts]:
-        """Draft, by slot."""
+        """Plan the round, and draft by slot."""
         jobs, decide = list(self.jobs.values()), self.speculator.decide
-        awake = lambda: self.throttle.awake(self.turns.awake(jobs))  # noqa: E731
-        self.awake = decide("the choice of requests that rest", awake, jobs)
+        jobs = decide("the turns of grammars", lambda: self.turns.awake(jobs), jobs)
+        made, self.awake = self.speculator.plan(jobs, self.clock())
+        self.limits = replace(self.limits, decoding=made.rows or self.limits.decoding)
         decoding = [job for job in self.awake if job.is_decoding]
-        if len(decoding) == len(self.awake):
-            return self.speculator.draft(decoding)
-        all_together: tuple[Job | None, int] = None, self.limits.decoding
-        alone, n_row = decide("the pace of prompts", self._pace, all_together)
-        if alone is not None:
-            self.awake, self.speculator.chosen = [alone], None
-            return {}
-        self.limits = replace(self.limits, decoding=n_row)
-        return self.speculator.draft(decoding, n_beside(self.awake, self.limits))
+        return self.speculator.draft(decoding, made) if decoding else {}
 
-    def _pace(self) -> tuple[Job | None, int]:
-        """The prompt that is read by itself, if one is, and most rows of a forward with prompts and decoding slots."""
-        decoding = [job for job in self.awake if job.is_decoding]
-        n_verify = sum(1 + self.controller.drafts_of(job.slot) for job in decoding)
-        now, verify_ms = self.clock(), self.controller.costs.verify
-        alone = alone_of(self.awake, self.pace, n_verify, verify_ms, now)
-        return alone, self.limits.decoding if alone else self.pace.rows(self.awake, now, n_verify)
-
-    def plan(self, drafts: dict[int, Drafts]) -> list[Work]:
-        """Plan the rows of this forward."""
+    def lay_out(self, drafts: dict[int, Drafts]) -> list[Work]:
+        """The rows of this forward."""
         return plan_work(self.awake, drafts, self.limits, self.worker.memory.n_late)
 
     def run(self, work: Sequence[Work], began: float) -> PendingRound | None:
         """Launch the round. Returns None if it was rejected; the request at fault has ended."""
         drafted = self.clock()
         try:
+            self.pictures.bring(work)
             round_ = plan_round(self.table, [w.seq for w in work], reads=logits_need(work))
             launched = self.worker.launch(round_)
         except SlotError as e:
@@ -232,9 +230,11 @@ class Loop:
 
     def launch_next(self, pending: PendingRound) -> PendingRound | None:
         """Launch the next round before this one is read, if the same requests continue with any result."""
-        waits = self.throttle.are_over or self.turns.n_slow or self.needs_sync()  # its end decides
+        waits = (
+            self.controller.is_pause_over or self.turns.n_slow or self.needs_sync()
+        )  # its end decides
         if not waits and self.behind.follows(pending, self.jobs):
-            return self.behind.launch(pending, self.jobs, self.limits)
+            return self.behind.launch(pending, self.jobs, self.limits, self.clock)
         planned = None if waits or not self._goes_on(pending) else self._plan_behind(pending)
         return None if planned is None else self._launch_behind(pending, *planned)
 
@@ -242,7 +242,7 @@ class Loop:
         """Whether the next round has the requests of this one, whatever its results are, and no better drafts than the drafter's."""
         work = pending.work
         return (
-            len(work) + self.throttle.n_resting == len(self.jobs)
+            len(work) + self.controller.n_paused == len(self.jobs)
             and len(pending.running(self.jobs)) == len(work)
             and all(map(self.lookahead.can_pipeline, work))
             and not self.speculator.has_offers(w.job for w in work)
@@ -251,8 +251,7 @@ class Loop:
     def _plan_behind(self, pending: PendingRound) -> tuple[list[Seq], Continuation] | None:
         """The rows of the next round with the lengths of its drafts, and how they continue this one. None: the device can not draft them."""
         work, speculator = pending.work, self.speculator
-        speculator.chosen = speculator.lengths([w.job for w in work], [w.seq.width for w in work])
-        n_drafts = [n for _, n in speculator.chosen]
+        n_drafts = speculator.plan_ahead([w.job for w in work], [w.seq.width for w in work])
         if any(n_drafts) and not all(speculator.follows(w.slot.index) for w in work):
             return None
         return self.lookahead.plan(work, n_drafts, speculator.drafter, pending.refuse(self.jobs))
@@ -272,7 +271,7 @@ class Loop:
         if launched is None:
             pending.next = None
             return None
-        self.speculator.chosen = None
+        self.speculator.planned = None
         then = [Work(w.job, w.slot, seq) for w, seq in zip(work, seqs, strict=True)]
         return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
 
@@ -310,16 +309,29 @@ class Loop:
         pending.land(self.clock(), self.landed)
         self.landed = pending.arrived
         pending.is_first = self.worker.has_recorded()
+        if self.worker.experts is not None:
+            self.speculator.decide("the use of experts", lambda: self._count_experts(pending), None)
         self.speculator.decide("the pace of prompts", lambda: self._count_prompts(pending), None)
         return fault
 
+    def _count_experts(self, pending: PendingRound) -> None:
+        """Read the experts that a round used, and tell their cache."""
+        log = self.worker.experts
+        assert log is not None
+        is_prompt = [w.is_prompt for w in pending.work]
+        n_decoding = is_prompt.index(True) if True in is_prompt else len(is_prompt)
+        pending.experts = log.used(pending.launched.log, pending.batch_starts, n_decoding)
+        if self.experts is not None and pending.experts is not None:
+            n_row, costs = pending.launched.batch.n_row, self.controller.costs
+            is_known = costs.verify.knows(n_row) and not pending.is_first
+            took = 1e3 * (self.landed - pending.since)
+            self.experts.landed(pending.experts, took, costs.verify(n_row) if is_known else 0.0)
+
     def _count_prompts(self, pending: PendingRound) -> None:
-        """Report the times of a round to the policies of prompts."""
-        others = len(self.jobs) > len(pending.work)
-        rested = others and all(w.is_prompt for w in pending.work)
-        self.throttle.landed(self.landed, pending.work, rested=rested)
+        """Report the time of a round that may have read prompts."""
         if self.controller.force is None:
-            pending.count(self.pace, 1e3 * (self.landed - pending.since), others=others)
+            others = len(self.jobs) > len(pending.work)
+            pending.count(self.controller, 1e3 * (self.landed - pending.since), others=others)
 
     def _hand_out(self) -> None:
         with self.worker.lock.released():  # listeners are the caller's, and may wait for another engine
@@ -374,7 +386,7 @@ class Loop:
     ) -> None:
         """Report a committed round of so many rows to the policies. work: of requests that ran at its begin; is_last: no other is launched."""
         both = zip(pending.work, chosen, strict=True)
-        self.pace.committed([len(c.tokens) for w, c in both if c and not w.is_prompt])
+        self.controller.gave(len(c.tokens) for w, c in both if c and not w.is_prompt)
         is_other = pending.is_first or any(w.is_prompt for w in work)
         if is_other or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
             self.controller.timed_beside(1e3 * (self.ended - pending.since))
@@ -384,7 +396,12 @@ class Loop:
         ]
         until = self.ended if is_last else pending.arrived  # the next round hides the rest
         took, draft_ms = 1e3 * (until - pending.since), 1e3 * (pending.drafted - pending.began)
-        self.speculator.controller.timed(n_row, took, len(live), max(live, default=0), draft_ms)
+        use, slots = pending.experts, [w.slot.index for w in pending.work]
+        brought = None
+        if use is not None:
+            total = Brought(use.misses, use.hits)
+            brought = RoundExperts.of(slots, use.row_misses, use.row_hits, total)
+        self.controller.timed(n_row, took, len(live), max(live, default=0), draft_ms, brought)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -447,6 +464,10 @@ class Loop:
 
     def submit(self, job: Job) -> None:
         """Queue a job. If it has to wait, its place depends on what is cached of its prompt."""
+        if job.request.images:
+            spans = spans_of(job.request.images, self.table.handles)
+            job.see(spans, are_whole=self.pictures.are_whole)
+            self.pictures.has_news = True
         waits = len(self.queue) > 0 or all(slot.busy for slot in self.table.slots)
         salt, looks = job.request.cache_salt, waits and job.reuses
         self.queue.push(job, self.cache.known(job.prefill, salt) if looks else NOT_KNOWN)
@@ -469,7 +490,7 @@ class Loop:
         """Counters and gauges. n_unqueued: requests that wait outside the queue. Safe to call from any thread."""
         n, queued = len(self.jobs) + len(self.admission.restoring), len(self.queue) + n_unqueued
         n_byte = self.speculator.suffixes.n_bytes
-        return metrics_of(self.stats, self.cache, self.disk, n, queued, n_byte)
+        return metrics_of(self.stats, self.cache, self.disk, n, queued, n_byte, self.experts)
 
     def imager(self) -> SlotImager:
         """An imager of idle slots, for the engine's thread."""

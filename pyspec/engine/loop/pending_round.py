@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from pyspec.cuda.faults import ALL_SLOTS, Fault
 from pyspec.cuda.ops.ahead.ref import NO_TOKEN, n_kept
+from pyspec.device.expert_use import ExpertUse
 from pyspec.device.worker import Launched, is_device_error
 from pyspec.engine.loop.job import Job, blamed
 from pyspec.engine.loop.prompt_scores import send_scores
-from pyspec.engine.loop.round import Work
-from pyspec.engine.policy.pace import PromptPace
+from pyspec.engine.loop.round import Work, pauses
+from pyspec.engine.policy.controller import Controller
 from pyspec.errors import SlotError
 from pyspec.repeats import limited
 from pyspec.sample.choose import Chosen, Span, choose
@@ -38,6 +39,7 @@ class PendingRound:
     is_known  it is behind, but its rows were known: a prompt behind another one
     is_settled  its prompt is committed, but for the token behind it
     is_first  a forward of a new shape was recorded in it: others of its size take less time
+    experts  what it used of those in the host's memory, once it is awaited; None: there are none, or its rows were too many to be logged
     """
 
     work: Sequence[Work]
@@ -56,19 +58,21 @@ class PendingRound:
     arrived: float = 0.0
     since: float = 0.0
     is_first: bool = False
+    experts: ExpertUse | None = None
 
     @property
     def batch_starts(self) -> Sequence[int]:
         return self.launched.batch.starts
 
-    def count(self, pace: PromptPace, ms: float, *, others: bool) -> None:
-        """Tell the policy of prompts how long it took, in milliseconds. others: requests had no part in it."""
-        batch, read = self.launched.batch, [w.seq.width for w in self.work if w.is_prompt]
+    def count(self, controller: Controller, ms: float, *, others: bool) -> None:
+        """Tell the controller how long it took, in milliseconds. Call it before it is committed. others: requests had no part in it."""
+        batch, read = self.launched.batch, [w for w in self.work if w.is_prompt]
         if batch.prompt:
-            pace.landed_alone(batch.bucket or batch.n_row, ms, others=others)
+            controller.landed_alone(batch.bucket or batch.n_row, ms, others=others)
         else:
-            n_read = 0 if self.is_first else sum(read)
-            pace.landed(batch.n_row, ms, n_read, decodes=len(read) < len(self.work))
+            n_read = 0 if self.is_first else sum(w.seq.width for w in read)
+            n_long = sum(pauses(w.job, controller.rules) for w in read)
+            controller.landed(batch.n_row, ms, n_read, len(self.work) - len(read), n_long)
 
     @property
     def is_watched(self) -> bool:

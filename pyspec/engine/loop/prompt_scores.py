@@ -12,6 +12,7 @@ from pyspec.engine.loop.round import Work
 from pyspec.errors import SlotError
 from pyspec.request import PromptLogprobs, TokenLogprob
 from pyspec.sample.choose import Chosen, logprobs_of
+from pyspec.slots.images import IMAGE, is_image
 
 
 def send_scores(w: Work, logits: Tensor) -> Chosen | None:
@@ -31,10 +32,17 @@ def send_scores(w: Work, logits: Tensor) -> Chosen | None:
 
 def scores(logits: Tensor, tokens: Sequence[int], n_top: int) -> tuple[list[TokenLogprob], list[int]]:
     """Log probabilities of the tokens under the logits [row, vocab] before them, and each token's rank: 1 is the likeliest."""
+    spoken = [i for i, token in enumerate(tokens) if not is_image(token)]
+    if len(spoken) < len(tokens):
+        entries, ranks = [TokenLogprob(IMAGE, math.nan)] * len(tokens), [0] * len(tokens)
+        found = scores(logits[spoken], [tokens[i] for i in spoken], n_top) if spoken else ([], [])
+        for i, entry, rank in zip(spoken, *found, strict=True):
+            entries[i], ranks[i] = entry, rank
+        return entries, ranks
     ids = torch.tensor(tokens, device=logits.device)[:, None]
     own, peaks = logits.gather(1, ids), logits.amax(-1)
-    ranks = (logits > own).sum(-1) + 1
-    table = torch.stack([ranks.double(), peaks.double()]).tolist()
+    places = (logits > own).sum(-1) + 1
+    table = torch.stack([places.double(), peaks.double()]).tolist()
     for token, peak in zip(tokens, table[1], strict=True):
         if not math.isfinite(peak):
             raise SlotError(

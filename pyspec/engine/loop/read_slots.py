@@ -1,4 +1,4 @@
-"""Slots whose requests the drafter reads: all, or a few while its drafts do not pay (`engine/policy/rests.py`).
+"""Slots whose requests the drafter reads: all, or a few while its drafts do not pay (`DraftReading`).
 
 A request that is not read has no draft state and never drafts, so its text, pages and checkpoints are those of an engine without a drafter. The
 prefix cache marks its pages (`Node.n_unread`): the drafter sees nothing of them in a later request. When drafts pay again, the drafter
@@ -7,7 +7,7 @@ joins the requests that run where they stand.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter
@@ -73,25 +73,9 @@ class ReadSlots:
             if self.joining is not None:
                 self.joining.hide(slot, n)
 
-    def due(self, mute: Collection[int]) -> Sequence[Slot]:
-        """The slots to `join`: all of them once drafts pay again, and before that so many that a few are read, as of new requests: others may
-        have ended. mute: slots whose requests can not draft: they stay unread."""
-        slots, reading = self.worker.table.slots, self.controller.reading
-        able = sorted(self.unread.difference(mute))
-        if not reading.rests:
-            self._log_if_awake()
-            return [slots[index] for index in able]
-        busy = [s.index for s in slots if s.busy]
-        n_read = sum(index not in self.unread and index not in mute for index in busy)
-        found: list[Slot] = []
-        for index in able:
-            if not reading.wants(n_read + len(found), len(busy) - 1):
-                break
-            found.append(slots[index])
-        return found
-
     def join(self, slot: Slot) -> None:
         """Read the request from here on."""
+        self._log_if_awake()
         self.unread.discard(slot.index)
         self._joined.add(slot.index)
         self._start(slot, None, slot.n_past)

@@ -49,7 +49,6 @@ class Rehearsal:
             loop.raises_bugs, loop.speculator.raises_bugs = raised, False
         loop.controller.forget_acceptance()
         loop.speculator.suffixes.forget_learned()
-        loop.speculator.host.reset()
         loop.stats.reset()
 
     def capture(self, n_bytes: int) -> None:

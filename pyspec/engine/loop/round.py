@@ -5,11 +5,11 @@ The device gets `slots.round.Round`, plain integers. Planning is arithmetic: no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyspec.engine.loop.job import Job
-from pyspec.engine.policy.pace import PromptPace
+from pyspec.engine.policy.plan import PromptRules
 from pyspec.slots.batch import Seq, SeqMode
 from pyspec.slots.drafts import NO_DRAFTS, Drafts
 from pyspec.slots.round import ALL, LogitsNeed
@@ -88,31 +88,10 @@ class RowLimits:
     prompts: int
 
 
-def n_beside(jobs: Iterable[Job], limits: RowLimits) -> int:
-    """Rows of prompts in the next forward, about: it depends on the drafts that are not chosen yet."""
-    jobs = list(jobs)
-    n_left = sum(job.todo[0] for job in jobs if not job.is_decoding)
-    n_decoding = sum(job.is_decoding for job in jobs)
-    return min(n_left, max(limits.decoding - n_decoding, 1)) if n_decoding else n_left
-
-
-def alone_of(
-    jobs: Sequence[Job],
-    pace: PromptPace,
-    n_verify: int,
-    verify_ms: Callable[[int], float],
-    now: float,
-    under_way: int = 0,
-) -> Job | None:
-    """The prompt that the next round reads by itself, as a graph; None: all jobs take part. n_verify: rows of those that decode; now: seconds,
-    of the loop's clock; under_way: tokens of a prompt that is read by itself now."""
-    reading = [job for job in jobs if not job.is_decoding]
-    whole = [job.n_prefill if job.is_unread else 0 for job in reading]
-    n_other = sum(job.todo[0] for job, n in zip(reading, whole, strict=True) if not n)
-    ms = verify_ms(n_verify) if n_verify else 0.0
-    pause = pace.pause_ms(reading, now) - (pace.alone.expected(under_way) if under_way else 0.0)
-    at = pace.alone.pick(whole, n_other, n_verify, ms, pace.most, pause)
-    return None if at is None else reading[at]
+def pauses(job: Job, rules: PromptRules) -> bool:
+    """The prompt pauses between its chunks."""
+    n_read = 0 if job.slot is None else job.slot.n_past - job.n_cached
+    return rules.pauses(job.n_prefill - job.n_cached, n_read)
 
 
 def plan_work(
@@ -127,8 +106,25 @@ def plan_work(
     free = max(n_row - n_verify, -(-n_row // PROMPT_SHARE))
     if n_verify + n_left <= min(n_row + n_row // LAST_SHARE, limits.prompts):
         free = max(free, n_left)
-    chunks = zip(prompts, share_rows(free, [job.todo for job in prompts]), strict=True)
+    given = share_rows(free, [job.todo for job in prompts])
+    if any(job.are_whole for job in prompts):
+        given = _uncut(prompts, given, limits.prompts - n_verify)
+    chunks = zip(prompts, given, strict=True)
     return work + _one_scored([_chunk(job, n) for job, n in chunks if n])
+
+
+def _uncut(prompts: Sequence[Job], given: Sequence[int], most: int) -> list[int]:
+    """Rows for each prompt where no picture may be cut: fewer than given, or more where the next token is a picture's. `most` for all, which
+    one picture does not exceed; where several do, the first prompt has its picture and the others wait."""
+    fewer, more = zip(*(job.whole_rows(n) for job, n in zip(prompts, given, strict=True)), strict=True)
+    found, has_picture = list(fewer), False
+    for i in [i for i, n in enumerate(given) if n and not fewer[i]]:
+        if sum(found) + more[i] > most:
+            if has_picture:
+                continue
+            found = [0] * len(found)
+        found[i], has_picture = more[i], True
+    return found
 
 
 def _one_scored(chunks: list[Work]) -> list[Work]:
@@ -156,7 +152,7 @@ def _verify(job: Job, drafts: Mapping[int, Drafts], n_late: int) -> Work:
     mode = SeqMode.VERIFY
     if not draft:
         mode = SeqMode.LATE if waits(slot, slot.n_past, slot.n_fold, n_late) else SeqMode.KEEP
-    seq = Seq(slot.index, slot.n_past, tokens, mode, len(tokens), slot.n_fold)
+    seq = Seq(slot.index, slot.n_past, tokens, mode, len(tokens), slot.n_fold, shift=slot.shift)
     return Work(job, slot, seq, own.first(len(draft)))
 
 
@@ -166,7 +162,16 @@ def _chunk(job: Job, n: int) -> Work:
     end = slot.n_past + n
     n_scored = min(n, job.n_to_score)
     n_out = n if n_scored else int(end == job.n_prefill)
-    seq = Seq(slot.index, slot.n_past, job.prefill[slot.n_past : end], SeqMode.KEEP, n_out, slot.n_fold)
+    seq = Seq(
+        slot.index,
+        slot.n_past,
+        job.prefill[slot.n_past : end],
+        SeqMode.KEEP,
+        n_out,
+        slot.n_fold,
+        shift=slot.shift,
+        images=slot.images_in(slot.n_past, end),
+    )
     return Work(job, slot, seq, n_scored=n_scored)
 
 

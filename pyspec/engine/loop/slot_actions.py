@@ -84,7 +84,7 @@ class SlotActions:
     # -- aside ----------------------------------------------------------------------------------------------------
 
     def _write(self, action: SlotAction, image: StoredSpan, began: float, on_answer: OnAnswer) -> None:
-        head, pieces = encoded(image)
+        head, pieces = encoded(image, self.imager.table.handles)
         of = self.identity() | ({"salt": action.cache_salt} if action.cache_salt else {})
         n_bytes = write(Path(action.path), {"of": of, **head}, pieces, SLOT)
         log.info("slot %d: %d tokens are saved, %d bytes", action.slot, image.n_token, n_bytes)

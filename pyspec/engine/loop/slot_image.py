@@ -49,7 +49,8 @@ class SlotImager:
         """Read the image in a file. Raises BadSlotFile."""
         span = self.codec.read(file, 0, min(n_ctx, self.table.n_row))
         n, tokens = span.n_token, span.content[0]
-        if n and not (int(tokens.min()) >= 0 and int(tokens.max()) < n_vocab):
+        least = -1 if span.images else 0  # of rows of pictures, which `read` has checked
+        if n and not (int(tokens.min()) >= least and int(tokens.max()) < n_vocab):
             raise file.bad(f"it has a token outside 0..{n_vocab - 1}")
         last = span.states[-1].n_past if span.states else 0
         if n and self.worker.memory.needs_state and last != n:
@@ -80,7 +81,7 @@ class SlotImager:
         self.table.acquire(slot, image.n_token, owner=owner)
         try:
             self.table.grow(slot, image.n_token)
-            slot.tokens.extend(image.content[0].tolist())
+            slot.tokens.extend(image.tokens)
             self._fill(slot, image)
         except BaseException:
             self.table.release(slot, trusted=False)

@@ -6,6 +6,7 @@ has the part of every rank: the first one gathers them, and deals them out again
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -18,6 +19,15 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter
+from pyspec.slots.images import (
+    ROWS,
+    Handles,
+    ImageSpan,
+    image_id,
+    is_image,
+    runs_of,
+    without_ids,
+)
 from pyspec.slots.memory import Keep, Like, planes_of, read_planes, write_planes
 from pyspec.slots.span_file import Bytes, SpanFile
 from pyspec.slots.states import PIECE, Saved, page_locked, to_host
@@ -39,7 +49,8 @@ class StateHead:
 class StoredSpan:
     """`n_token` tokens of a text, behind its first `first`.
 
-    content  the tokens [n_token] int32, their pages of `n_plane` planes, then each state's tensors, share and logits
+    content  the tokens [n_token] int32, of pictures' rows -1, their pages of `n_plane` planes, then each state's tensors, share and logits
+    images   pictures that have rows among them, in order; each first row counts from the text's begin
     whole    [n] uint8, of which all content is views: each tensor begins at a multiple of ALIGNED. None: they are apart
     """
 
@@ -49,6 +60,17 @@ class StoredSpan:
     n_plane: int
     content: Sequence[Tensor]
     whole: Tensor | None = None
+    images: tuple[ImageSpan, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its tokens, with the ids of pictures' rows."""
+        found: list[int] = self.content[0].tolist()
+        for span in self.images:
+            begin, end = max(span.first, self.first), min(span.end, self.end)
+            first = image_id(span.handle, begin - span.first)
+            found[begin - self.first : end - self.first] = range(first, first + end - begin)
+        return found
 
     @property
     def end(self) -> int:
@@ -134,7 +156,9 @@ class SpanCodec:
         first: int = 0,
     ) -> StoredSpan:
         """A copy of these tokens' pages, with the states, which never change. keep: puts each tensor where it is wanted."""
-        content = [torch.tensor(tokens, dtype=torch.int32)]
+        images = tuple(self._image(first + at, *picture) for at, *picture in runs_of(tokens))
+        ids = np.array(without_ids(tokens), dtype=np.uint32)
+        content = [torch.tensor(ids.view(np.int32).tolist(), dtype=torch.int32)]
         content += self.memory.read_pages(self.table.page_size, pages, keep)
         content += read_planes(self._drafts(), pages, keep)
         n_plane, drafter, heads = len(content) - 1, self._drafter, []
@@ -146,7 +170,12 @@ class SpanCodec:
             if saved.logits is not None:
                 content.append(keep(saved.logits.float()))
             heads.append(StateHead(saved.checkpoint.n_past, has_share, saved.logits is not None))
-        return StoredSpan(first, len(tokens), tuple(heads), n_plane, content)
+        return StoredSpan(first, len(tokens), tuple(heads), n_plane, content, images=images)
+
+    def _image(self, row: int, handle: int, i: int) -> ImageSpan:
+        """The picture whose row `i` is at this row of a text."""
+        image = self.table.handles.image(handle)
+        return ImageSpan(handle, row - i, image.n_row, image.nx, image.ny)
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -159,12 +188,45 @@ class SpanCodec:
         at = file.head.get("first")
         if type(at) is not int or at != first:
             raise file.bad(f"it begins at token {str(at)[:40]} of a text, not at {first}")
-        states = self._heads(file, first, n)
+        states, images = self._heads(file, first, n), self._images(file, first, n)
         like = self._like(n)
         n_plane = len(like) - 1
         like += [one for head in states for one in self._state_like(head)]
         whole = torch.from_numpy(file.read(sum(map(_padded, like)), into))
-        return StoredSpan(first, n, states, n_plane, _views(whole, like), whole)
+        span = StoredSpan(first, n, states, n_plane, _views(whole, like), whole, images)
+        if (span.content[0] == -1).sum() != sum(
+            min(i.end, span.end) - max(i.first, span.first) for i in images
+        ) or any(
+            not is_image(t) for i in images for t in span.tokens[max(i.first - first, 0) : i.end - first]
+        ):
+            raise file.bad("its list of pictures does not fit its tokens")
+        return span
+
+    def _images(self, file: SpanFile, first: int, n: int) -> tuple[ImageSpan, ...]:
+        """The pictures that its head names. A file without any has no list."""
+        rows, before, found = file.head.get("images", []), first, []
+        if not isinstance(rows, list) or len(rows) > n:
+            raise file.bad(f"its list of pictures is not one of at most {n}")
+        for i, row in enumerate(rows):
+            match row:
+                case [int(at), int(n_row), int(nx), int(ny), str(digest)] if (
+                    all(type(x) is int for x in row[:4])
+                    and at < first + n
+                    and before < at + n_row
+                    and (at >= before or not i)
+                    and 0 < n_row <= ROWS
+                    and 0 < nx <= n_row
+                    and 0 < ny <= n_row
+                    and re.fullmatch("[0-9a-f]{64}", digest)
+                ):
+                    handle = self.table.handles.of(bytes.fromhex(digest), n_row, nx, ny)
+                    found.append(ImageSpan(handle, at, n_row, nx, ny))
+                    before = at + n_row
+                case _:
+                    raise file.bad(
+                        f"picture {i} of {len(rows)} is not [first row, rows, columns, lines, digest], in order"
+                    )
+        return tuple(found)
 
     def _heads(self, file: SpanFile, first: int, n: int) -> tuple[StateHead, ...]:
         rows, before = file.head.get("states"), max(0, first - 1)
@@ -209,14 +271,16 @@ class SpanCodec:
         return drafter.share_of(head.n_past, tensors[-1].clone()), logits
 
 
-def encoded(span: StoredSpan) -> tuple[dict[str, Any], list[Bytes]]:
-    """Head and pieces of the file of a span in host memory."""
+def encoded(span: StoredSpan, handles: Handles) -> tuple[dict[str, Any], list[Bytes]]:
+    """Head and pieces of the file of a span in host memory. handles: of its pictures"""
     states = [[s.n_past, s.has_share, s.has_logits] for s in span.states]
     pieces: list[Bytes] = []
     for t in span.content:
         data = t.contiguous().view(-1).view(torch.uint8).numpy()
         pieces += [data, np.zeros(-data.size % ALIGNED, np.uint8)]
-    return {"first": span.first, "tokens": span.n_token, "states": states}, pieces
+    head = {"first": span.first, "tokens": span.n_token, "states": states}
+    images = [[i.first, i.n_row, i.nx, i.ny, handles.digest(i.handle).hex()] for i in span.images]
+    return head | ({"images": images} if images else {}), pieces
 
 
 def host_copies(span: StoredSpan) -> Generator[None, None, StoredSpan]:

@@ -11,11 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 from pyspec.constrain.constraint import Constraint
-from pyspec.constrain.offer import Offer
+from pyspec.constrain.phrases import Offer
 from pyspec.cuda.faults import ALL_SLOTS
 from pyspec.device.worker import Launched, Worker, is_device_error
 from pyspec.draft.drafter import Drafter, DraftPlan
@@ -24,10 +24,19 @@ from pyspec.draft.suffix_draft import SuffixDraft
 from pyspec.draft.suffix_drafts import SuffixDrafts
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.read_slots import ReadSlots
+from pyspec.engine.loop.round import pauses
 from pyspec.engine.loop.stats import Stats
 from pyspec.engine.loop.suffix_source import SuffixSource, TextToDraft
-from pyspec.engine.policy.controller import FAILED, LOST_TRACK, Controller
-from pyspec.engine.policy.rests import HostDrafts
+from pyspec.engine.policy.controller import Controller
+from pyspec.engine.policy.plan import (
+    FAILED,
+    Prompt,
+    PromptRules,
+    RoundPlan,
+    RoundState,
+    window,
+    would_take,
+)
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.sample.draft_draws import draft_draw
@@ -56,15 +65,13 @@ class Speculator:
         suffixes: SuffixDrafts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.clock, self.host = clock, HostDrafts(controller)
+        self.clock = clock
         self.worker, self.controller, self.stats = worker, controller, stats
         self.suffixes = SuffixSource(suffixes, has_device=worker.device.type != "cpu")
         self.read = ReadSlots(worker, controller)
         self.waits_for_offers = False  # offered drafts are not verified yet
         self.lost_track: set[int] = set()  # slots whose drafter state is not trusted
-        self.chosen: list[tuple[int, int]] | None = (
-            None  # (slot, drafts) of the next round, if they are chosen already
-        )
+        self.planned: RoundPlan | None = None  # of the next round, if it is planned already
         self.asked: list[
             int
         ] = []  # tokens of this round's drafts, before they were cut; none if they were not
@@ -91,7 +98,7 @@ class Speculator:
         return drafter if drafter is not None and drafter.has_windows else None
 
     @property
-    def plan(self) -> DraftPlan:
+    def draft_plan(self) -> DraftPlan:
         return self.worker.plan
 
     def follows(self, index: int) -> bool:
@@ -115,66 +122,121 @@ class Speculator:
             if not is_of_one:
                 self.controller.give_up(FAILED)
                 self.offers, self.refused, self.found_none = {}, {}, set()
-                self.chosen, self.asked, self.waits_for_offers = None, [], False
+                self.planned, self.asked, self.waits_for_offers = None, [], False
         return otherwise
 
     # -- before a verify -----------------------------------------------------------------------------------------
 
-    def lengths(
-        self, jobs: Sequence[Job], taken: Sequence[int] = (), *, whole: bool = False, beside: int = 0
-    ) -> list[tuple[int, int]]:
-        """Choose (slot, drafts) of the next round. taken: of each, most tokens in flight; no grammar offers drafts behind those.
+    def state(
+        self,
+        decoding: Sequence[Job],
+        reading: Sequence[Job] = (),
+        *,
+        now: float = 0.0,
+        taken: Sequence[int] = (),
+        look: Callable[[], Mapping[int, Sequence[float]]] = dict,
+        n_under_way: int = 0,
+    ) -> RoundState:
+        """What the plan of a round knows. now: seconds, of the loop's clock; taken: of each decoding job, most tokens in flight; look: looks for
+        offers, if any may be verified; n_under_way: tokens of the prompt that is read by itself now"""
+        under_way, rules = taken or [0] * len(decoding), self.controller.rules
+        slots = [job.slot for job in decoding if job.slot is not None]
+        caps = [(s.index, self.most(j, n)) for s, j, n in zip(slots, decoding, under_way, strict=True)]
+        windowed = [slot for slot in slots if self.windowed is not None and self.follows(slot.index)]
+        return RoundState(
+            self.controller,
+            caps,
+            [_prompt(job, rules) for job in reading],
+            look,
+            now,
+            rules.graph_of(n_under_way) or 0,
+            self.draft_plan.tells and not taken,
+            [slot.index for slot in self.worker.table.slots if slot.busy] if self.read.unread else (),
+            self.lost_track,
+            {slot.index: slot.n_past for slot in windowed},
+            self.n_trained,
+        )
 
-        whole: they will be cut when they are known. beside: rows of prompts in the same forward
-        """
-        if self.read.unread:
-            due = partial(self.read.due, self.controller.mute | self.lost_track)
-            nobody: Sequence[Slot] = ()
-            for slot in self.decide("the choice of requests that the drafter reads", due, nobody):
-                self._or_lose_track(partial(self.read.join, slot), [slot])
-        none = [(job.slot.index, 0) for job in jobs if job.slot is not None]
-        choose = partial(self._lengths, jobs, taken, whole=whole, beside=beside)
-        return self.decide("the choice of draft lengths", choose, none)
-
-    def _lengths(
-        self, jobs: Sequence[Job], taken: Sequence[int], *, whole: bool, beside: int
-    ) -> list[tuple[int, int]]:
-        self._set_windows(jobs)
-        under_way = taken or [0] * len(jobs)
-        caps = [
-            (j.slot.index, self.most(j, n))
-            for j, n in zip(jobs, under_way, strict=True)
-            if j.slot is not None
-        ]
-        offers = {} if taken else {slot: offer.survival for slot, offer in self.offers.items()}
-        picked = self.controller.choose(caps, offers, beside)
-        for slot in self.lost_track:
-            self.controller.lanes[slot].reason = LOST_TRACK
-        if whole:
-            picked = self.controller.whole(caps, picked)
-        return [(slot, n) for (slot, _), n in zip(caps, picked, strict=True)]
-
-    def _set_windows(self, jobs: Iterable[Job]) -> None:
-        drafter = self.windowed
+    def take(self, state: RoundState, made: RoundPlan) -> None:
+        """The next round does this: the drafter joins requests, its windows are set, and the controller counts."""
+        self.controller.take(state, made)
+        slots, drafter = self.worker.table.slots, self.windowed
+        for slot in [slots[index] for index in made.joins]:
+            self._or_lose_track(partial(self.read.join, slot), [slot])
         if drafter is not None:
-            for slot in (
-                job.slot for job in jobs if job.slot is not None and self.follows(job.slot.index)
-            ):
-                drafter.set_window(slot, self.window(slot))
+            for index, n in made.windows.items():
+                drafter.set_window(slots[index], n)
+
+    def plan_ahead(self, jobs: Sequence[Job], taken: Sequence[int]) -> list[int]:
+        """Plan a round that is launched before the one in flight is read, and return the lengths of its drafts. No grammar offers drafts behind
+        those. taken: as in `state`"""
+
+        def planned() -> RoundPlan:
+            state = self.state(jobs, taken=taken)
+            made = self.controller.plan(state)
+            self.take(state, made)
+            return made
+
+        self.planned = self.decide("the plan of a round", planned, self._no_drafts(jobs))
+        return [n for _, n in self.planned.drafts]
+
+    def plan(self, jobs: Sequence[Job], now: float) -> tuple[RoundPlan, list[Job]]:
+        """Plan the next round, and return the jobs that take part. now: as in `state`"""
+        decoding = [job for job in jobs if job.is_decoding]
+        otherwise = self._no_drafts(decoding), list(jobs)
+        return self.decide("the plan of a round", lambda: self._plan(jobs, decoding, now), otherwise)
+
+    def _plan(
+        self, jobs: Sequence[Job], decoding: Sequence[Job], now: float
+    ) -> tuple[RoundPlan, list[Job]]:
+        reading = [job for job in jobs if not job.is_decoding]
+        made, self.planned, began, ms = self.planned, None, self.clock(), None
+        self.refused.clear()
+
+        @cache
+        def look() -> Mapping[int, Sequence[float]]:
+            nonlocal ms
+            held = [job for job in decoding if job.constraint is not None]
+            ms = self._collect_offers(decoding if self.suffixes.is_on else held)
+            return {slot: offer.survival for slot, offer in self.offers.items()}
+
+        slots = [job.slot.index for job in decoding if job.slot is not None]
+        if made is None or reading or [slot for slot, _ in made.drafts] != slots or look():
+            state = self.state(decoding, reading, now=now, look=look)
+            made = self.controller.plan(state)
+            self.take(state, made)
+        self.controller.n_paused = len(made.paused)
+        if made.alone is not None:
+            return made, [reading[made.alone]]
+        used = [slot for slot, n in made.drafts if n and slot in made.offered]
+        for slot in used:
+            lane = self.controller.lanes[slot]
+            lane.reason = f"{self.offers[slot].source} draft; {lane.reason}"
+        self.waits_for_offers = bool(used) or any(
+            isinstance(self.offers[slot], Offer) for slot in made.offered
+        )
+        if ms is not None:  # a drafter needs a plan, too
+            all_ms = ms if self.controller.n_own else 1e3 * (self.clock() - began)
+            self.controller.looked_up(all_ms, len(decoding))
+        paused = {reading[i].id for i in made.paused}
+        return made, [job for job in jobs if job.id not in paused] if paused else list(jobs)
+
+    def _no_drafts(self, jobs: Sequence[Job]) -> RoundPlan:
+        """All together, and no drafts."""
+        none = [(job.slot.index, 0) for job in jobs if job.slot is not None]
+        return RoundPlan(drafts=none, asked=none, rows=self.controller.rules.most)
 
     def window(self, slot: Slot) -> int:
-        """Last tokens of the slot's text that its drafts see; 0: all. Behind the drafter's trained length (its file's key) half of that, because
-        few distances in its training were longer."""
-        is_behind = self.windowed is not None and 0 < self.n_trained <= slot.n_past
-        return max(1, self.n_trained // 2) if is_behind else 0
+        """Last tokens of the slot's text that its drafts see; 0: all."""
+        return 0 if self.windowed is None else window(slot.n_past, self.n_trained)
 
     def most(self, job: Job, taken: int) -> int:
         """Most tokens that the drafter may draft."""
         if job.slot is not None and not (self.follows(job.slot.index) and self.read.may_draft(job.slot)):
             return 0
-        n_most = self.plan.n_draft if self.controller.force is None else self.controller.n_max
-        if job.slot is not None and self.plan.n_ctx:
-            n_most = max(0, min(n_most, self.plan.n_ctx - job.slot.n_past - taken))
+        n_most = self.draft_plan.n_draft if self.controller.force is None else self.controller.n_max
+        if job.slot is not None and self.draft_plan.n_ctx:
+            n_most = max(0, min(n_most, self.draft_plan.n_ctx - job.slot.n_past - taken))
         return min(n_most, self._most_offered(job, taken))
 
     def _most_offered(self, job: Job, taken: int = 0) -> int:
@@ -182,43 +244,13 @@ class Speculator:
         asked, most = job.request.n_draft_max, self.controller.n_max
         return max(0, min(most, job.n_left - taken - 1, most if asked is None else asked))
 
-    def draft(self, jobs: Sequence[Job], beside: int = 0) -> dict[int, Drafts]:
-        """Draft for these decoding jobs, by slot. A failure costs only this round's drafts. beside: as in `lengths`"""
-        none: tuple[list[tuple[int, int]], dict[int, Drafts]] = ([], {})
-        chosen, found = self.decide("the choice of drafts", lambda: self._choose(jobs, beside), none)
+    def draft(self, jobs: Sequence[Job], made: RoundPlan) -> dict[int, Drafts]:
+        """Draft for these decoding jobs as planned, by slot. A failure costs only this round's drafts."""
+        chosen = made.asked
+        found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in made.offered}
         asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
         found |= self._ask(jobs, asked)
         return self.decide("the cut of drafts", lambda: self._trim(jobs, chosen, asked, found), {})
-
-    def _choose(
-        self, jobs: Sequence[Job], beside: int
-    ) -> tuple[list[tuple[int, int]], dict[int, Drafts]]:
-        """The length of each slot's draft, and the drafts that are offered."""
-        chosen, self.chosen, began = self.chosen, None, self.clock()
-        held = [job for job in jobs if job.constraint is not None]
-        ms = self._collect_offers(jobs if self.suffixes.is_on else held)
-        if (
-            chosen is None
-            or self.offers
-            or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]
-        ):
-            chosen = self.lengths(jobs, whole=self.plan.tells, beside=beside)
-        offered = self.controller.offered
-        taken = [slot for slot, n in chosen if n and slot in offered]
-        for slot in taken:
-            lane = self.controller.lanes[slot]
-            lane.reason = f"{self.offers[slot].source} draft; {lane.reason}"
-        self.waits_for_offers = bool(taken) or any(
-            isinstance(self.offers[slot], Offer) for slot in offered
-        )
-        found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in offered}
-        if ms is not None:
-            self.host.plans(len(jobs), [(slot, n) for slot, n in chosen if n and slot in found])
-            all_ms = (
-                ms if self.controller.n_own else 1e3 * (self.clock() - began)
-            )  # a drafter needs a choice, too
-            self.host.took(all_ms, len(jobs))
-        return chosen, found
 
     def _trim(
         self,
@@ -264,7 +296,7 @@ class Speculator:
             DraftRequest(
                 job.slot,
                 job.anchor,
-                min(n, self.plan.n_draft),
+                min(n, self.draft_plan.n_draft),
                 self.controller.cuts,
                 self._draw(job) if n else None,
             )
@@ -288,11 +320,10 @@ class Speculator:
 
     def _draw(self, job: Job) -> DraftDraw | None:
         held = job.constraint is not None
-        return draft_draw(job.sampler, self.plan.draws, self.plan.n_draft, is_held=held)
+        return draft_draw(job.sampler, self.draft_plan.draws, self.draft_plan.n_draft, is_held=held)
 
     def _collect_offers(self, jobs: Sequence[Job]) -> float | None:
         """Returns the milliseconds of looking up earlier text; None: nothing was looked up."""
-        self.refused.clear()
         found, ms = self._find_offers(jobs)
         self.offers = {slot: offer for slot, offer in found.items() if offer.tokens}
         return ms
@@ -300,7 +331,7 @@ class Speculator:
     @property
     def looks_up(self) -> bool:
         """Texts are looked up for suffix drafts this round."""
-        return self.suffixes.is_on and self.controller.force is None and self.host.is_awake
+        return self.suffixes.is_on and self.controller.force is None and self.controller.looks_up
 
     def _find_offers(self, jobs: Sequence[Job]) -> tuple[dict[int, Offer | SuffixDraft], float | None]:
         """What each request's grammar or an earlier text offers, whichever promises more, by slot. Also the milliseconds of looking up earlier
@@ -349,13 +380,13 @@ class Speculator:
         caps = [(slot, self.most(job, 0)) for slot, job in slots if slot in likely]
         offers = {slot: each.survival for slot, each in likely.items()}
         gain = WORTH_READING if self.suffixes.is_on else 1.0
-        return self.controller.would_take(caps, offers, len(jobs), gain)
+        return would_take(self.controller, caps, offers, len(jobs), gain)
 
     def count_beside(self, launched: Launched, busy: int) -> None:
         """Count the time of suffix drafts beside this forward, unless the device still runs it: then no one waited."""
         beside, self.beside = self.beside, None
         if beside is not None and launched.is_over:
-            self.decide("the host's account", lambda: self.host.took(beside, busy), None)
+            self.decide("the host's account", lambda: self.controller.looked_up(beside, busy), None)
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], found: dict[int, Drafts]) -> None:
         """Replace the drafter's tokens behind the first one that the grammar refuses by the grammar's own offer, if it is likely."""
@@ -387,8 +418,7 @@ class Speculator:
                 offer.judge(n_draft, n_accepted)
             else:
                 self.suffixes.judge(slot, n_draft, n_accepted)
-                if n_draft:
-                    self.host.gave(slot, n_draft, n_accepted)
+                self.controller.record_offer(slot, n_draft, n_accepted)
             return
         if slot in self.found_none:
             self.found_none.discard(slot)
@@ -436,14 +466,14 @@ class Speculator:
 
     def _enter_texts(self, n_row: int, busy: int) -> None:
         """Enter a part of the texts that wait for suffix drafts, unless those rest."""
-        if self.suffixes.has_rest and not self.host.is_resting:
+        if self.suffixes.has_rest and self.controller.looks_up:
             began = self.clock()
             self.suffixes.observe(n_row)
-            self.host.took(1e3 * (self.clock() - began), busy)
+            self.controller.looked_up(1e3 * (self.clock() - began), busy)
 
     def enter_piece(self) -> bool:
         """Enter a piece of a text while the device runs. False if none waits, or suffix drafts rest."""
-        return not self.host.is_resting and self.suffixes.enter_piece()
+        return self.controller.looks_up and self.suffixes.enter_piece()
 
     def confirm_ahead(self, slots: Iterable[Slot]) -> None:
         """Confirm drafts that were made ahead: they continue the tokens that these slots have now."""
@@ -531,7 +561,7 @@ class Speculator:
         for slot in slots:
             self.end(slot)
         self.lost_track.clear()
-        self.chosen = None
+        self.planned = None
 
 
 def _better(constraint: Constraint, most: int, offer: SuffixDraft) -> Offer | SuffixDraft:
@@ -544,3 +574,9 @@ def _better(constraint: Constraint, most: int, offer: SuffixDraft) -> Offer | Su
 
 def _drafts_of(offer: Offer | SuffixDraft, n: int) -> Drafts:
     return Drafts(offer.tokens[:n], source=offer.source)
+
+
+def _prompt(job: Job, rules: PromptRules) -> Prompt:
+    """A request that is read, as plans see it."""
+    graph = rules.graph_of(job.n_prefill) if job.is_unread else None
+    return Prompt(job.todo[0], graph or 0, job.started, pauses(job, rules))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pyspec.engine.loop.disk_tier import DiskTier
+from pyspec.engine.loop.expert_cache import ExpertCache
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.speculator import Speculator
 from pyspec.engine.loop.stats import Stats
-from pyspec.engine.policy.rests import RESTS
 from pyspec.request import Metrics, SlotInfo
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.table import Slot, SlotTable
@@ -23,7 +23,7 @@ def slot_rows(
 
 
 def _slot_row(slot: Slot, job: Job | None, speculator: Speculator, n_ctx: int) -> SlotInfo:
-    controller, host, window = speculator.controller, speculator.host, speculator.window(slot)
+    controller, window = speculator.controller, speculator.window(slot)
     row = SlotInfo(
         slot=slot.index,
         n_ctx=n_ctx,
@@ -34,6 +34,7 @@ def _slot_row(slot: Slot, job: Job | None, speculator: Speculator, n_ctx: int) -
     if job is None:
         return row
     lane = controller.lanes[slot.index]
+    experts_per_row, miss_rate, row_ms = controller.rows.of_slot(slot.index)
     return replace(
         row,
         request=job.id,
@@ -44,12 +45,15 @@ def _slot_row(slot: Slot, job: Job | None, speculator: Speculator, n_ctx: int) -
         n_decoded=job.n_predicted,
         n_remain=job.n_left,
         n_draft=lane.n_draft,
-        draft_reason=RESTS if host.is_the_reason(slot.index) else lane.reason,
+        draft_reason=lane.reason,
         draft_window=window,
         draft_window_reason=f"drafts see the last {window} tokens, half of the drafter's trained length"
         if window
         else "",
         acceptance=lane.acceptance,
+        experts_per_row=experts_per_row,
+        miss_rate=miss_rate,
+        row_ms=row_ms,
         draft_n=sum(job.drafted),
         draft_n_accepted=sum(job.accepted),
         drafted_per_pos=tuple(job.drafted),
@@ -66,8 +70,9 @@ def metrics_of(
     processing: int,
     queued: int,
     suffix_bytes: int,
+    experts: ExpertCache | None = None,
 ) -> Metrics:
-    """The counters, with the gauges of pages, cache and queue. processing, queued: requests"""
+    """The counters, with the gauges of pages, caches and queue. processing, queued: requests"""
     table, states = cache.table, cache.states
     on_device, on_host = states.n_bytes
     counts = stats.snapshot(
@@ -83,4 +88,8 @@ def metrics_of(
         disk_bytes=0 if disk is None else disk.n_bytes,
         disk_read_bytes=0 if disk is None else disk.read_bytes,
         disk_written_bytes=0 if disk is None else disk.written_bytes,
+        expert_hits=0 if experts is None else experts.hits,
+        expert_misses=0 if experts is None else experts.misses,
+        expert_uploads=0 if experts is None else experts.n_upload,
+        expert_caches_frozen=0 if experts is None else int(bool(experts.frozen)),
     )

@@ -45,7 +45,8 @@ def asks_of(d: Description) -> list[Request]:
     """(op, spec), each once."""
     on = d.on
     found = [*_embedding(d), *_products(d, on), *_rings(d), *of_model(d.own, d.file, on)]
-    found += [*_head_copy(d), *d.draft.requests(replace(on, kv=d.draft_kv, n_rank=d.draft.n_rank))]
+    drafter = replace(on, kv=d.draft_kv, n_rank=d.draft.n_rank, placement=d.draft_placement)
+    found += [*_head_copy(d), *d.draft.requests(drafter)]
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
     if not d.settings.exact:
         found += [(linear_many, spec) for op, spec in found if op is linear_tall]

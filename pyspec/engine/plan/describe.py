@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from pyspec.cuda.machine import CUDA_PACKAGES, has_driver
 from pyspec.draft.choice import checked_draft, plan_draft
 from pyspec.draft.drafter import DraftPlan, TargetFile, draft_format
 from pyspec.draft.head_copy import HeadCopy, plan_head
-from pyspec.engine.plan.memory_plan import AssumedGpu, pick_dense
+from pyspec.engine.plan.memory_plan import AssumedGpu, DeviceRoom, pick_dense
+from pyspec.engine.plan.placement import NOTHING, AskedPlaces, FeedForward, PlaceFlags, blocks_of, wanted
 from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import read_config
@@ -23,6 +25,7 @@ from pyspec.models.checks import check_ranks, check_read, check_tensors
 from pyspec.models.cuts import surplus
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import LoadTypes
+from pyspec.models.placement import ON_CARD, Placement
 from pyspec.models.rope import RopeFlags, trained_length
 from pyspec.models.ropes import flags_of
 from pyspec.models.weights import cuts_of
@@ -35,9 +38,12 @@ from pyspec.slots.table import SlotTable, alloc_rows
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 from pyspec.text.vocab import vocabulary_flaws
+from pyspec.vision.pixels import pillow
+from pyspec.vision.projector import Projector, read_projector
 
 log = logging.getLogger(__name__)
 
+LEAST_CTX = 1024  # a load with shorter requests is refused, with a suggestion that fits
 START_CTX = 8192  # tokens of a request, before it is known how many fit (engine/plan/longest.py)
 
 
@@ -54,6 +60,10 @@ class Description:
     dense   the dtype matrices are unpacked to; None: they stay packed
     head    the copy of the target's head that drafts shall read, memory permitting
     assumed a GPU that is not here: nothing can be loaded, but planned
+    projector  with which the model sees; None: it does not
+    blocks, draft_blocks        feed-forwards of the target and of its drafter, in bytes
+    wanted, draft_wanted        those that flags put into host memory
+    placement, draft_placement  those that are there: the fit decides about experts (fitted.py)
     """
 
     path: Path
@@ -70,10 +80,34 @@ class Description:
     dense: torch.dtype | None
     head: HeadCopy | None
     assumed: AssumedGpu | None = None
+    blocks: tuple[FeedForward, ...] = ()
+    draft_blocks: tuple[FeedForward, ...] = ()
+    wanted: AskedPlaces = NOTHING
+    draft_wanted: AskedPlaces = NOTHING
+    placement: Placement = ON_CARD
+    draft_placement: Placement = ON_CARD
+    projector: Projector | None = None
 
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def room(self) -> DeviceRoom:
+        """Memory of the device for this load."""
+        return DeviceRoom.of(self.device, self.settings, self.assumed)
+
+    @property
+    def in_host(self) -> list[tuple[FeedForward, int]]:
+        """Blocks whose experts are in host memory, the drafter's behind the target's, each with its slots on the card."""
+        placed = (self.blocks, self.placement), (self.draft_blocks, self.draft_placement)
+        return [(b, n) for blocks, at in placed for b in blocks if (n := at.slots(b.prefix)) is not None]
+
+    @property
+    def away(self) -> list[FeedForward]:
+        """Blocks whose feed-forwards without experts are in host memory, the drafter's behind the target's."""
+        placed = (self.blocks, self.placement), (self.draft_blocks, self.draft_placement)
+        return [b for blocks, at in placed for b in blocks if b.prefix in at.dense]
 
     @property
     def rope(self) -> RopeFlags:
@@ -87,7 +121,7 @@ class Description:
     @property
     def on(self) -> LoadTypes:
         """Choices that the target's kernels depend on."""
-        return LoadTypes(self.device, self.kv, self.dense, self.rope, self.settings.tp)
+        return LoadTypes(self.device, self.kv, self.dense, self.rope, self.settings.tp, self.placement)
 
     @property
     def draft_kv(self) -> KvFormat:
@@ -115,8 +149,21 @@ class Description:
 
     @property
     def batch(self) -> int:
-        """Rows of a forward in which no slot decodes."""
-        return batch_of(self.settings, self.device)
+        """Rows of a forward in which no slot decodes. A picture that is seen both ways is in one forward, beside a verify of all slots."""
+        n_row = batch_of(self.settings, self.device)
+        if self.projector is None or not self.are_whole:
+            return n_row
+        return max(n_row, self.projector.most_rows + self.settings.np * self.width)
+
+    @property
+    def are_whole(self) -> bool:
+        """A row of a picture sees all of it in some layer, so a forward has whole pictures."""
+        return self.projector is not None and self.config.sees_pictures != ""
+
+    @property
+    def encodes_on(self) -> torch.device:
+        """The device of the projector."""
+        return self.device if self.settings.mmproj_offload else torch.device("cpu")
 
     @property
     def sizes(self) -> CacheSizes:
@@ -185,6 +232,11 @@ def describe(
     for flaw in vocabulary_flaws(file.fields, *words, has_end=bool(tokenizer.eog)):
         log.warning("%s", flaw)
     settings = replace(settings, ctx=n_ctx if settings.ctx else 0)
+    projector = _projector(settings, file)
+    blocks = blocks_of(file.tensors, 0, config.n_layer)
+    first = config.n_layer if plan.file is file else 0
+    draft_blocks = () if plan.file is None else blocks_of(plan.file.tensors, first, _n_block(plan.file))
+    places = _wanted(settings, device, dense, (file, blocks), (plan.file, draft_blocks))
     return Description(
         path=path,
         settings=settings,
@@ -200,7 +252,62 @@ def describe(
         dense=dense,
         head=head,
         assumed=assumed,
+        blocks=blocks,
+        draft_blocks=draft_blocks,
+        wanted=places[0],
+        draft_wanted=places[1],
+        projector=projector,
     )
+
+
+def _projector(s: EngineSettings, file: GGUFFile) -> Projector | None:
+    """The projector that the settings name, which fits the model. Raises ModelError, PairError."""
+    if not s.mmproj:
+        return None
+    pillow()
+    projector = read_projector(Path(s.mmproj), s.image_min_tokens or None, s.image_max_tokens or None)
+    projector.check_pair(file)
+    return projector
+
+
+def _n_block(file: GGUFFile) -> int:
+    """Blocks of a file by the names of its tensors."""
+    found = (re.match(r"blk\.(\d+)\.", name) for name in file.tensors)
+    return max((int(m[1]) + 1 for m in found if m), default=0)
+
+
+def _wanted(
+    s: EngineSettings,
+    device: torch.device,
+    dense: torch.dtype | None,
+    *files: tuple[GGUFFile | None, tuple[FeedForward, ...]],
+) -> tuple[AskedPlaces, ...]:
+    """What flags put into host memory, of the target's file and of the drafter's. Raises ConfigError."""
+    flags = PlaceFlags.of(s), PlaceFlags.of_drafter(s)
+    if device.type != "cuda":
+        for one in flags:
+            if one.given:
+                log.info("%s: no effect on a CPU, where all weights are in host memory", one.given)
+        return NOTHING, NOTHING
+    found, gpu = [], f"CUDA{device.index or 0}"
+    for one, (file, blocks) in zip(flags, files, strict=True):
+        prefixes = {block.prefix for block in blocks}
+        names = [] if file is None else file.tensors
+        if blocks and one.suffix and file is files[0][0]:  # -ot names the target's tensors
+            names = [name for name in names if ".".join(name.split(".")[:2]) in prefixes]
+        here = wanted(one, blocks, names, gpu)
+        for note in here.notes:
+            log.info("%s", note)
+        if here and s.tp > 1:
+            raise ConfigError(
+                f"{here.given} with --tp {s.tp}: feed-forwards in host memory go with one GPU; leave one of both out"
+            )
+        if here and dense is not None:
+            raise ConfigError(
+                f"{here.given}: feed-forwards in host memory stay packed; leave --weights dense out"
+            )
+        found.append(here)
+    return tuple(found)
 
 
 def of_one_type(config: ModelSpec, settings: EngineSettings) -> EngineSettings:
@@ -224,7 +331,10 @@ def check_is_target(file: GGUFFile, path: Path) -> None:
             f"{path.name} is a drafter ({kind}), no model that answers; type -m TARGET.gguf -md {path}"
         )
     if (what := PARTS_OF_MODELS.get(file.architecture)) is not None:
-        raise ModelError(f"{path.name} is {what}, no model that answers; it is not supported")
+        its_use = (
+            "it goes beside one: --mmproj" if file.architecture == "clip" else "it is not supported"
+        )
+        raise ModelError(f"{path.name} is {what}, no model that answers; {its_use}")
 
 
 def resized(d: Description, np: int, n_ctx: int) -> Description:

@@ -9,8 +9,8 @@ from pyspec.config import EngineSettings
 from pyspec.cpu.kernels import planning
 from pyspec.engine.plan.describe import START_CTX, Description, describe, resized
 from pyspec.engine.plan.longest import here, usable_bytes, widened
-from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, checkpoint_bytes, room_on
-from pyspec.engine.plan.planned_bytes import plan_memory
+from pyspec.engine.plan.memory_plan import AssumedGpu, HostPlan, MemoryPlan, checkpoint_bytes
+from pyspec.engine.plan.planned_bytes import host_bytes, plan_host, plan_memory
 
 SLOTS = (1, 2, 4, 8, 16, 32)
 ENOUGH = 32768  # tokens of a request that are worth more than another slot
@@ -34,6 +34,7 @@ class FitReport:
     kv_per_slot, state_per_slot, draft_per_slot, checkpoint   bytes of one slot: pages, recurrent state, the drafter's, and of one checkpoint
     usable      bytes for a plan: free memory less a reserve for other processes
     fits        for several numbers of slots, the context that a load without `-c` has
+    host        memory of the host, if experts are there; host_free: what it has
     """
 
     description: Description
@@ -45,10 +46,12 @@ class FitReport:
     free: int
     usable: int
     fits: tuple[Fit, ...]
+    host: HostPlan | None = None
+    host_free: int = 0
 
     @property
     def fits_as_asked(self) -> bool:
-        return self.asked.total <= self.usable
+        return self.asked.total <= self.usable and holds(self.host, self.host_free)
 
     def best(self, np: int = 0, n_ctx: int = 0) -> Fit | None:
         """The most slots, up to `np`, with enough tokens each. None: nothing fits.
@@ -64,14 +67,14 @@ class FitReport:
         return max(long, key=lambda f: f.np) if long else max(able, key=lambda f: f.n_ctx, default=None)
 
 
-def fit(path: Path, settings: EngineSettings, vram: int = 0) -> FitReport:
-    """Plan a load of `path`. vram: bytes free on an assumed GPU. Raises the errors of `describe`."""
+def fit(path: Path, settings: EngineSettings, vram: int = 0, ram: int = 0) -> FitReport:
+    """Plan a load of `path`. vram: bytes free on an assumed GPU; ram: on its host, 0: as here. Raises the errors of `describe`."""
     with planning():
-        return _fit(path, settings, vram)
+        return _fit(path, settings, AssumedGpu(vram, ram=ram) if vram else None)
 
 
-def _fit(path: Path, settings: EngineSettings, vram: int) -> FitReport:
-    d = widened(describe(path, settings, AssumedGpu(vram) if vram else None), tells=False)
+def _fit(path: Path, settings: EngineSettings, assumed: AssumedGpu | None) -> FitReport:
+    d = widened(describe(path, settings, assumed), tells=False)
     usable = usable_bytes(d)
     one, two = (plan_memory(resized(d, np, d.n_ctx)) for np in (1, 2))
     counts = sorted({*SLOTS, settings.np})
@@ -82,8 +85,10 @@ def _fit(path: Path, settings: EngineSettings, vram: int) -> FitReport:
         state_per_slot=two.state - one.state,
         draft_per_slot=two.draft_kv - one.draft_kv,
         checkpoint=checkpoint_bytes(d.config.parts(), d.sizes),
-        free=room_on(d.device, d.assumed),
+        free=d.room.free,
         usable=usable,
+        host=plan_host(d),
+        host_free=host_bytes(d),
         fits=tuple(_largest(d, np, usable) for np in counts),
     )
 
@@ -93,4 +98,10 @@ def _largest(d: Description, np: int, usable: int) -> Fit:
     start = resized(d, np, min(START_CTX, d.n_ctx_train))
     wide = widened(replace(start, settings=replace(start.settings, ctx=0)), tells=False)
     plan = here(wide, plan_memory(wide))
-    return Fit(np, wide.n_ctx if plan.total <= usable else 0, plan)
+    fits = plan.total <= usable and holds(plan_host(wide), host_bytes(wide))
+    return Fit(np, wide.n_ctx if fits else 0, plan)
+
+
+def holds(plan: HostPlan | None, free: int) -> bool:
+    """Whether the host has the memory."""
+    return plan is None or plan.total <= free

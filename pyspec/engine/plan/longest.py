@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyspec.config import MAX_CTX, MAX_POOL
-from pyspec.engine.plan.describe import Description, resized
-from pyspec.engine.plan.memory_plan import RESERVE, MemoryPlan, room_on
+from pyspec.engine.plan.describe import LEAST_CTX, Description, resized
+from pyspec.engine.plan.fitted import fitted
+from pyspec.engine.plan.memory_plan import MemoryPlan
 from pyspec.engine.plan.planned_bytes import plan_memory
 
 log = logging.getLogger(__name__)
 
 STEP = 256  # contexts are rounded to multiples
-LEAST = 1024  # a load with shorter requests is refused, with a suggestion that fits
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ def here(d: Description, plan: MemoryPlan) -> MemoryPlan:
 
 def usable_bytes(d: Description) -> int:
     """Bytes of the device for a plan: free memory less a reserve for other processes, a replica's part of it on a CPU."""
-    n_engine = 1 if d.is_cuda else d.settings.replicas
-    return int(room_on(d.device, d.assumed) * (1 - RESERVE)) // n_engine
+    return d.room.usable // (1 if d.is_cuda else d.settings.replicas)
 
 
 def most_tokens(
@@ -61,8 +60,10 @@ def most_tokens(
 
 
 def widened(d: Description, *, tells: bool = True) -> Description:
-    """Set the length of a request to the most tokens that fit, if none is given, and log it. A plan for very few tokens is left for the load to
-    refuse."""
+    """Place experts and feed-forwards (`fitted`), and set the length of a request to the most tokens that fit, if none is given, and log it. A plan
+    for very few tokens is left for the load to refuse. Where experts are in host memory, memory goes to their copies before length."""
+    if (d := fitted(d)).in_host:
+        return d
     s, trained = d.settings, d.n_ctx_train
     if s.ctx:
         return d
@@ -84,7 +85,7 @@ def widened(d: Description, *, tells: bool = True) -> Description:
     n = most_tokens(planned, most, as_fast) if short.holds(first) else 0
     if n < d.n_ctx:
         n = d.n_ctx if short.holds(first) else most_tokens(planned, min(most, d.n_ctx), short.holds)
-    if n < min(LEAST, most):
+    if n < min(LEAST_CTX, most):
         return d
     if not tells:
         return resized(d, s.np, n)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pyspec.catalog import catalogue
-from pyspec.engine.plan.fit import FitReport, fit
+from pyspec.engine.plan.fit import FitReport, fit, holds
 from pyspec.engine.plan.look_apart import HeadsRead, Named, Plan
 from pyspec.engine.plan.memory_plan import size
 from pyspec.errors import PyspecError
@@ -41,6 +41,8 @@ def look(plan: Plan, named: Named) -> HeadsRead:
         d = report.description
         asked = f"-np {d.settings.np} -c {d.n_ctx}"
         needs = f"{path.name} needs {size(report.asked.total)} with {asked}, and {size(report.usable)} may be used on {d.device}"
+        if not holds(report.host, report.host_free):
+            needs += f", and of host memory {report.host}, of which {size(report.host_free)} are free"
         if named.is_open and (other := quant_as_asked(report, named)) is not None:
             said = f"{needs}: {other.named} is taken, from the same repository"
             return HeadsRead(said, quant=other.quant, seen=dict(heads.seen))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from pyspec.config import EngineSettings
 from pyspec.cuda.ops.peer_sum.places import Places
 from pyspec.cuda.packed_cpu import runs_experts, runs_packed
 from pyspec.errors import DoesNotFit
@@ -26,9 +27,9 @@ CUDA_BYTES = 600 << 20  # of a process on a GPU before it allocates anything: co
 PIECE_BYTES = 1 << 20  # mean loss per driver allocation: torch makes those in pieces of 2 MiB and more
 GRAPH_LOSS = 1.5  # factor on a forward's memory in a graph: results lie in its midst
 LIBRARY_BYTES = 860 << 20  # of NCCL's channels, on each rank
-NO_COPIES: tuple[
-    str, ...
-] = ()  # architectures where prompts run from packed weights at the rate of copies
+SPARE_BYTES = 4 << 30  # of the host, left to this process and others beside experts
+# Architectures where prompts run from packed weights at the rate of copies
+NO_COPIES: tuple[str, ...] = ()
 
 
 def rank_bytes(n: int) -> int:
@@ -46,6 +47,9 @@ class MemoryPlan:
     draft_weights: int = 0
     draft_kv: int = 0
     draft_head: int = 0  # a coarse copy of the head, for drafts
+    expert_cache: int = 0  # copies of experts that are in host memory
+    staging: int = 0  # experts on their way from there
+    projector: int = 0  # the encoder of images: weights, and activations of one image
     wide: int = 0  # f16 copies for wide batches
     activations: int = 0  # temporary memory of forwards
     workspace: int = 0  # results that graphs keep, the GPU's own
@@ -59,8 +63,8 @@ class MemoryPlan:
     def of_others(self) -> MemoryPlan:
         """The plan of any rank but the first, which has the drafter, unless ranks divide it."""
         if self.divides_draft:
-            return self
-        return replace(self, draft_weights=0, draft_kv=0, draft_head=0)
+            return replace(self, projector=0)
+        return replace(self, draft_weights=0, draft_kv=0, draft_head=0, projector=0)
 
     def together(self, n: int) -> MemoryPlan:
         """The plan of all `n` ranks together."""
@@ -81,11 +85,41 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class AssumedGpu:
-    """An assumed GPU, for a plan on paper: its free memory, and the architecture of its kernels."""
+    """An assumed GPU, for a plan on paper: its free memory, and the architecture of its kernels. ram: free memory of its host; 0: as here."""
 
     free: int
     arch: str = "sm_90a"
     n_sm: int = 132
+    ram: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """Bytes of the host where experts, or other feed-forwards, are in its memory.
+
+    weights  those, as in the file
+    jobs     page-locked rows, choices and results that card and host exchange
+    cache    checkpoints of the prefix cache
+    spare    for all else
+    """
+
+    weights: int
+    jobs: int
+    cache: int
+    spare: int = SPARE_BYTES
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.jobs + self.cache + self.spare
+
+    def __str__(self) -> str:
+        parts = (
+            ("weights", self.weights),
+            ("jobs", self.jobs),
+            ("prefix cache", self.cache),
+            ("spare", self.spare),
+        )
+        return ", ".join(f"{name} {size(n)}" for name, n in parts if n) + f"; {size(self.total)} in all"
 
 
 NAMES = {
@@ -95,6 +129,9 @@ NAMES = {
     "draft_weights": "draft weights",
     "draft_kv": "draft KV",
     "draft_head": "draft head",
+    "expert_cache": "expert cache",
+    "staging": "staging",
+    "projector": "projector",
     "wide": "f16 copies",
     "activations": "activations",
     "workspace": "workspace",
@@ -228,42 +265,74 @@ def _runs_packed(file: GGUFFile, device: torch.device) -> bool:
     return device.type == "cpu" and all(map(runs_packed, types)) and all(map(runs_experts, of_experts))
 
 
-def room_on(device: torch.device, assumed: AssumedGpu | None) -> int:
-    """Memory that can be allocated on the device, or on the assumed one."""
-    return free_bytes(device) if assumed is None else assumed.free
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """Memory of a device for this process: free bytes, of which `margin` stay free; -1: a share, RESERVE."""
+
+    free: int
+    margin: int = -1
+
+    @classmethod
+    def of(
+        cls, device: torch.device, s: EngineSettings, assumed: AssumedGpu | None = None
+    ) -> DeviceRoom:
+        """On the device, or on the assumed one, within --vram and -fitt."""
+        free = free_bytes(device) if assumed is None else assumed.free
+        if device.type != "cuda":
+            return cls(free)
+        targets = [int(mib) << 20 for mib in s.fit_target.split(",") if mib]
+        at = min(device.index or 0, len(targets) - 1)
+        return cls(min(free, s.vram or free), targets[at] if targets else -1)
+
+    @property
+    def usable(self) -> int:
+        """Bytes for a plan."""
+        return int(self.free * (1 - RESERVE)) if self.margin < 0 else max(0, self.free - self.margin)
+
+
+def cap_memory(device: torch.device, s: EngineSettings) -> None:
+    """Let this process take no more of a GPU than --vram, beside what engines before this one have, or as much as there is without it; what it
+    has before it allocates, and NCCL's, count."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        others = CUDA_BYTES + (LIBRARY_BYTES if s.tp > 1 else 0)
+        most = s.vram + torch.cuda.memory_reserved(device) - others if s.vram else total
+        torch.cuda.set_per_process_memory_fraction(min(max(0, most), total) / total, device)
 
 
 def with_copies(
-    plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, assumed: AssumedGpu | None = None
+    plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, room: DeviceRoom
 ) -> MemoryPlan:
     """Add f16 copies for wide batches, if a GPU has memory to spare and `packed` is not set."""
-    if (
-        device.type != "cuda"
-        or wanted != "auto"
-        or plan.total + n_bytes > 0.85 * room_on(device, assumed)
-    ):
+    if device.type != "cuda" or wanted != "auto" or plan.total + n_bytes > 0.85 * room.free:
         return plan
     return replace(plan, wide=n_bytes)
 
 
-def with_head(
-    plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, assumed: AssumedGpu | None = None
-) -> MemoryPlan:
+def with_head(plan: MemoryPlan, n_bytes: int, wanted: str, room: DeviceRoom) -> MemoryPlan:
     """Add a coarse copy of the head, if memory suffices or it was asked for."""
     more = replace(plan, draft_head=n_bytes)
-    if wanted == "auto" and more.total > room_on(device, assumed) * (1 - RESERVE):
-        return plan
-    return more
+    return plan if wanted == "auto" and more.total > room.usable else more
 
 
-def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int, packed: bool) -> None:
-    """Refuse a plan that is larger than the device, and name the flags that would make it fit."""
-    free = free_bytes(device)
+def check_fit(
+    plan: MemoryPlan,
+    device: torch.device,
+    *,
+    n_slot: int,
+    n_ctx: int,
+    packed: bool,
+    settings: EngineSettings = EngineSettings(),  # noqa: B008 - frozen
+    more: str = "",
+) -> None:
+    """Refuse a plan that is larger than the device, and name the flags that would make it fit. more: a flag that would, too."""
+    here = DeviceRoom.of(device, settings)
+    free, usable = here.free, here.usable
     log.info("memory plan: %s; %s free on %s", plan, size(free), device)
-    if plan.total <= free * (1 - RESERVE):
+    if plan.total <= usable:
         return
-    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights - plan.draft_head
-    room -= plan.activations + plan.workspace
+    room: float = usable - plan.weights - plan.draft_weights - plan.draft_head
+    room -= plan.activations + plan.workspace + plan.staging + plan.projector
     slots = plan.kv + plan.state + plan.draft_kv
     hints = []
     if room > 0:
@@ -272,10 +341,12 @@ def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int
         kv = plan.kv + plan.draft_kv
         if kv and (c := int(n_ctx * (room - plan.state) / kv) // 256 * 256) >= 256:
             hints.append(f"-c {c}")
-    if plan.draft_head and plan.total - plan.draft_head <= free * (1 - RESERVE):
+    if plan.draft_head and plan.total - plan.draft_head <= usable:
         hints.append("--draft-head full")
     if not packed and plan.weights > 0.5 * free:
         hints.append("--weights packed")
+    if more:
+        hints.append(more)
     advice = (
         f"; this would fit: {' or '.join(hints)}"
         if hints

@@ -6,18 +6,25 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.linear import unpacked
+from pyspec.cuda.ops.moe.host import staging_bytes
+from pyspec.cuda.ops.moe.lane import JOB_ROWS
 from pyspec.cuda.ops.peer_sum.places import Places
 from pyspec.draft.drafter import OWN_HEAD
 from pyspec.engine.plan.describe import Description, arena_pages, rings_of
 from pyspec.engine.plan.memory_plan import (
     NO_COPIES,
     PIECE_BYTES,
+    SPARE_BYTES,
     ForwardSizes,
+    HostPlan,
     MemoryPlan,
     checkpoint_bytes,
+    free_bytes,
     memory_bytes,
     rank_bytes,
     size,
@@ -25,7 +32,9 @@ from pyspec.engine.plan.memory_plan import (
     with_head,
     workspace_bytes,
 )
+from pyspec.engine.plan.placement import N_POOL, in_host
 from pyspec.models import coarse
+from pyspec.models.blocks.moe import Experts
 from pyspec.models.kernels import ForwardNeeds, needs_of_model
 from pyspec.models.part import AttentionShape
 from pyspec.models.wants import HEAD
@@ -34,6 +43,8 @@ from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_r
 from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import Paged, Recurrent
 
+PACKING_BYTES = 128 << 20  # of the pieces of a matrix that is packed
+STREAM_BYTES = 64 << 20  # cuBLAS's workspace of a stream, on Hopper
 MOST_STARTS = 4  # states where short prompts end, which are kept on the device
 
 
@@ -47,11 +58,16 @@ def plan_memory(d: Description) -> MemoryPlan:
     # of a drafter that is not in the target's
     own_file = None if d.draft.file is d.file else d.draft.file
     draft_shares = {} if own_file is None else shares_of(own_file, d.draft.wants, d.draft.n_rank)
-    unread = _unread(d)
+    unread = _unread(d) | in_host(d.placement)
+    own_unread = in_host(d.draft_placement)
+    if own_file is None:
+        unread |= in_host(d.draft_placement)
     read = [t for name, t in shares.items() if name not in unread]
-    read += draft_shares.values()
+    read += [t for name, t in draft_shares.items() if name not in own_unread]
     weights = weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d)
     n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
+    if d.in_host or d.away:  # weights on the card are worth more than copies
+        n_wide = 0
     needs = _needs(d)
     activations, workspace = _workspace(d, needs)
     workspace += attention_bytes(d)
@@ -64,28 +80,84 @@ def plan_memory(d: Description) -> MemoryPlan:
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
         draft_weights=0
         if own_file is None
-        else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared, draft_shares),
+        else weight_bytes(own_file, d.dense, d.is_cuda, own_unread.union(d.draft.shared), draft_shares),
         draft_kv=draft_kv,
+        expert_cache=cache_bytes(d),
+        staging=max(
+            [staging_bytes(b.expert, may_move=True) for b, _ in d.in_host]
+            + [staging_bytes(b.dense, may_move=False) for b in d.away],
+            default=0,
+        ),
         draft_head=head_for_drafts(d),
+        projector=projector_bytes(d),
         activations=activations + needs.scratch + _ring_tables(d),
         workspace=workspace,
         divides_draft=d.draft.n_rank > 1,
     )
     if d.head is not None:
         plan = with_head(
-            plan,
-            coarse.coarse_bytes(d.head.info, d.head.to, d.device),
-            d.device,
-            s.draft_head,
-            d.assumed,
+            plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), s.draft_head, d.room
         )
     arch = unpacked.arch_on(d.device) if d.assumed is None else d.assumed.arch
-    plan = with_copies(
-        plan, 0 if s.exact or arch in NO_COPIES else n_wide, d.device, s.weights, d.assumed
-    )
+    plan = with_copies(plan, 0 if s.exact or arch in NO_COPIES else n_wide, d.device, s.weights, d.room)
     if d.dense is not None or s.exact or plan.wide:
         return plan
     return replace(plan, workspace=plan.workspace + unpacked.scratch_bytes(arch))
+
+
+def projector_bytes(d: Description) -> int:
+    """Of images on the model's device: the encoder's weights, activations of the largest one, and on a GPU what libraries keep for its stream, and
+    rows that forwards read: those of one forward, and of two images that are read in part."""
+    p = d.projector
+    if p is None:
+        return 0
+    rows = 4 * p.width * (d.batch + 2 * p.most_rows) if d.is_cuda else 0
+    if d.encodes_on.type != d.device.type:
+        return rows
+    size = 2 if d.is_cuda else 4
+    return rows + (STREAM_BYTES if d.is_cuda else 0) + p.weight_bytes(size) + p.work_bytes(size)
+
+
+def cache_bytes(d: Description) -> int:
+    """Slots of experts on the card, rounded up as the allocator does."""
+    return sum(n * block.expert + N_POOL * PIECE_BYTES for block, n in d.in_host if n)
+
+
+def load_bytes(d: Description) -> int:
+    """Memory that a load takes for a while: the largest matrix as in the file, once more because memory for such is not given
+    back in between, and pieces of it while they are packed."""
+    away = in_host(d.placement) | _unread(d)
+    return 2 * max(t.n_bytes for name, t in d.file.tensors.items() if name not in away) + PACKING_BYTES
+
+
+def job_bytes(d: Description) -> int:
+    """Rows in f32, their choices, and what each chosen expert makes of them: one job at a time."""
+    specs = [spec for block in d.own.blocks for spec in block.specs if isinstance(spec, Experts)]
+    widths = [(spec.latent or d.own.n_embd, spec.n_used) for spec in specs] or [(d.own.n_embd, 1)]
+    return max(JOB_ROWS * (4 * n + n_used * (4 * n + 8)) for n, n_used in widths)
+
+
+def plan_host(d: Description) -> HostPlan | None:
+    """Memory of the host where experts or other feed-forwards are there; None where there are none. The prefix cache has what they leave of its
+    share."""
+    n, free = d.settings.replicas, host_bytes(d)
+    dense = sum(block.dense for block in d.away)
+    weights = n * (dense + sum(block.experts for block, _ in d.in_host))
+    if not weights:
+        return None
+    jobs = n * job_bytes(d)
+    left = max(0, free - weights - jobs - SPARE_BYTES)
+    return HostPlan(weights, jobs, min(n * cache_ram(d), left))
+
+
+def cache_ram(d: Description) -> int:
+    """Host memory of one engine's prefix cache, where no experts want it."""
+    return min(d.settings.cache_ram << 20, host_bytes(d) // 2) if d.settings.prefix_cache else 0
+
+
+def host_bytes(d: Description) -> int:
+    """Free memory of the host, or of the assumed one."""
+    return (d.assumed.ram if d.assumed is not None else 0) or free_bytes(torch.device("cpu"))
 
 
 def missing_copy(d: Description, plan: MemoryPlan) -> str:
@@ -178,10 +250,8 @@ def _workspace(d: Description, needs: ForwardNeeds) -> tuple[int, int]:
     s, c = d.settings, d.own
     most = most_rows(s.np, d.width)
     graphs = graph_shapes(s.np, d.width, singles=d.draft.n_held > 0, most=most) if d.is_cuda else []
-    rows, blocks = (
-        s.np * d.width,
-        s.np * d.draft.overhang,
-    )  # of a verify of all slots, of a draft of blocks
+    # Of a verify of all slots, of a draft of blocks
+    rows, blocks = s.np * d.width, s.np * d.draft.overhang
     in_graphs = d.draft.is_chain and blocks <= BUCKETS[-1]
     large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
     sizes = ForwardSizes(

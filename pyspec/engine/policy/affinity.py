@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from pyspec.request import Request
+from pyspec.slots.images import routed
 
 BLOCK = 32  # tokens that are known or unknown together
 WORTH = 512  # tokens to read that weigh as much as one more open request, while no request waits (tools/simulate_routing.py)
@@ -23,7 +24,9 @@ def chain(tokens: Sequence[int], salt: str = "") -> list[int]:
 
 def chain_of(request: Request) -> list[int]:
     """`chain` of a request's prompt; empty if it does not use the cache."""
-    return chain(request.prompt, request.cache_salt) if request.cache_prompt else []
+    if not request.cache_prompt:
+        return []
+    return chain(routed(request.prompt, request.images), request.cache_salt)
 
 
 class KnownTexts:

@@ -1,4 +1,5 @@
-"""What work costs: measured milliseconds by size, on machines that are busy with other work, too. Arithmetic only: no torch, and no clock."""
+"""What work costs: measured milliseconds by size, on machines that are busy with other work, too. And what is owed for work that did not pay
+(`Account`). Arithmetic only: no torch, and no clock."""
 
 from __future__ import annotations
 
@@ -13,16 +14,21 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pyspec.engine.policy.row_costs import NO_EXPERTS, Brought, Factors
+
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to trust them
-N_AGREE = 3  # samples that settle a size if they agree:
-AGREE, SLACK = (
-    1.5,
-    0.1,
-)  # the median is at most this factor above the least, plus this share of a plain round
-CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy machine made those too slow, and drafts would rest [0 and 1: 0.997]
+N_AGREE = N_SAMPLE // 2 + 1  # samples that settle a size if they agree:
+# the median is at most this factor above the least, plus this share of a plain round.
+AGREE, SLACK = 1.5, 0.1
+LIKELY = (
+    1.25  # a single sample above this factor of the straight line counts as noise [1.0: 0.99, 4: 0.98]
+)
+CAUTION = 0.5  # share of the steepness beyond sizes that a warm-up left: a busy machine made those too slow, and drafts would rest [0: 0.997, 1: 0.963]
+LEAST = 0.05  # share of a usual round that a round takes in any case
 FELL = 2.0  # factor by which a size's time has to fall to show that other work disturbed it (tests/test_control_noise.py: offers are taken again)
-# a single sample above this factor of the straight line counts as noise [1.0: 0.99, 4: 0.98]
-LIKELY = 1.25
+SHARE = 0.004  # of all time, that may be lost to what does not pay: chosen; tools/replay.py gives the same with 0.001 and 0.016
+LIMIT = 2.0  # plain rounds of debt that begin a rest, and that may be saved in advance [0.5: 0.995, 8: the same]
+MOST_DEBT = 16.0  # rounds: a pause of the machine is not held against it for longer, and no time that was saved counts for more [4: 0.99]
 
 
 def bucket(size: int) -> int:
@@ -37,8 +43,11 @@ def half_octave(size: int) -> int:
 
 
 class Sample(NamedTuple):
+    """ms: of a round with the usual experts; brought: those that it had, nothing where all are on the card."""
+
     ms: float
     size: int
+    brought: Brought = NO_EXPERTS
 
 
 def _agree(times: Sequence[float], slack: float) -> bool:
@@ -58,6 +67,8 @@ class Timer:
 
     sparse: sizes are seldom the same, and no warm-up times them. So one sample tells, those of half an octave count together, and each stands
     at its own size. What is smaller than all that were measured counts as if half of the smallest were fixed; what is larger, as if nothing were.
+
+    shift  milliseconds that rounds take now beyond those with the usual experts (`row_costs.py`)
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket, *, sparse: bool = False) -> None:
@@ -71,8 +82,9 @@ class Timer:
         self._ms: list[float] = []
         self._was_warmed = False  # a warm-up timed sizes
         self._slope = 0.0  # milliseconds of a further size, beyond them
+        self.shift = 0.0
 
-    def add(self, size: int, ms: float) -> None:
+    def add(self, size: int, ms: float, brought: Brought = NO_EXPERTS) -> None:
         """Add a sample."""
         at, size = size, self.bucket(size)
         if self.knows(size) and FELL * ms < min(self.samples[size]).ms:
@@ -82,7 +94,7 @@ class Timer:
             newer = sorted([*(sample.ms for sample in samples), ms][1:])
             if samples[0].ms < newer[0] and not _agree(newer, 0.0):
                 del samples[1]  # the least stands until newer ones agree that it is longer
-        samples.append(Sample(ms, at if self.sparse else size))
+        samples.append(Sample(ms, at if self.sparse else size, brought))
         self.fresh.add(size)
         if self._was_warmed and size not in self.used:
             self.used.add(size)
@@ -94,6 +106,15 @@ class Timer:
             self._slope = self._steepness()
         elif self.knows(size) or i == len(self._sizes):
             self._tabulate()
+
+    def recount(self, old: Factors, new: Factors) -> None:
+        """The usual experts, or their factors, have changed."""
+        for size, samples in self.samples.items():
+            self.samples[size] = deque(
+                (s._replace(ms=s.ms + old.beyond(s.brought) - new.beyond(s.brought)) for s in samples),
+                N_SAMPLE,
+            )
+        self._tabulate()
 
     def _distrust(self, size: int) -> None:
         """Other work had the machine when this size was timed before: forget larger ones that were not timed lately."""
@@ -122,11 +143,12 @@ class Timer:
         all_ = zip(self._sizes, self._ms, strict=True)
         return {size: ms for size, ms in all_ if ms > 0 and size in self.used}
 
-    def recall(self, known: Mapping[int, float]) -> None:
-        """Take the times that an earlier start had in use in place of the warm-up's, whose texts are short and whose rounds are few."""
+    def recall(self, known: Mapping[int, float], brought: Brought = NO_EXPERTS) -> None:
+        """Take the times that an earlier start had in use in place of the warm-up's, whose texts are short and whose rounds are few. brought: the
+        usual experts in them"""
         for size, ms in known.items():
             if size == self.bucket(size):
-                self.samples[size] = deque([Sample(ms, size)] * N_TRUST, N_SAMPLE)
+                self.samples[size] = deque([Sample(ms, size, brought)] * N_TRUST, N_SAMPLE)
                 self._was_warmed = True
         self._tabulate()
 
@@ -134,7 +156,11 @@ class Timer:
         known = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
         least = [min(self.samples[size]) for size in known]
         self._sizes, self._ms = [sample.size for sample in least], [sample.ms for sample in least]
-        if self.sparse and known:  # a size that takes longer from now on says so of larger ones, too
+        if self.sparse and known:
+            for i in reversed(range(len(known) - 1)):  # one sample may be a pause of the machine
+                if self.n(known[i]) < N_TRUST <= self.n(known[i + 1]):
+                    self._ms[i] = min(self._ms[i], self._ms[i + 1])
+            # a size that takes longer from now on says so of larger ones, too
             self._sizes = [0, *self._sizes]
             self._ms = list(itertools.accumulate([self._ms[0] / 2, *self._ms], max))
         if self._was_warmed:
@@ -180,6 +206,13 @@ class Timer:
         """Times are known: those of some size, at least."""
         return bool(self._sizes)
 
+    def usual(self, size: int) -> float:
+        """The least of samples near this size, by size; 0.0 while they are few. Between sizes a pause of the machine could stand in the table."""
+        if self.n(size) < N_AGREE:
+            return 0.0
+        least = min(self.samples[self.bucket(size)])
+        return least.ms * size / least.size
+
     def n(self, size: int) -> int:
         """Samples of this size."""
         return len(self.samples.get(self.bucket(size), ()))
@@ -200,6 +233,14 @@ class Timer:
         self._tabulate()
 
     def __call__(self, size: int) -> float:
+        return (
+            max(self._usual(size) + self.shift, LEAST * self._usual(size))
+            if self.shift
+            else self._usual(size)
+        )
+
+    def _usual(self, size: int) -> float:
+        """With the usual experts."""
         size = size if self.sparse else self.bucket(size)
         if not self._sizes:
             return 1.0
@@ -252,6 +293,14 @@ class Costs:
     prompts: Timer = field(default_factory=lambda: Timer(sparse=True))
     alone: Timer = field(default_factory=lambda: Timer(sparse=True))
 
+    def forward(self, sizes: range, beside: int = 0) -> NDArray[np.float64]:
+        """[size]: milliseconds of forwards with so many rows of decoding slots, and of prompts beside them."""
+        if not beside:
+            return self.verify.of_all(sizes)
+        ends = [beside + n for n in (sizes.start, sizes.stop - 1)]
+        ms = [max(self.verify(n), self.prompts(n)) for n in ends]
+        return np.linspace(ms[0], ms[1], len(sizes))
+
     def end_warm_up(self) -> None:
         """Keep only reliable times."""
         slack = SLACK * self.verify(1)
@@ -262,3 +311,26 @@ class Costs:
         """Doubt times that were not used since the last call."""
         self.verify.expire()
         self.draft.expire()
+
+
+class Account:
+    """What may not pay is tried by a small share of all time: what it took is a debt, in milliseconds, and what it saved pays it.
+
+    While the debt is too large it rests, and the debt shrinks by a share of the time that passes. Then it is tried again.
+    """
+
+    __slots__ = ("debt", "rests")
+
+    def __init__(self) -> None:
+        self.debt, self.rests = 0.0, False
+
+    def passes(self, ms: float) -> None:
+        """Time has passed."""
+        if self.debt > 0.0:
+            self.debt = max(0.0, self.debt - SHARE * ms)
+        self.rests = self.rests and self.debt > 0.0
+
+    def add(self, ms: float, unit: float) -> None:
+        """ms: taken, or negative: saved. unit: milliseconds of a plain round."""
+        self.debt = min(max(self.debt + ms, -LIMIT * unit), MOST_DEBT * unit)
+        self.rests = self.rests or self.debt > LIMIT * unit

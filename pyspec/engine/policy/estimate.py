@@ -5,8 +5,8 @@ sometimes changes to another. Each verdict updates the belief about its slot's l
 are alike, a slot's bad luck changes little; if they differ, a few verdicts change much. Deeper positions may be harder or easier than the
 first; that is learned as well.
 
-`Certainty` takes the drafter's own probability of a token, too: a logistic curve for each position of a draft, fitted while drafts are
-judged, of the log-odds of that probability and of what is believed of the slot's text. So a sure drafter in a bad text and an unsure one in a
+Where the drafter tells its own probability of a token, that is taken, too: by a logistic curve for each position of a draft, fitted while
+drafts are judged, of the log-odds of that probability and of what is believed of the slot's text. So a sure drafter in a bad text and an unsure one in a
 good text are both weighed by what came of it before. Newton's step after each round, with decayed sums: its state is four numbers and a matrix
 of three by three a position.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,12 @@ CURVE_AT_FIRST = (0.0, 0.4, 0.6)  # weights before any verdict: bias, the drafte
 CURVE_PRIOR = 4.0  # weight of these, as information of so many unsure tokens
 FAR = 8.0  # log-odds beyond this count as this
 LEAST_DOUBT = 0.05  # information of a token at least: a surprise where all seemed sure may not throw the curve over [0: 0.995]
+
+
+def log_odds(p: Floats) -> Floats:
+    """Bounded log-odds of probabilities."""
+    p = p.clip(1e-6, 1 - 1e-6)
+    return np.log(p / (1 - p)).clip(-FAR, FAR)
 
 
 class AcceptancePrior:
@@ -89,7 +96,7 @@ class AcceptancePrior:
     ) -> None:
         """Learn from verdicts. was, now: [verdict, level] beliefs before and after; likelihood: of each verdict, by level.
 
-        beyond: as in `Acceptance.add`
+        beyond: as in `DraftVerdict`
         """
         keep = FORGET ** len(was)
         place = np.arange(self.n_max)
@@ -106,10 +113,25 @@ class AcceptancePrior:
         self.tabulate()
 
 
-class Acceptance:
-    """Beliefs about every slot's text.
+class DraftVerdict(NamedTuple):
+    """n_right of n_draft verified tokens of a slot were right.
 
-    drafted, kept  of each slot lately
+    features  [drafted token, 3] of the curves, if the drafter tells how sure it is
+    beyond    the chance of the first drafted token that was not verified, which counts as a verdict of that weight: else only likely tokens
+              would be judged. Negative: all were verified, or it is not known
+    """
+
+    slot: int
+    n_draft: int
+    n_right: int
+    features: Floats | None = None
+    beyond: float = -1.0
+
+
+class Acceptance:
+    """The chance that drafts are right, for one drafter.
+
+    curves, information  [position, 3], [position, 3, 3] of the drafter's own probabilities
     """
 
     def __init__(self, n_slot: int, n_max: int) -> None:
@@ -119,9 +141,13 @@ class Acceptance:
         self.grammars: OrderedDict[str, AcceptancePrior] = OrderedDict()
         self.texts = [self.free] * n_slot
         self.beliefs: Floats = np.tile(self.free.common, (n_slot, 1))
-        self.pending: dict[int, tuple[int, int, int, float]] = {}
-        self.n_verdict = 0  # verdicts on drafts
+        self.pending: dict[int, DraftVerdict] = {}  # by slot
         self.quiet = np.zeros(n_slot)  # tokens without a verdict
+        self.curves: Floats = np.tile(np.array(CURVE_AT_FIRST), (n_max, 1))
+        self.prior: Floats = CURVE_PRIOR * np.eye(3)
+        self.information: Floats = np.tile(self.prior, (n_max, 1, 1))
+        # by slot whose drafts await their verdict, features and chances of its tokens
+        self.awaited: dict[int, tuple[Floats, Floats]] = {}
 
     def known(self) -> dict[str, list[float]]:
         """What is known of all texts without a grammar, for `recall`."""
@@ -165,36 +191,33 @@ class Acceptance:
         self.texts[slot] = texts
         self.beliefs[slot] = keep * self.beliefs[slot] + (1 - keep) * texts.common
         self.quiet[slot] = 0.0
+        self.awaited.pop(slot, None)
 
-    def add(self, slot: int, n_draft: int, n_right: int, beyond: float = -1.0) -> None:
-        """Add a verdict; `learn` processes it later.
-
-        beyond: the chance of the first drafted token that was not verified, which counts as a verdict of that weight: else only
-        likely tokens would be judged. Negative: all were verified
-        """
+    def add(self, slot: int, n_draft: int, n_right: int) -> None:
+        """Add a verdict; `learn` processes it later."""
         if not self.n_max:
             return  # there is no drafter
         if slot in self.pending:
             self.learn()
         n_draft = min(n_draft, self.n_max)
-        beyond = beyond if n_draft < self.n_max else -1.0
-        self.pending[slot] = slot, n_draft, min(n_right, n_draft), beyond
+        features, chances = self.awaited.pop(slot, (None, ()))
+        beyond = float(chances[n_draft]) if n_draft < len(chances) else -1.0
+        self.pending[slot] = DraftVerdict(slot, n_draft, min(n_right, n_draft), features, beyond)
 
     def learn(self) -> None:
         """Process the pending verdicts."""
         if not self.pending:
             return
-        verdicts = np.array([v[:3] for v in self.pending.values()], dtype=np.int64)
-        beyond = np.array([v[3] for v in self.pending.values()])
+        verdicts = list(self.pending.values())
         self.pending.clear()
-        self.quiet[verdicts[:, 0]] += verdicts[:, 2] + 1
-        is_drafted = (verdicts[:, 1] > 0) | (beyond >= 0)
-        drafted, beyond = verdicts[is_drafted], beyond[is_drafted]
-        self.n_verdict += len(drafted)
-        if len(drafted):
-            for texts, own in self._by_texts(drafted[:, 0].tolist()):
-                at, n_draft, n_right = drafted[own].T
-                self._learn(texts, at, n_draft, n_right, beyond[own])
+        for v in verdicts:
+            self.quiet[v.slot] += v.n_right + 1
+        if sure := [v for v in verdicts if v.features is not None]:
+            self._fit_sure(sure)
+        drafted = [v for v in verdicts if v.n_draft or v.beyond >= 0]
+        for texts, own in self._by_texts([v.slot for v in drafted]):
+            at, n_draft, n_right = np.array([drafted[i][:3] for i in own], dtype=np.int64).T
+            self._learn(texts, at, n_draft, n_right, np.array([drafted[i].beyond for i in own]))
 
     def _learn(
         self,
@@ -241,12 +264,23 @@ class Acceptance:
             self._age(texts, at[own])
             yield texts, own, self.beliefs[at[own]]
 
-    def survive(self, slots: Sequence[int]) -> Floats:
-        """[slot, position]: P(the position and all before it are right)."""
+    def survive(self, slots: Sequence[int], sure: Sequence[Sequence[float]] | None = None) -> Floats:
+        """[slot, position]: P(the position and all before it are right).
+
+        sure: the drafter's probability of each drafted token, by the same slots. The verdicts on these drafts are expected then
+        """
         found = np.empty((len(slots), self.n_max))
         for texts, own, beliefs in self._believed(slots):
             found[own] = beliefs @ texts.survive[:, 1:]
-        return found
+        if sure is None:
+            return found
+        most, self.awaited = max(map(len, sure)), {}
+        probs = np.array([[*each, *[0.5] * (most - len(each))] for each in sure])
+        x = self.features(probs, found[:, :most])
+        chance = self.chances(x)
+        for i, each in enumerate(sure):
+            self.awaited[slots[i]] = x[i, : len(each)], chance[i, : len(each)]
+        return chance.cumprod(axis=1)
 
     def value_of_information(
         self, slots: Sequence[int], place_cost: float, draft_cost: float | Floats
@@ -262,60 +296,15 @@ class Acceptance:
             found[own] = known - np.maximum((beliefs @ worth).max(axis=1), 0.0)
         return found
 
+    # -- curves of the drafter's own probabilities ----------------------------------------------------------------
 
-def log_odds(p: Floats) -> Floats:
-    """Bounded log-odds of probabilities."""
-    p = p.clip(1e-6, 1 - 1e-6)
-    return np.log(p / (1 - p)).clip(-FAR, FAR)
-
-
-class Certainty:
-    """The curves of one drafter.
-
-    weights, information  [position, 3], [position, 3, 3]
-    n_verdict             judged tokens
-    """
-
-    def __init__(self, n_max: int) -> None:
-        self.n_max = n_max
-        self.weights: Floats = np.tile(np.array(CURVE_AT_FIRST), (n_max, 1))
-        self.prior: Floats = CURVE_PRIOR * np.eye(3)
-        self.information: Floats = np.tile(self.prior, (n_max, 1, 1))
-        self.n_verdict = 0
-        self.row: dict[int, int] = {}  # of each slot whose drafts await their verdict, in these:
-        self.n_draft: list[int] = []
-        self.x: Floats = np.zeros((0, 0, 3))
-        self.chance: Floats = np.zeros((0, 0))
-        self.judged: list[tuple[int, int, int]] = []  # row, verified and right tokens
-
-    def survive(self, drafts: Sequence[tuple[int, Sequence[float]]], believed: Floats) -> Floats:
-        """[draft, position]: P(the position and all before it are right). drafts: slot, and the drafter's probability of each token.
-
-        believed: the same without these probabilities. `judge` expects their verdicts.
-        """
-        most = max(len(probs) for _, probs in drafts)
-        padded = np.array([[*probs, *[0.5] * (most - len(probs))] for _, probs in drafts])
-        self.row = {slot: i for i, (slot, _) in enumerate(drafts)}
-        self.n_draft = [len(probs) for _, probs in drafts]
-        self.x = self.features(padded, believed[:, :most])
-        self.chance = self.chances(self.x)
-        return self.chance.cumprod(axis=1)
-
-    def judge(self, slot: int, n_draft: int, n_right: int) -> float:
-        """Note a verdict. The chance of the first drafted token that was not verified; -1.0: there is none, or it is not known."""
-        row = self.row.pop(slot, None)
-        if row is None:
-            return -1.0
-        self.judged.append((row, n_draft, n_right))
-        return float(self.chance[row, n_draft]) if n_draft < self.n_draft[row] else -1.0
-
-    def learn_judged(self) -> None:
-        """Learn from the noted verdicts."""
-        if self.judged:
-            rows, n_draft, n_right = zip(*self.judged, strict=True)
-            self.learn(self.x[list(rows)], n_draft, n_right)
-        self.judged.clear()
-        self.row.clear()
+    def _fit_sure(self, verdicts: Sequence[DraftVerdict]) -> None:
+        """Learn from verdicts on drafts whose drafter tells how sure it is, of one round or some."""
+        found = [v.features for v in verdicts if v.features is not None]
+        x = np.zeros((len(found), max(map(len, found)), 3))
+        for i, own in enumerate(found):
+            x[i, : len(own)] = own
+        self.fit(x, [v.n_draft for v in verdicts], [v.n_right for v in verdicts])
 
     def features(self, probs: Floats, survive: Floats) -> Floats:
         """[slot, position, 3]. probs: the drafter's; survive: P(the position and all before it are right) as believed. Both [slot, position]."""
@@ -325,17 +314,16 @@ class Certainty:
 
     def chances(self, features: Floats) -> Floats:
         """[slot, position]: P(right, given that all before it are)."""
-        weights = self.weights[: features.shape[1]]
-        chance: Floats = 1 / (1 + np.exp(-(features * weights).sum(axis=-1)))
+        curves = self.curves[: features.shape[1]]
+        chance: Floats = 1 / (1 + np.exp(-(features * curves).sum(axis=-1)))
         return chance
 
-    def learn(self, features: Floats, n_draft: Sequence[int], n_right: Sequence[int]) -> None:
+    def fit(self, features: Floats, n_draft: Sequence[int], n_right: Sequence[int]) -> None:
         """Learn from the verdicts of a round. features: [slot, position, 3]; n_draft: verified tokens of each slot."""
         place = np.arange(features.shape[1])
         right = np.array(n_right)[:, None]
         is_judged = (place <= right) & (place < np.array(n_draft)[:, None])
         n = is_judged.sum(axis=0)
-        self.n_verdict += int(n.sum())
         at = n.nonzero()[0]
         if not len(at):
             return
@@ -348,4 +336,4 @@ class Certainty:
         self.information[at] = keep * (self.information[at] - self.prior) + self.prior + seen
         pull = np.einsum("sp,spi->pi", wrong_by, x)
         step = np.linalg.solve(self.information[at], pull[..., None])[..., 0]
-        self.weights[at] += step
+        self.curves[at] += step

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from pyspec.slots.images import ImageSpan
 from pyspec.slots.prefix import NOT_KNOWN, Known, Owner
 from pyspec.slots.table import SlotTable
 
@@ -67,9 +68,8 @@ ANSWER = 512  # most tokens an answer counts: one without a limit rarely fills i
 KEPT = 2  # tokens by which a cached token of its own puts a request forward: while it waits, others evict it
 MOST_AWAY = 1000  # clients without a request whose tokens are remembered
 LAPS = 3  # most times its size that a request is put forward, and laps of its client's requests after which one is passed no more
-CUT_MIN = 64  # shortest prompt that is cut for a checkpoint
 CUT_TAIL = 4  # least tokens after the cut
-CUT_GAP = 64  # tokens that a checkpoint has to save to be worth its forward
+CUT_GAP = 64  # tokens that a checkpoint has to save to be worth its forward, so also of the shortest prompt that is cut
 GPU_WORTH = 512  # uncached tokens of a prompt that is cut on a GPU, where a forward of few rows takes as long as one of hundreds
 
 
@@ -97,11 +97,13 @@ class Queue(Generic[W]):
 
     limit    places, enforced by the caller (evict.py)
     running  gives the seated requests
+    may_sit  False for a request that waits for something else: others pass it
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.running: Callable[[], Iterable[W]] = tuple
+        self.may_sit: Callable[[W], bool] = lambda item: True
         self._places: list[_Place[W]] = []
         self._shared = 0.0  # of the requests that have ended, see `_share`
         # by client: tokens it was given, by all its requests; after an absence, at least the minimum of the others
@@ -214,7 +216,7 @@ class Queue(Generic[W]):
                 self._charge(item, item.work)
         for item in self.waiting():
             pinned = item.wanted_slot
-            if pinned >= 0 and table.slots[pinned].busy:
+            if (pinned >= 0 and table.slots[pinned].busy) or not self.may_sit(item):
                 continue
             now = (
                 id(item),
@@ -271,33 +273,44 @@ def _size(item: Waiting, known: Known) -> int:
 
 def worth_on(device: str) -> int:
     """Least uncached tokens of a prompt that is cut, on a device of this type."""
-    return GPU_WORTH if device == "cuda" else CUT_MIN
+    return GPU_WORTH if device == "cuda" else CUT_GAP
 
 
-def cut_of(n_prompt: int, page_size: int, worth: int = CUT_MIN) -> int:
+def cut_of(n_prompt: int, page_size: int, worth: int = CUT_GAP) -> int:
     """The cut near a prompt's end, on a page border, for a checkpoint; 0: none."""
     return 0 if n_prompt < worth else (n_prompt - CUT_TAIL) // page_size * page_size
 
 
 def cuts_of(
-    n_prompt: int, page_size: int, n_cached: int, special: Set[int], every: int, worth: int = CUT_MIN
+    n_prompt: int,
+    page_size: int,
+    n_cached: int,
+    special: Set[int],
+    every: int,
+    worth: int = CUT_GAP,
+    images: Sequence[ImageSpan] = (),
 ) -> tuple[int, ...]:
-    """Cuts of a prompt's prefill for checkpoints, in order: at `special` places, near its end, and at a regular distance.
+    """Cuts of a prompt's prefill for checkpoints, in order: behind its pictures, at `special` places, near its end, and at a regular distance.
 
     All are on page borders, behind the cached part, and CUT_GAP apart. Of special places that are too close, the later one stays. Special
     places win over the end: the next prompt of a conversation may have another end, because agents add reminders there, and the checkpoint
-    before would be a whole turn back. If the end is the same, at most CUT_GAP tokens are read again.
+    before would be a whole turn back. If the end is the same, at most CUT_GAP tokens are read again. Cuts behind pictures win over all, and are
+    exactly there, on a page border or not: the next prompt may have another question. No cut is within a picture.
 
-    worth  least uncached tokens of a prompt that is cut, if above CUT_MIN
+    worth  least uncached tokens of a prompt that is cut, if above CUT_GAP
     """
-    if worth > CUT_MIN and n_prompt - n_cached < worth:
+    if worth > CUT_GAP and n_prompt - n_cached < worth:
         return ()
     end = cut_of(n_prompt, page_size)
     often = range(every, end, every) if every else ()
     least = n_cached + CUT_GAP if n_cached else 1
+    groups = [{p // page_size * page_size for p in places} for places in (special, (end,), often)]
+    groups = [{at for at in places if at <= end} for places in groups]
+    behind = {i.end for i in images if end and i.end <= n_prompt - CUT_TAIL}
     cuts: list[int] = []
-    for places in (special, (end,), often):
-        for at in sorted({p // page_size * page_size for p in places}, reverse=True):
-            if least <= at <= end and all(abs(at - cut) >= CUT_GAP for cut in cuts):
+    for places in (behind, *groups):
+        for at in sorted(places, reverse=True):
+            is_within = any(i.first < at < i.end for i in images)
+            if at >= least and not is_within and all(abs(at - cut) >= CUT_GAP for cut in cuts):
                 cuts.append(at)
     return tuple(sorted(cuts))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from pyspec.engine.children import child_environment, pair
+from pyspec.engine.children import Started, start
 
 COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.process.engine_main")
 END_S = 5.0  # seconds to wait for a killed process; one that hangs in the driver may take longer
 
-
-Started = tuple["subprocess.Popen[bytes]", socket.socket]  # a process, and our end of its link
 _ahead: list[tuple[tuple[str, ...], Started]] = []  # by their commands
 
 
@@ -35,20 +31,6 @@ def end_ahead() -> None:
         ours.close()
         process.kill()
         process.wait(END_S)
-
-
-def start(command: Sequence[str]) -> Started:
-    """A new process. Raises OSError."""
-    ours, theirs = pair()
-    with theirs:
-        process = subprocess.Popen(
-            [*command, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=child_environment(),
-            start_new_session=True,  # Ctrl-C is for the parent, which lets running requests finish
-        )
-    return process, ours
 
 
 def started(command: Sequence[str]) -> Started:

@@ -13,7 +13,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -25,11 +27,12 @@ from pyspec.engine.load.load import Loaded, load
 from pyspec.engine.loop.block_feed import BlockFeed, Send
 from pyspec.engine.loop.grammars import Grammars
 from pyspec.engine.loop.job import Job, Sink, blamed
+from pyspec.engine.loop.parking import FLUSH_S, park, wake
 from pyspec.engine.loop.slot_actions import SlotActions
 from pyspec.engine.loop.slot_task import SlotTask
 from pyspec.engine.policy.evict import evict_for
-from pyspec.engine.process.watchdog import RoundPace
-from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.engine.process.process import RoundPace
+from pyspec.errors import DeviceError, PyspecError, QueueFull, Unavailable
 from pyspec.gguf import GGUFFile
 from pyspec.heap import give_back_memory
 from pyspec.repeats import limited
@@ -47,7 +50,6 @@ Due = Sequence[tuple[Sink, Event]]
 
 REST_S = 1.0  # idle seconds after which freed memory goes back to the system
 TRIM_S = 60.0  # seconds of rounds without rest after which it goes back meanwhile: the C library keeps ten MiB of each minute
-FLUSH_S = 2.0  # of a close, in which texts are still copied for the cache on disk
 CLOSE_S = 30.0  # a round may take seconds; a hanging device never returns
 _ENDING = threading.Event()  # the main thread has ended; other threads may still run
 _LOADED_IN: list[int] = []  # the process that loaded the first engine
@@ -105,6 +107,10 @@ class EngineCore:
         self._disk, self._learned = loaded.disk, loaded.learned
         if self._disk is not None:
             self._disk.on_work = self._nudge
+        self._is_parked = False  # or about to be
+        self._move: tuple[Callable[[], None], Future[None]] | None = (
+            None  # a park or a wake, and its end
+        )
         self._error: PyspecError | None = None
         self._lost: PyspecError | None = None  # a rank is gone, so the engine ends
         self._ranks = loaded.ranks
@@ -172,6 +178,8 @@ class EngineCore:
         with self._wake:
             if self._error is not None or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
+            if self._is_parked:
+                raise Unavailable("the engine is parked")
             if not self._is_remote:  # else the supervisor counts waiting requests
                 self._make_room(job)
             self._jobs[job.id] = job
@@ -219,6 +227,34 @@ class EngineCore:
             )
             return
         self._actions.begin(action, on_answer, self._add_slot_task)
+
+    def park(self) -> None:
+        """See Core.park."""
+        with self._wake:
+            if self._is_parked or self._jobs:
+                raise Unavailable("an engine that serves is not parked")
+            self._is_parked = True
+        try:
+            self._moved(partial(park, self.loop))
+        except BaseException:
+            self._is_parked = False  # all is as before
+            raise
+
+    def wake(self) -> None:
+        """See Core.wake."""
+        if self._is_parked:
+            self._moved(partial(wake, self.loop))
+            self._is_parked = False
+
+    def _moved(self, work: Callable[[], None]) -> None:
+        """Have the engine's thread do this once nothing runs, and wait for it. Raises its error."""
+        end: Future[None] = Future()
+        with self._wake:
+            if self._error is not None or self._closing or self._move is not None:
+                raise Unavailable("the engine has stopped, or is on its way already")
+            self._move = work, end
+            self._wake.notify()
+        end.result()
 
     def _add_slot_task(self, task: SlotTask) -> None:
         with self._wake:
@@ -287,7 +323,8 @@ class EngineCore:
         has_begun.set()
         try:
             while self._next():
-                self._round()
+                if not (self._is_parked and self.loop.is_idle):
+                    self._round()
             if self._disk is not None:
                 self._disk.flush(FLUSH_S)
             self._keep_learned()
@@ -334,7 +371,26 @@ class EngineCore:
             for job in inbox:
                 self._take_in(job)
             self._pass_slot_tasks()
+            move = self._move if self.loop.is_idle else None
+        if move is not None:
+            self._end_move(*move)
         return True
+
+    def _end_move(self, work: Callable[[], None], end: Future[None]) -> None:
+        """Park or wake. An error of the device ends the engine, as one of a round does."""
+        try:
+            work()
+            if self._feed is not None:
+                self._feed.send_news()
+        except BaseException as e:
+            self._move = None
+            error = e if isinstance(e, PyspecError) else failure_of(e, "parking or waking failed")
+            end.set_exception(error)
+            if isinstance(error, DeviceError):
+                raise error from e
+            return
+        self._move, self._is_rested = None, False
+        end.set_result(None)
 
     def _waited(self) -> bool:
         """Wait for work; False after REST_S without any, if that is news."""
@@ -370,7 +426,12 @@ class EngineCore:
 
     def _has_news(self) -> bool:
         return bool(
-            self._inbox or self._slot_tasks or self._closing or self._lost or not self.loop.is_idle
+            self._inbox
+            or self._slot_tasks
+            or self._move
+            or self._closing
+            or self._lost
+            or not self.loop.is_idle
         )
 
     def _take_in(self, job: Job) -> None:
@@ -418,7 +479,10 @@ class EngineCore:
         with self._wake:
             self._error = error
             lost, self._inbox = self._inbox, []
+            move, self._move = self._move, None
             self._pass_slot_tasks()
+        if move is not None:
+            move[1].set_exception(error)
         for job in lost:
             self.loop.submit(job)
         self.loop.abort(error)
@@ -470,8 +534,8 @@ class EngineCore:
                 return False
         if self._disk is not None and threading.current_thread() is not self._thread:
             self._disk.join(limit_s)
+        self.loop.leave()
         if self._ranks is not None:
-            self.loop.leave()
             self._ranks.close()
         _RUNNING.discard(self)
         return True

@@ -18,17 +18,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pyspec import progress
+from pyspec.config import EngineSettings
 from pyspec.cuda import checker
 from pyspec.engine.messages import (
-    ActOnSlot,
     Blocks,
     Cancel,
     Events,
@@ -39,25 +41,93 @@ from pyspec.engine.messages import (
     LoadRefused,
     LoadStage,
     LogLine,
-    Look,
     Looked,
+    Question,
     Ready,
-    SlotActed,
+    Reply,
     Submit,
     pack,
     portable,
 )
-from pyspec.engine.process.early import EarlyLoad
-from pyspec.errors import PyspecError
+from pyspec.errors import EngineBug, PyspecError
+from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.heap import unmap_idle_pages
 from pyspec.request import Event, Failed
-from pyspec.slot_action import SlotAnswer
 from pyspec.slots.blocks import BlockChange
 from pyspec.streams import fill_in
 
 if TYPE_CHECKING:
     from pyspec.engine.process.core import Due, EngineCore
-    from pyspec.gguf import GGUFFile
+
+# -- what needs no torch ---------------------------------------------------------------------------------------------
+# The part of a load that needs no torch, on a thread beside torch's import: torch's library, the model's head, weights for a CPU.
+#
+# Nothing is decided here. A step that fails is done again by the load, which reports it.
+
+MEMINFO = Path("/proc/meminfo")
+SHARE = 0.5  # of the free memory: a larger file is read after its plan, which may refuse it
+OF_DEVICES = ("cuda", "hip", "xpu")
+
+
+class EarlyLoad:
+    """Receives the first message and begins with what it asks for.
+
+    message  the first one, once `wait` returned
+    file     the model, opened; None if it is left to the load
+    """
+
+    def __init__(self, receive: Callable[[], object]) -> None:
+        self.message: object = None
+        self.file: GGUFFile | None = None
+        self._receive = receive
+        self._thread = threading.Thread(target=self._run, name="pyspec-early", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the first message; also None, if the other side is gone."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        library = cpu_library()
+        if library is not None:
+            with suppress(OSError):
+                ctypes.CDLL(str(library))  # without the interpreter's lock; torch's import then finds it
+        self.message = self._receive()
+        if isinstance(self.message, Load):
+            with suppress(OSError, PyspecError):
+                self.file = begun(self.message.path, self.message.settings, library is not None)
+
+
+def cpu_library() -> Path | None:
+    """The library of a torch that was built for CPUs alone; None for another build, which loads libraries of drivers first."""
+    found = find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    folder = Path(found.origin).with_name("lib")
+    library = folder / "libtorch_cpu.so"
+    is_alone = not any((folder / f"libtorch_{name}.so").exists() for name in OF_DEVICES)
+    return library if is_alone and library.is_file() else None
+
+
+def begun(path: Path, settings: EngineSettings, is_cpu: bool) -> GGUFFile | None:
+    """The model's file, its weights under way into memory; None if they are not for one CPU, or are unpacked. Raises PyspecError.
+
+    is_cpu  torch has no other devices
+    """
+    if not is_cpu and settings.device != "cpu":
+        return None
+    if settings.tp > 1 or settings.weights == "dense":
+        return None
+    file = open_gguf(path)
+    if file.n_bytes <= SHARE * _free_bytes():
+        file.begin_ahead()
+    return file
+
+
+def _free_bytes() -> int:
+    lines = MEMINFO.read_text().splitlines()
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+
 
 log = logging.getLogger("pyspec.engine.process.engine_main")  # this file runs as the main module
 
@@ -108,10 +178,8 @@ class EngineMain:
                 self.submit(self.core, message)
             elif isinstance(message, Cancel):
                 self.core.cancel(message.name)
-            elif isinstance(message, Look):
-                self.link.send(Looked(message.number, self.core.slots(), self.core.metrics()))
-            elif isinstance(message, ActOnSlot):
-                self.core.act_on_slot(message.action, partial(self.acted, message.number))
+            elif isinstance(message, Question):
+                self.answer(self.core, message)
 
     def load(self, message: Load, file: GGUFFile | None = None) -> bool:
         """Load a model and send Ready, or the reason for a failure. Returns False if nothing was loaded.
@@ -161,12 +229,36 @@ class EngineMain:
         except PyspecError as e:
             self.link.send(Events([pack(Failed(message.name, e))]))
 
-    def acted(self, number: int, answer: SlotAnswer) -> None:
-        """Send the result of a slot action. Called on any thread."""
+    def answer(self, core: EngineCore, question: Question) -> None:
+        """Answer a question. Parking and waking have a thread of their own."""
+        tell = partial(self.tell, question.number)
+        if question.what == "look":
+            tell(Looked(core.slots(), core.metrics()))
+        elif question.action is not None:
+            core.act_on_slot(question.action, tell)
+        else:
+            work = core.park if question.what == "park" else core.wake
+            threading.Thread(
+                target=self.rest, args=(work, tell), name="pyspec-rest", daemon=True
+            ).start()
+
+    def tell(self, number: int, answer: Any) -> None:
+        """Send the answer to a question. Called on any thread."""
         with suppress(OSError):
             self.link.send(
-                SlotActed(number, portable(answer) if isinstance(answer, PyspecError) else answer)
+                Reply(number, portable(answer) if isinstance(answer, PyspecError) else answer)
             )
+
+    def rest(self, work: Callable[[], None], tell: Callable[[Any], None]) -> None:
+        """Park or wake, and send what came of it."""
+        try:
+            work()
+            tell(True)
+        except PyspecError as e:
+            tell(e)
+        except Exception as e:
+            log.exception("parking or waking failed")
+            tell(EngineBug(f"parking or waking failed: {type(e).__name__}: {e}"))
 
     def hand_over(self, due: Due) -> None:
         """Send a round's events as one message. Called on the engine's thread."""
@@ -229,6 +321,19 @@ def log_to(link: Link, level: int) -> None:
     logging.getLogger("pyspec").setLevel(level)
 
 
+def settle(descriptor: int) -> socket.socket:
+    """The first steps of a process that `start` has started. Returns its end of the link."""
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # a service manager signals every process; the parent decides when this one ends
+        signal.signal(sig, signal.SIG_IGN)
+    fill_in()  # a daemon may have closed the standard streams
+    os.dup2(2, 1)
+    with suppress(ValueError, OSError):  # a core dump of a model's memory takes long
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    faulthandler.enable()
+    return socket.socket(fileno=descriptor)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process with its parent: a closed link alone is seen only by a thread that reads it."""
     if sys.platform == "linux":
@@ -241,16 +346,8 @@ def main(descriptor: int) -> None:
     """Run the process. `descriptor` is its end of the link."""
     parent = os.getppid()
     die_with_parent(parent)
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # a service manager signals every process; the parent decides when this one ends
-        signal.signal(sig, signal.SIG_IGN)
-    fill_in()  # a daemon may have closed the standard streams
-    os.dup2(2, 1)
-    with suppress(ValueError, OSError):  # a core dump of a model's memory takes long
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    faulthandler.enable()
     sys.setswitchinterval(SWITCH_S)
-    child = EngineMain(Link(socket.socket(fileno=descriptor)))
+    child = EngineMain(Link(settle(descriptor)))
     child.run()
     child.is_over.set()
     logging.shutdown()

@@ -11,7 +11,7 @@ from pyspec.request import Metrics
 
 GAUGES = {
     "requests_processing", "requests_queued", "pages_used", "pages_total", "pages_cached", "states", "states_device_bytes",
-    "states_host_bytes", "suffix_bytes", "disk_bytes", "seconds_since_step",
+    "states_host_bytes", "suffix_bytes", "disk_bytes", "expert_caches_frozen", "seconds_since_step",
 }  # fmt: skip
 """Fields of Metrics that describe the current engine; all others are counters."""
 

@@ -5,13 +5,9 @@ It ends with the first rank: a thread watches the link. Nothing is decided here.
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
-import resource
 import select
-import signal
-import socket
 import sys
 import threading
 import time
@@ -34,8 +30,8 @@ from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
 from pyspec.engine.plan.describe import batch_of
-from pyspec.engine.plan.memory_plan import RESERVE, free_bytes, size
-from pyspec.engine.process.engine_main import log_to
+from pyspec.engine.plan.memory_plan import DeviceRoom, cap_memory, size
+from pyspec.engine.process.engine_main import log_to, settle
 from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
@@ -49,7 +45,6 @@ from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
-from pyspec.streams import fill_in
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +66,11 @@ def load(share: LoadShare, link: Link) -> Follower:
     kernel_context.use(KernelContext(tiers, s.exact, demoted, cpu_rows=s.cpu_activations))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if (free := free_bytes(device)) * (1 - RESERVE) < share.n_bytes:
+        if (room := DeviceRoom.of(device, s)).usable < share.n_bytes:
             raise DoesNotFit(
-                f"rank {share.index} needs {size(share.n_bytes)}, {size(free)} are free on {device}"
+                f"rank {share.index} needs {size(share.n_bytes)}, {size(room.free)} are free on {device}"
             )
+        cap_memory(device, s)
     else:
         torch.set_num_threads(s.threads)
     file = open_gguf(share.path)
@@ -155,14 +151,7 @@ def _end_with(descriptor: int) -> None:
 
 def main(descriptor: int) -> None:
     """Run the process. `descriptor` is its end of the link."""
-    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sig, signal.SIG_IGN)  # the first rank decides when this one ends
-    fill_in()  # a daemon may have closed the standard streams
-    os.dup2(2, 1)
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    faulthandler.enable()
-    run(Link(socket.socket(fileno=descriptor)), descriptor)
+    run(Link(settle(descriptor)), descriptor)
     logging.shutdown()
     os._exit(0)
 

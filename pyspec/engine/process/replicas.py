@@ -23,10 +23,9 @@ from pyspec.config import EngineSettings
 from pyspec.engine.policy.affinity import BLOCK, Affinity, chain_of
 from pyspec.engine.policy.evict import evict_for
 from pyspec.engine.process.metrics_sum import metrics_together
-from pyspec.engine.process.replica_place import ReplicaPlace
 from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
-from pyspec.engine.process.supervisor import CLOSE_S, Supervisor
-from pyspec.errors import Unavailable
+from pyspec.engine.process.supervisor import CLOSE_S, ReplicaPlace, Supervisor
+from pyspec.errors import NotSupported, Unavailable
 from pyspec.request import EngineInfo, Metrics, ReplicaInfo, Request, SlotInfo
 from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
 from pyspec.slots.blocks import BlockChange
@@ -173,7 +172,7 @@ class Replicas:
     def _move_from(self, i: int) -> None:
         """An engine has ended: its requests continue elsewhere, if any other engine runs. On the supervisor's thread.
 
-        Those of which a crash is suspected stay, and run alone when the engine is back (crash_blame.py).
+        Those of which a crash is suspected stay, and run alone when the engine is back (supervised_request.py).
         """
         with self._lock:
             self._affinity.known[i].clear()
@@ -245,6 +244,12 @@ class Replicas:
     def metrics(self) -> Metrics:
         """The sum of all engines' counters and gauges."""
         return metrics_together(self._each(Supervisor.metrics))
+
+    def park(self) -> None:
+        raise NotSupported("several replicas are not parked")
+
+    def wake(self) -> None:
+        raise NotSupported("several replicas are not parked")
 
     def in_listener(self) -> bool:
         return any(s.in_listener() for s in self.supervisors)

@@ -6,15 +6,20 @@ so clients see a pause. Nothing here imports torch: a program that uses an isola
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal
 
+from pyspec import progress
 from pyspec.config import EngineSettings
+from pyspec.engine.loop.slot_task import careful
 from pyspec.engine.messages import (
     Blocks,
     Cancel,
@@ -24,29 +29,87 @@ from pyspec.engine.messages import (
     LogLine,
     Looked,
     Ready,
-    SlotActed,
     unpack,
 )
 from pyspec.engine.policy.affinity import chain_of
 from pyspec.engine.policy.evict import LeftTexts, evict_for
 from pyspec.engine.process.ahead import COMMAND
-from pyspec.engine.process.crash_blame import N_CRASH, CrashBlame
-from pyspec.engine.process.launcher import Launcher
 from pyspec.engine.process.metrics_sum import metrics_sum
-from pyspec.engine.process.process import EngineProcess
-from pyspec.engine.process.questions import Questions
-from pyspec.engine.process.replica_place import ReplicaPlace
-from pyspec.engine.process.supervised_request import Sink, SupervisedRequest
-from pyspec.engine.process.watchdog import TICK_S, EngineEnd, Watchdog
+from pyspec.engine.process.process import TICK_S, EngineEnd, EngineProcess, Launcher, Watchdog
+from pyspec.engine.process.supervised_request import N_CRASH, CrashBlame, Sink, SupervisedRequest
 from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.repeats import limited
-from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, ReplicaInfo, Request, SlotInfo
+from pyspec.request import (
+    Done,
+    EngineInfo,
+    Event,
+    Failed,
+    Metrics,
+    ReplicaInfo,
+    Request,
+    SlotInfo,
+    Started,
+)
 from pyspec.sample.noise import resolve_seed
 from pyspec.slot_action import SlotAction, SlotAnswer
 from pyspec.slots.blocks import CLEARED, BlockChange
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
+
+# -- the place among replicas ----------------------------------------------------------------------------------------
+# The place of a supervisor among several of one model (replicas.py), which makes its names, slots and lines of the log unique.
+
+
+@dataclass(frozen=True)
+class ReplicaPlace:
+    """Where a supervisor stands; alone, it has all defaults.
+
+    ids           numbers of requests, which all of them share
+    first_slot    number of its first slot
+    label         begins lines of its log
+    reports       it reports the progress of its load
+    shares_queue  places to wait are counted for all together (replicas.py), not here
+    texts         gives the file's tokenizer and template, which all of them share; None: it reads them itself
+    on_loss       called without a lock when its engine has ended, or can not be loaded: its requests may go to others
+    on_stop       called without a lock when it has failed to load for long, and requests that stay would fail: others that may still come
+                  take them. Returns the subject of the sentence for those that stay
+    """
+
+    ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    first_slot: int = 0
+    label: str = ""
+    reports: bool = True
+    shares_queue: bool = False
+    texts: Callable[[], tuple[Tokenizer, ChatTemplate | None]] | None = None
+    on_loss: Callable[[], None] = lambda: None
+    on_stop: Callable[[], str] = lambda: "the engine"
+
+    def report(self, stage: LoadStage) -> None:
+        """Report the progress of its load, if it is this one's to report."""
+        if self.reports:
+            progress.report(stage.stage, stage.fraction)
+
+    def rows(self, rows: Iterable[SlotInfo]) -> list[SlotInfo]:
+        """Its slots by their numbers among all."""
+        return [replace(row, slot=self.first_slot + row.slot) for row in rows]
+
+    def placed(self, event: Event) -> Event:
+        """An event with its slot's number among all."""
+        if isinstance(event, Started | Done) and event.slot >= 0 and self.first_slot:
+            return replace(event, slot=self.first_slot + event.slot)
+        return event
+
+    def relay(self, line: LogLine) -> None:
+        """Log a line of the engine here."""
+        logger = logging.getLogger(line.name)
+        if logger.isEnabledFor(line.level):
+            text = self.label + line.text
+            record = logger.makeRecord(line.name, line.level, "", 0, "%s", (text,), None)
+            record.fields = line.fields or {}
+            record.created = line.created
+            logger.handle(record)
+
 
 log = limited(__name__)
 
@@ -55,10 +118,14 @@ N_LOAD = 3  # failed first loads after which the supervisor gives up
 N_LOAD_AGAIN = 5  # failed later loads after which requests fail; a dead engine may free its memory late
 EXAMINED_S = 120.0  # seconds of an examined engine, which is slow
 CLOSE_S = 5.0
+LOOK_S = 1.0  # seconds in which an engine tells its state
+REST_S = 120.0  # seconds in which an engine parks or wakes
 
 
 class Supervisor:
     """A Core with its engine in another process. Safe to call from any thread.
+
+    An engine that ends while it is parked, or on its way, is not replaced: another one would take memory that nobody gave it.
 
     on_blocks  called with the changes of the engine's prefix cache; must not block
     """
@@ -86,11 +153,11 @@ class Supervisor:
         self._child: EngineProcess | None = None  # takes requests
         self.left = LeftTexts(0)  # in the engine's cache, probably
         self._suspects, self._watchdog = CrashBlame(), Watchdog(settings.hang_timeout)
-        self._questions = Questions(self._lock)
         self._lost_at = 0.0  # when the last engine ended
         self._past = Metrics()  # counters of earlier engines
         self._now = Metrics()  # counters in the current engine's last message
         self._own_failed = self._own_cancelled = 0
+        self._is_parked = False  # or on its way there, or back
         self._closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._live, name="pyspec-supervisor", daemon=True)
@@ -142,6 +209,8 @@ class Supervisor:
         with self._lock:
             if self._state == "stopped" or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
+            if self._is_parked:
+                raise Unavailable("the engine is parked")
             record = SupervisedRequest(f"r{next(self._ids)}", request, seed, sink)
             record.key = keys[-1] if keys else None
             waiting = [] if self._place.shares_queue else self.waiting()
@@ -215,11 +284,59 @@ class Supervisor:
 
     def act_on_slot(self, action: SlotAction, on_answer: Callable[[SlotAnswer], None]) -> None:
         """See Engine.act_on_slot. Slot contents and pending actions are lost with their engine."""
+        tell = careful(on_answer)
         with self._lock:
-            child, number = self._child, next(self._ids)
-            if child is not None and os.getpid() == self._pid:
-                return self._questions.act(number, child, action, on_answer)
+            if self._child is not None and os.getpid() == self._pid:
+                lost = Unavailable("the engine was replaced, and its slots' content is lost")
+                self._child.ask("act", lambda answer: tell(answer or lost), action)
+                return
         on_answer(Unavailable("the engine is not there, or is being replaced: try again"))
+
+    def park(self) -> None:
+        end = time.monotonic() + CLOSE_S
+        with self._lock:
+            while self._records and time.monotonic() < end:  # cancelled ones end with their round
+                self._lock.wait(TICK_S)
+            if self._is_parked or self._records or self._child is None:
+                raise Unavailable("an engine that serves is not parked")
+            self._is_parked = True
+            try:
+                self._rest("park")
+            except BaseException:
+                self._is_parked = self._child is None  # else it serves as before
+                raise
+            self._forget_texts()
+
+    def wake(self) -> None:
+        with self._lock:
+            if not self._is_parked:
+                return
+            self._rest("wake")
+            self._is_parked = False
+
+    def _rest(self, what: Literal["park", "wake"]) -> None:
+        """Have the engine park or wake, and wait for it. Called with the lock."""
+        answer = self._answer(what, REST_S)
+        if answer is None:
+            raise DeviceError("the engine ended, or did not answer, while it was parked or woken")
+        if isinstance(answer, PyspecError):
+            raise answer
+
+    def _answer(self, what: Literal["look", "park", "wake"], limit_s: float) -> Any:
+        """The engine's answer to a question; None if it gives none in time, or ends. Called with the lock."""
+        child, found = self._child, list[Any]()
+
+        def hear(answer: Any) -> None:
+            with self._lock:
+                if isinstance(answer, Looked):
+                    self._now = answer.metrics
+                found.append(answer)
+                self._lock.notify_all()
+
+        if child is not None:
+            child.ask(what, hear)
+            self._lock.wait_for(lambda: found or self._child is not child, limit_s)
+        return found[0] if found else None
 
     def in_listener(self) -> bool:
         child = self._child
@@ -276,9 +393,13 @@ class Supervisor:
             self._lock.notify_all()
 
     def _look(self) -> Looked | None:
+        """The engine's state. None if it does not answer, or if called by a listener, which would block the answer."""
         with self._lock:
             child = self._child
-            return self._questions.look(next(self._ids), child, lambda: self._child is not child)
+            if child is None or child.is_reader or time.monotonic() - child.received > LOOK_S:
+                return None
+            looked = self._answer("look", LOOK_S)
+            return looked if isinstance(looked, Looked) else None
 
     # -- messages, on the reader thread -----------------------------------------------------------------------------
 
@@ -294,12 +415,6 @@ class Supervisor:
             self._place.relay(message)
         elif isinstance(message, LoadStage):
             self._place.report(message)
-        elif isinstance(message, Looked):
-            with self._lock:
-                self._now = message.metrics
-                self._questions.looked(message)
-        elif isinstance(message, SlotActed):
-            self._questions.acted(message)
         else:
             self._gone()
 
@@ -377,6 +492,9 @@ class Supervisor:
                 n_failed = 0
                 self._take_over(child)
                 self._bury(child, self._watch(child))
+                if self._is_parked:
+                    self._error = Unavailable("the engine ended while it was parked")
+                    return
             elif not self._closing:
                 n_failed = n_failed + 1 if n_demoted == len(self._launcher.demoted) else 0
                 if not self._survives(child, n_failed):
@@ -403,7 +521,7 @@ class Supervisor:
         with self._lock:
             assert isinstance(child.answer, Ready)
             self._info, self._error = self._info or child.answer.info, None
-            self.left = LeftTexts(self._info.n_row or self._info.n_slot * self._info.n_ctx)
+            self._forget_texts()
             records = list(self._records.values())
             for record in self._suspects.begin(records):
                 child.send(record.submit())
@@ -417,6 +535,9 @@ class Supervisor:
             fields = {"event": "engine_back", "seconds": round(away_s, 1), "requests": len(replayed)}
             text = "%sthe engine is back after %.1f s; %d requests continue"
             log.warning(text, self._place.label, away_s, len(replayed), extra={"fields": fields})
+
+    def _forget_texts(self) -> None:
+        self.left = LeftTexts(self.info.n_row or self.info.n_slot * self.info.n_ctx)
 
     def _watch(self, child: EngineProcess) -> EngineEnd | None:
         """Wait until the engine ends or hangs. Returns None if it is to be closed."""
@@ -447,7 +568,6 @@ class Supervisor:
             self._lock.notify_all()
         how = child.end()
         self._on_blocks(CLEARED)
-        self._questions.lost()
         self._past, self._now = metrics_sum(self._past, self._now), Metrics()
         if end is None:
             return
@@ -459,8 +579,9 @@ class Supervisor:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
         log.error(
-            "%sthe engine is replaced: %s",
+            "%sthe engine %s: %s",
             self._place.label,
+            "has ended while it was parked" if self._is_parked else "is replaced",
             end.why,
             extra={"fields": {"event": "engine_replaced", "why": end.why}},
         )

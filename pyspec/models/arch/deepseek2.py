@@ -12,20 +12,14 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.mla import Mla
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.experts import feeds, read_experts
+from pyspec.models.experts import feeds, read_experts, shared_width
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import (
-    read_decoder,
-    trunk_layers,
-    vocab_size,
-)
+from pyspec.models.read import read_decoder, trunk_layers, vocab_size
 from pyspec.models.rope import RopeSpec, read_scaling
 
-GLM_FLASH = (
-    154_880,
-    (47, 48),
-)  # vocabulary and blocks of a model whose files may not say that its router is a sigmoid
+# Vocabulary and blocks of a model whose files may not say that its router is a sigmoid
+GLM_FLASH = 154_880, (47, 48)
 
 
 def read(file: GGUFFile) -> ModelSpec:
@@ -73,6 +67,6 @@ def _experts(file: GGUFFile) -> Experts:
     return read_experts(
         file,
         "sigmoid" if is_glm else "softmax",
-        n_ff_shared=h.integer("expert_feed_forward_length") * h.integer("expert_shared_count", 0),
+        n_ff_shared=shared_width(file),
         renorm=h.flag("expert_weights_norm", False),
     )

@@ -24,7 +24,7 @@ def read(file: GGUFFile) -> ModelSpec:
     n_layer, n_nextn = trunk_layers(file)
     n_block, n_hash = n_layer + n_nextn, h.integer("hash_layer_count", 0)
     n_vocab, experts, residual = vocab_size(file), read_experts(file), read_residual(file)
-    mixers, limits = _mixers(file), read_limits(file, n_block)
+    mixers, limits = _mixers(file), read_limits(file, n_block, one_for_both=True)
     feeds = [
         replace(experts, limits=limits[i], n_named=n_vocab if i < n_hash else 0) for i in range(n_layer)
     ]
@@ -86,7 +86,7 @@ def _mixers(file: GGUFFile) -> dict[int, SparseAttention]:
     """The mixer of blocks with each ratio."""
     plain, n_rot = read_mixer(file), file.hparams.integer("rope.dimension_count")
     every = replace(plain, rope=_compressed_rope(file, n_rot), ratio=HCA)
-    return {0: plain, HCA: every, CSA: replace(every, ratio=CSA, indexer=_indexer(file, n_rot))}
+    return {0: plain, HCA: every, CSA: replace(every, ratio=CSA, indexer=read_indexer(file, n_rot))}
 
 
 def _heads(file: GGUFFile) -> AttentionShape:
@@ -115,7 +115,8 @@ def _ratios(file: GGUFFile, n_block: int) -> tuple[int, ...]:
     return tuple(ratios[:n_block])
 
 
-def _indexer(file: GGUFFile, n_rot: int) -> IndexerShape:
+def read_indexer(file: GGUFFile, n_rot: int) -> IndexerShape:
+    """An indexer whose heads turn `n_rot` dimensions."""
     h = file.hparams
     indexer = IndexerShape(
         *(h.integer(f"attention.indexer.{name}") for name in ("head_count", "key_length", "top_k"))
@@ -128,9 +129,8 @@ def _compressed_rope(file: GGUFFile, n_rot: int) -> TailRope:
     """Of blocks with compressed rows."""
     h = file.hparams
     factor = h.number("rope.scaling.factor", h.number("rope.scale_linear", 0.0)) or 1.0
-    kind = h.label(
-        "rope.scaling.type", "none" if factor == 1.0 else "linear"
-    )  # as llama.cpp: a factor alone is linear
+    # As llama.cpp: a factor alone is linear
+    kind = h.label("rope.scaling.type", "none" if factor == 1.0 else "linear")
     if kind not in ("none", "yarn"):
         raise ModelError(f"rope scaling {quoted(kind)} is not supported (none and yarn are)")
     return TailRope(

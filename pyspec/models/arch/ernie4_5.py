@@ -6,7 +6,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
-from pyspec.models.experts import read_experts
+from pyspec.models.experts import read_experts, shared_width
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import block_count, read_attention, read_decoder, read_gqa, read_rope
 from pyspec.ranges import Whole
@@ -16,7 +16,7 @@ def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
     if file.architecture == "ernie4_5":
         return read_gqa(file, neox=False)
-    experts = read_experts(file, n_ff_shared=h.integer("expert_shared_feed_forward_length", 0))
+    experts = read_experts(file, n_ff_shared=shared_width(file))
     dense, shape = Mlp(h.integer("feed_forward_length")), read_attention(file)
     attention = Attention(shape, read_rope(file, shape, neox=False))
     every = h.integer("interleave_moe_layer_step", 1, legal=Whole(1, 1 << 16))

@@ -18,10 +18,8 @@ from pyspec.models.read import block_count, read_attention, read_decoder, read_r
 from pyspec.models.rope import NOT_STRETCHED
 
 BLOCKS_27B = 62  # the one size that scales scores by its width over its heads; no key says so
-PATTERN, NEAR_BASE = (
-    6,
-    10_000.0,
-)  # where a file does not say: each sixth block sees all; base of windows' rope
+# Where a file does not say: each sixth block sees all; base of windows' rope
+PATTERN, NEAR_BASE = 6, 10_000.0
 
 
 def read(file: GGUFFile) -> ModelSpec:
@@ -29,9 +27,10 @@ def read(file: GGUFFile) -> ModelSpec:
     shape = read_scaled(file, BLOCKS_27B)
     rope = read_rope(file, shape, neox=True)
     near = replace(rope, base=h.number("rope.freq_base_swa", NEAR_BASE), scaling=NOT_STRETCHED)
-    windows = read_windows(file, block_count(file), PATTERN)
+    windows = read_windows(file, block_count(file), PATTERN, 0)
     mixers = [Attention(shape, near if n else rope, n, qk_norm=True) for n in windows]
-    return read_gemma(file, mixers, h.number("final_logit_softcapping", 0.0))
+    model = read_gemma(file, mixers, h.number("final_logit_softcapping", 0.0))
+    return replace(model, sees_pictures="all")
 
 
 def read_scaled(file: GGUFFile, n_block: int) -> AttentionShape:

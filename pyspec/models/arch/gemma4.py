@@ -28,6 +28,7 @@ from pyspec.models.rope import DIVISORS, NOT_STRETCHED, RopeSpec, read_scaling
 
 SCALE = "layer_output_scale.weight"
 NEAR_BASE = 10_000.0  # of the rope of windows, where a file does not say
+CAUSAL = 1536, 2560  # widths of E2B and E4B, whose rows of pictures see no later ones; no key says so
 NEAR = "_swa"  # ends the keys of blocks with a window
 
 
@@ -48,6 +49,7 @@ def read(file: GGUFFile) -> ModelSpec:
         embed_factor=spec.n_embd**0.5,
         final_cap=h.number("final_logit_softcapping", 0.0),
         per_layer=inputs if n_input else None,
+        sees_pictures="" if spec.n_embd in CAUSAL else "near",
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
-from pyspec.models.experts import feeds, read_experts
+from pyspec.models.experts import feeds, read_experts, shared_width
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import read_attention, read_decoder, read_rope, trunk_layers
@@ -23,7 +23,7 @@ def read(file: GGUFFile) -> ModelSpec:
     experts = read_experts(
         file,
         "sigmoid",
-        n_ff_shared=h.integer("expert_feed_forward_length") * h.integer("expert_shared_count", 0),
+        n_ff_shared=shared_width(file),
         renorm=h.flag("expert_weights_norm", False),
         biased=True,
     )

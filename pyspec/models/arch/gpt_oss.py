@@ -30,7 +30,7 @@ def read(file: GGUFFile) -> ModelSpec:
         n_ff=experts.n_inner,
         n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(block(window) for window in read_windows(file, n_block, PATTERN)),
+        blocks=tuple(block(window) for window in read_windows(file, n_block, PATTERN, 0)),
         ties_head=False,
     )
 

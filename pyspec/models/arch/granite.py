@@ -54,9 +54,7 @@ def _feed(file: GGUFFile) -> tuple[PartSpec, int]:
     n_ff = h.integer("feed_forward_length")
     if not h.integer("expert_count", 0):
         return Mlp(n_ff), n_ff
-    from pyspec.models.experts import read_experts
+    from pyspec.models.experts import read_experts, shared_width
 
-    experts = read_experts(
-        file, n_ff=n_ff, n_ff_shared=h.integer("expert_shared_feed_forward_length", 0)
-    )
+    experts = read_experts(file, n_ff=n_ff, n_ff_shared=shared_width(file))
     return experts, experts.n_inner

@@ -9,7 +9,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.experts import read_experts
+from pyspec.models.experts import read_experts, shared_width
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import block_count, read_attention, read_decoder, read_rope
 from pyspec.ranges import Real
@@ -20,7 +20,7 @@ def read(file: GGUFFile) -> ModelSpec:
     rope, n_ff = read_rope(file, shape, neox=True), h.integer("feed_forward_length")
     feed: Mlp | Experts = Mlp(n_ff)
     if file.architecture == "hunyuan-moe":  # experts are as wide as the key of dense ones says
-        feed = read_experts(file, n_ff=n_ff, n_ff_shared=h.integer("expert_shared_feed_forward_length"))
+        feed = read_experts(file, n_ff=n_ff, n_ff_shared=shared_width(file))
         n_ff = feed.n_inner
     elif alpha := h.number("rope.scaling.alpha", 0.0, legal=Real(0, 1e9)):
         n = shape.head_dim

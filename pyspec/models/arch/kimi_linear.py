@@ -2,7 +2,7 @@
 choice behind dense blocks.
 
 Kimi Linear's attention has no rope, and its experts' weights always sum to one. Ling's has one sigmoid a head, and its log decays have a lower
-bound.
+bound. Its MTP block is one of latent attention and experts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.arch.deepseek2 import read_mla
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.kda import Kda
-from pyspec.models.experts import feeds, read_experts, shared_width
+from pyspec.models.experts import cut_behind_silu, feeds, read_experts, shared_width
 from pyspec.models.model import ModelSpec
-from pyspec.models.read import read_decoder, read_kv_heads, trunk_layers
+from pyspec.models.part import PartSpec
+from pyspec.models.read import read_decoder, read_kv_heads, read_limits, trunk_layers
+
+MTP_NORM = "layer_output_norm.weight"
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    h, (n_layer, _) = file.hparams, trunk_layers(file)
+    h, (n_layer, n_nextn) = file.hparams, trunk_layers(file)
     is_ling = file.architecture == "bailingmoe3"
     experts = read_experts(
         file,
@@ -30,12 +33,21 @@ def read(file: GGUFFile) -> ModelSpec:
     )
     delta = Kda(read_state(file, h.number("kda.gate_lower_bound") if is_ling else 0.0))
     mla = replace(read_mla(file, turns=is_ling), gates=int(is_ling))
-    kv_heads, forwards = read_kv_heads(file, n_layer), feeds(file, n_layer, experts)
+    kv_heads, forwards = read_kv_heads(file, n_layer + n_nextn), feeds(file, n_layer, experts)
+
+    def block(mixer: PartSpec, feed: PartSpec) -> BlockSpec:
+        return BlockSpec((Part("attn_norm", mixer), Part("ffn_norm", feed)))
+
+    limits = read_limits(file, n_layer + n_nextn) if is_ling else [(0.0, 0.0)] * n_layer
+    given = zip(kv_heads, forwards, limits, strict=False)
     blocks = tuple(
-        BlockSpec((Part("attn_norm", mla if n_kv else delta), Part("ffn_norm", feed)))
-        for n_kv, feed in zip(kv_heads, forwards, strict=True)
+        block(mla if n_kv else delta, cut_behind_silu(feed, most)) for n_kv, feed, most in given
     )
-    return read_decoder(file, blocks, max(h.integer("feed_forward_length", 0), experts.n_inner))
+    spec = read_decoder(file, blocks, max(h.integer("feed_forward_length", 0), experts.n_inner))
+    if not is_ling:
+        return spec
+    last = block(mla, cut_behind_silu(experts, limits[-1]))
+    return replace(spec, n_nextn=n_nextn, mtp_block=last, mtp_norm=MTP_NORM)
 
 
 def read_state(file: GGUFFile, floor: float) -> GdnShape:

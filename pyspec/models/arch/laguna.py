@@ -26,7 +26,7 @@ def read(file: GGUFFile) -> ModelSpec:
         file, "sigmoid", n_ff_shared=shared_width(file), renorm=h.flag("expert_weights_norm", False)
     )
     heads = h.each("attention.head_count", n_layer), read_kv_heads(file, n_layer)
-    windows = read_windows(file, n_layer, PATTERN, first_is_whole=True)
+    windows = read_windows(file, n_layer, PATTERN, 0, first_is_whole=True)
 
     def attention(i: int, n_head: int, n_kv: int, window: int) -> Attention:
         shape = attention_shape(file, n_head, n_kv)

@@ -17,12 +17,7 @@ from pyspec.models.blocks.short_conv import ShortConv
 from pyspec.models.experts import read_experts
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import (
-    attention_shape,
-    block_count,
-    read_decoder,
-    read_rope,
-)
+from pyspec.models.read import attention_shape, block_count, read_decoder, read_rope
 
 
 def read(file: GGUFFile) -> ModelSpec:

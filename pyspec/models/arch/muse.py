@@ -12,13 +12,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
-from pyspec.models.read import (
-    block_count,
-    read_attention,
-    read_decoder,
-    read_near_rope,
-    read_windows,
-)
+from pyspec.models.read import block_count, read_attention, read_decoder, read_near_rope, read_windows
 from pyspec.models.residual import Residual
 from pyspec.models.rope import NO_ROPE
 

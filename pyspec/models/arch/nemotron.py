@@ -38,9 +38,8 @@ def one_of(key: str, numbers: Sequence[int]) -> int:
 def read_attention(file: GGUFFile, kv_heads: Sequence[int]) -> AttentionShape:
     h = file.hparams
     n_head = one_of(h.key("attention.head_count"), h.each("attention.head_count", len(kv_heads)))
-    n_kv = (
-        one_of(h.key("attention.head_count_kv"), kv_heads) or n_head
-    )  # a model without attention has no key heads
+    # A model without attention has no key heads
+    n_kv = one_of(h.key("attention.head_count_kv"), kv_heads) or n_head
     return attention_shape(file, n_head, n_kv)
 
 
@@ -96,11 +95,8 @@ def read(file: GGUFFile) -> ModelSpec:
     kv_heads, widths = h.each("attention.head_count_kv", n_block), h.each("feed_forward_length", n_block)
     experts = read_experts(file, widths)
     n_ff = max(widths) if any(experts) else one_of(h.key("feed_forward_length"), widths)
-    attention, mamba, plain = (
-        Attention(read_attention(file, kv_heads), NO_ROPE),
-        Mamba2(read_state(file)),
-        Mlp(n_ff, "relu2"),
-    )
+    attention, mamba = Attention(read_attention(file, kv_heads), NO_ROPE), Mamba2(read_state(file))
+    plain = Mlp(n_ff, "relu2")
 
     def part(i: int) -> PartSpec:
         if widths[i]:

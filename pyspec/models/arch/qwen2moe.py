@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.experts import read_experts
+from pyspec.models.experts import read_experts, shared_width
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import read_gqa
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    n_shared = file.hparams.integer("expert_shared_feed_forward_length")
-    experts = read_experts(file, renorm=False, n_ff_shared=n_shared, shared_gate=True)
-    return read_gqa(file, neox=True, biased=True, feed=experts, n_ff=experts.n_inner)
+    experts = read_experts(file, renorm=False, n_ff_shared=shared_width(file), shared_gate=True)
+    return read_gqa(file, neox=True, feed=experts, n_ff=experts.n_inner)

@@ -1,7 +1,6 @@
 """`qwen35` (Qwen3.5, 3.6, 3.8 dense): Gated DeltaNet layers, every fourth one gated full attention, an MTP block.
 
-Text uses one position per token, so the file's interleaved rope sections reduce to plain partial rope; the key must be
-there all the same. The MTP block counts in `block_count` and is always attention.
+Frequencies of the partial rope belong to time, row or column, interleaved, which differ in pictures only. The MTP block counts in `block_count` and is always attention.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import read_attention, read_rope, trunk_layers, vocab_size
+from pyspec.models.read import read_attention, read_axes, read_rope, trunk_layers, vocab_size
 
 NORM = "post_attention_norm"  # before the feed-forward
 
@@ -44,25 +43,17 @@ def recurrent_layers(file: GGUFFile, n_layer: int) -> Sequence[bool]:
 
 def read(file: GGUFFile) -> ModelSpec:
     n_ff = file.hparams.integer("feed_forward_length")
-    check_sections(file)
     return read_hybrid(file, Mlp(n_ff), n_ff, DeltaNet(read_state(file)))
 
 
-def check_sections(file: GGUFFile) -> None:
-    """Sections of an interleaved rope must be in the file, and cover all frequencies."""
-    sections, n_rot = (
-        file.hparams.each("rope.dimension_sections", 4),
-        file.hparams.integer("rope.dimension_count", read_attention(file, gated=True).head_dim),
-    )
-    if 2 * sum(sections) < n_rot:
-        raise ModelError(f"rope sections {sections[:8]} cover fewer than {n_rot // 2} frequencies")
-
-
-def read_hybrid(file: GGUFFile, feed: PartSpec, n_ff: int, mixer: DeltaNet) -> ModelSpec:
-    """A model of this family with any kind of feed-forward, of `n_ff` inner values."""
+def read_hybrid(
+    file: GGUFFile, feed: PartSpec, n_ff: int, mixer: DeltaNet, *, has_axes: bool = True
+) -> ModelSpec:
+    """A model of this family with any kind of feed-forward, of `n_ff` inner values. has_axes: its rope has sections."""
     h, shape = file.hparams, read_attention(file, gated=True)
     n_layer, n_nextn = trunk_layers(file)
     rope = read_rope(file, shape, neox=True)
+    rope = read_axes(file, rope) if has_axes else rope
     after = Part(NORM, feed)
     full = BlockSpec((Part("attn_norm", Attention(shape, rope, qk_norm=True)), after))
     recurrent = BlockSpec((Part("attn_norm", mixer), after))

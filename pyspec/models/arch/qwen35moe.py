@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.arch.qwen35 import check_sections, read_hybrid, read_state
+from pyspec.models.arch.qwen35 import read_hybrid, read_state
 from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.model import ModelSpec
@@ -26,7 +26,6 @@ def _same(file: GGUFFile, key: str, default: int | None = None) -> int:
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    check_sections(file)
     experts = read_experts(file)
     return read_hybrid(file, experts, experts.n_inner, DeltaNet(read_state(file)))
 

@@ -1,4 +1,4 @@
-"""`seed_oss` (Seed-OSS): half-split rope, biases of q, k and v; `post_attention_norm` is the norm before the feed-forward."""
+"""`seed_oss` (Seed-OSS): half-split rope, biases of q, k and v where the file has them; `post_attention_norm` is the norm before the feed-forward."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from pyspec.models.read import read_gqa
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    return read_gqa(file, neox=True, biased=True, feed_norm="post_attention_norm")
+    return read_gqa(file, neox=True, feed_norm="post_attention_norm")

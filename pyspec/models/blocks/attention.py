@@ -41,6 +41,7 @@ class Attention(Plain):
     may_share_keys  where the file has no matrix of values, they are the products of keys
     gate     the result is multiplied with act(a product of `attn_gate`): the act, of `cpu.tensors.GATE_ACTS`, and the gates of a head, which
              are one or one for each dimension; None: it has no such gates
+    values   a `value_experts.ValueExperts` that makes values; None: a matrix does
     reads    the layer whose keys and values it reads, having none of its own; None: it writes them itself
     """
 
@@ -57,6 +58,7 @@ class Attention(Plain):
     norms_v: bool = False
     may_share_keys: bool = False
     gate: tuple[str, int] | None = None
+    values: Any = None
     reads: int | None = None
 
     @property
@@ -76,6 +78,8 @@ class Attention(Plain):
         if self.gate is not None:
             n_gate = self.gate[1]
             wants[at.name(GATE)] = Want((s.n_head * n_gate, n), cut=Cut(0, (self._readers(n_gate),)))
+        if self.values is not None:
+            wants |= self.values.tensors(at, s.n_kv_head * s.head_dim, of_kv)
         return wants | self._extras(at) | self.rope.tensors()
 
     def matrices(self, at: Place) -> dict[str, Want]:
@@ -137,7 +141,9 @@ class Attention(Plain):
 
     def products(self, has: Callable[[str], bool]) -> str:
         """The parts whose products of a row stand side by side: queries, keys, values. has: whether the file has a tensor of that name."""
-        return "q" if self.reads is not None else "qk" if self.keys_are_values(has) else "qkv"
+        if self.reads is not None:
+            return "q"
+        return "qk" if self.values is not None or self.keys_are_values(has) else "qkv"
 
     def keys_are_values(self, has: Callable[[str], bool]) -> bool:
         """As `RopeKvSpec`."""
@@ -199,7 +205,8 @@ class Attention(Plain):
         if f.at.has("attn_qkv.weight"):
             names = ["attn_qkv.weight"]
         n_q, n_k = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        return f.product(n, *names, n_out=n_q + (len(parts) - 1) * n_k)
+        y = f.product(n, *names, n_out=n_q + (len(parts) - 1) * n_k)
+        return y if self.values is None else f.side_by_side(y, self.values.forward(f, n, n_k))
 
     def _normed_apart(self, f: Forward, y: Value) -> Value:
         names, widths = [f"attn_{x}_norm.weight" for x in "qk"], self.row_widths
@@ -213,9 +220,15 @@ class Attention(Plain):
         return f.side_by_side(q, k, v)
 
     def attended(
-        self, f: Forward, y: Value, stream: Value | None, n_out: int, gate: Value | None = None
+        self,
+        f: Forward,
+        y: Value,
+        stream: Value | None,
+        n_out: int,
+        gate: Value | None = None,
+        seen: Value | None = None,
     ) -> Value:
-        """Of products q, k, v of rows, side by side. gate: of the result"""
+        """Of products q, k, v of rows, side by side. gate: of the result; seen: the batch in place of its own, as attention reads it"""
         s, at, is_near = self.shape, f.at, self.window != 0
         norms = [None if self.norms_apart else f.optional(f"attn_{x}_norm.weight") for x in "qk"]
         pool = f.pool(self.reads)
@@ -226,7 +239,8 @@ class Attention(Plain):
             q = f.op("times_rows", None, q, f.queries(self.rope, is_near=is_near), shape=heads)
         sinks = f.optional(SINKS)
         spec = self.attend_spec(f.device, f.kv, has_sinks=sinks is not None)
-        o = f.op("attend", spec, q, pool, f.placed(pool), self.window, sinks, shape=heads)
+        rows = f.placed(pool, is_near=is_near) if seen is None else seen
+        o = f.op("attend", spec, q, pool, rows, self.window, sinks, shape=heads)
         if turned := f.kv.turned_v(s.head_dim):
             o = f.op("hadamard", HadamardSpec(f.device, s.head_dim, turned), o, shape=heads)
         o = f.flat(o)

@@ -11,10 +11,8 @@ from pyspec.models.part import Place
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts, Paged, Ring
 
-CSA, HCA = (
-    4,
-    128,
-)  # tokens of a row: overlapping blocks, of which an indexer chooses, or plain ones, of which all count
+# Tokens of a row: overlapping blocks, of which an indexer chooses, or plain ones, of which all count
+CSA, HCA = 4, 128
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,6 @@ class Convolved(Plain):
         n = f.norm_apart(x, f.vector(f"{f.at.norm}.weight"))
         given = f.product(n, f"{self.name}_proj.weight", n_out=2 * self.n_tap * (x.width // self.group))
         base, rows = f.vector(f"{self.name}_base"), RunInput("row_seq")
-        y = f.op("convolve", spec, n, given, base, rows, 0, shape=x.shape)
+        y = f.op("convolve", spec, n, given, base, rows, 0, None, shape=x.shape)
         y = self.part.forward(f.behind(""), y, None)
         return f.op("convolve", spec, y, given, base, rows, 1, stream, shape=x.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from pyspec.cuda.ops.gdn.ref import GdnSpec, flush
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, KeyGroups, Keys, Readers
@@ -24,9 +25,12 @@ class DeltaNet(Plain):
 
     Where value heads are grouped by key heads (`shape.grouped`), files join matrices by key head: `ssm_ba` has the strengths and then the
     decays of its value heads, and `ssm_in` (old files) its query, key, values and output gates.
+
+    gate  of its normed outputs: silu or sigmoid
     """
 
     shape: GdnShape
+    gate: str = "silu"
 
     def tensors(self, at: Place) -> dict[str, Want]:
         s, n = self.shape, at.n_embd
@@ -56,7 +60,7 @@ class DeltaNet(Plain):
 
     def share(self, n: int) -> DeltaNet:
         n_key, n_reader = self.groups.places(n)
-        return DeltaNet(self.shape.of_heads(n_key, n_key * n_reader))
+        return replace(self, shape=self.shape.of_heads(n_key, n_key * n_reader))
 
     @property
     def groups(self) -> KeyGroups:
@@ -78,8 +82,20 @@ class DeltaNet(Plain):
         own = [f.vector(name) for name in ("ssm_a", "ssm_dt.bias", "ssm_conv1d.weight")]
         spec, shape = GdnSpec(f.device, s, f.eps), (s.n_v_head, s.dim)
         y = f.op("gdn", spec, m, alpha, beta, *own, f.state, f.batch, shape=shape)
-        y = f.head_norm(f.flat(y), f.vector("ssm_norm.weight"), z, s.dim)
+        if self.gate == "sigmoid":
+            y = sigmoid_gated(f, y, z, shape)
+        else:
+            y = f.head_norm(f.flat(y), f.vector("ssm_norm.weight"), z, s.dim)
         return f.summed(y, "ssm_out.weight", x.width, stream)
+
+
+def sigmoid_gated(f: Forward, y: Value, gate: Value, heads: tuple[int, int]) -> Value:
+    """Outputs y of heads, normed, times sigmoid(gate)."""
+    n_head, dim = heads
+    y = f.view(y, f".view(-1, {dim})", heads)
+    y = f.op("norms", NormsSpec(f.device, dim, f.eps), y, f.vector("ssm_norm.weight"), shape=heads)
+    y = f.view(y, f".view(-1, {n_head * dim})", (n_head * dim,))
+    return f.head_gate(y, f.view(gate, f".unflatten(1, {heads})", heads))
 
 
 def _projections(s: GdnShape, joined: bool) -> tuple[str, ...]:

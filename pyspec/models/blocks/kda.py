@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pyspec.cuda.ops.gdn.ref import GdnSpec, flush
 from pyspec.cuda.ops.gdn.shape import GdnShape
-from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
+from pyspec.models.blocks.gdn import sigmoid_gated
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
@@ -24,9 +24,15 @@ PROJECTIONS = ("attn_q", "attn_k", "attn_v", "ssm_f_a", "ssm_g_a", "ssm_beta")
 
 @dataclass(frozen=True, slots=True)
 class Kda(Plain):
-    """Kimi Delta Attention as data. Decays and gates come by one matrix or by two (`ssm_f_b`, `ssm_g_b`), as the file has them."""
+    """Kimi Delta Attention as data. Decays and gates come by one matrix or by two (`ssm_f_b`, `ssm_g_b`), as the file has them.
+
+    turns_decays  `ssm_a` has another sign than the op wants
+    gate     the (first) matrix of gates
+    """
 
     shape: GdnShape
+    turns_decays: bool = False
+    gate: str = "ssm_g_a"
     folds = "gdn", flush
 
     @property
@@ -49,7 +55,8 @@ class Kda(Plain):
                 shapes[f"ssm_{x}_a"] = Want((s.dim, n))
                 shapes[f"ssm_{x}_b"] = Want((inner, s.dim), cut=by_head)
             else:
-                shapes[f"ssm_{x}_a"] = Want((inner, n), cut=by_head)
+                first = "ssm_f_a" if x == "f" else self.gate
+                shapes[first] = Want((inner, n), cut=by_head)
         return {
             **{at.name(f"{name}.weight"): want for name, want in shapes.items()},
             at.name("ssm_a"): Want((s.n_v_head, 1), also=((s.n_v_head,),), cut=by_head),
@@ -67,7 +74,8 @@ class Kda(Plain):
         s, inner, heads = self.shape, self._inner, (self.shape.n_v_head, self.shape.dim)
         second = {x: f.at.has(f"ssm_{x}_b.weight") for x in "fg"}
         widths = s.n_channel, *(s.dim if second[x] else inner for x in "fg"), s.n_v_head
-        names, n = [f"{name}.weight" for name in PROJECTIONS], f.normed(x)
+        names = [f"{self.gate if name == 'ssm_g_a' else name}.weight" for name in PROJECTIONS]
+        n = f.normed(x)
         if s.n_v_head % 4:  # kernels of GPUs take rows of the others that begin at multiples of 16 bytes
             m, *ways = f.split(f.product(n, *names[:-1], n_out=sum(widths[:-1])), widths[:-1])
             beta = f.product(n, names[-1], n_out=widths[-1])
@@ -77,21 +85,17 @@ class Kda(Plain):
             f.product(way, f"ssm_{x}_b.weight", n_out=inner) if second[x] else way
             for x, way in zip("fg", ways, strict=True)
         )
-        a = f.read(_flat, "ssm_a")
+        a = f.read(_flat, "ssm_a", by=-1.0 if self.turns_decays else 1.0)
         convs = f.read(_side_by_side, *(f"ssm_conv1d_{x}.weight" for x in "qkv"))
         given = m, z, beta, a, f.vector("ssm_dt.bias"), convs, f.state, f.batch
         y = f.op("gdn", GdnSpec(f.device, s, f.eps), *given, shape=heads)
-        of_head = NormsSpec(f.device, s.dim, f.eps)
-        y = f.view(y, f".view(-1, {s.dim})", heads)
-        y = f.op("norms", of_head, y, f.vector("ssm_norm.weight"), shape=heads)
-        y = f.view(y, f".view(-1, {inner})", (inner,))
-        y = f.head_gate(y, f.view(gate, f".unflatten(1, {heads})", heads))
+        y = sigmoid_gated(f, y, gate, heads)
         return f.summed(y, "attn_output.weight", x.width, stream)
 
 
-def _flat(w: Any, name: str) -> Tensor:
+def _flat(w: Any, name: str, *, by: float) -> Tensor:
     vector: Tensor = w.vector(name)
-    return vector.flatten()
+    return by * vector.flatten()
 
 
 def _side_by_side(w: Any, *names: str) -> Tensor:

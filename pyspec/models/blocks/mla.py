@@ -13,8 +13,9 @@ import torch
 from pyspec.cuda.ops.attend.spec import AttendSpec
 from pyspec.cuda.ops.hadamard.spec import HadamardSpec
 from pyspec.cuda.ops.rope_latent.ref import RopeLatentSpec
-from pyspec.forward.call import Value
+from pyspec.forward.call import RunInput, Value
 from pyspec.forward.trace import Forward
+from pyspec.models.blocks.indexer import Indexer
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import AttentionShape, Place, Plain
 from pyspec.models.rope import RopeSpec
@@ -32,6 +33,8 @@ class Mla(Plain):
     rank     of keys and values; q_rank that of queries, 0: they have none
     plain_scale  of scores, before what rope's scaling does to it
     gates    of a head's result, which is multiplied with their sigmoids: one, or one for each dimension; 0: none
+    indexer  chooses the keys that rows see; None: they see all
+    follows  rows see the keys that the last block with an indexer chose
     """
 
     n_head: int
@@ -42,6 +45,8 @@ class Mla(Plain):
     rope: RopeSpec
     plain_scale: float
     gates: int = 0
+    indexer: Indexer | None = None
+    follows: bool = False
 
     @property
     def row(self) -> int:
@@ -78,16 +83,21 @@ class Mla(Plain):
         of_queries = "attn_q_b" if self.q_rank else "attn_q"
         shapes[of_queries] = Want((self.n_head * k, self.q_rank or n), cut=Cut(0, (queries,)))
         wants = {at.name(f"{name}.weight"): want for name, want in shapes.items()}
+        if self.indexer is not None:
+            wants |= self.indexer.tensors(at, self.q_rank)
         return wants | self.rope.tensors()
 
     def memory(self) -> LayerParts:
-        return {KV: Paged(1, self.row, keys_only=True)}
+        own = {KV: Paged(1, self.row, keys_only=True)}
+        return own if self.indexer is None else {**own, **self.indexer.memory()}
 
     def share(self, n: int) -> Mla:
         return replace(self, n_head=self.n_head // n)
 
     def attend_spec(self, device: torch.device, kv: KvFormat) -> AttendSpec:
-        return AttendSpec(device, self.n_head, 1, self.row, self.scale, kv, n_value=self.summed(kv))
+        scattered = self.follows or self.indexer is not None
+        spec = AttendSpec(device, self.n_head, 1, self.row, self.scale, kv, n_value=self.summed(kv))
+        return replace(spec, scattered=scattered)
 
     def summed(self, kv: KvFormat) -> int:
         """Dims of the sums of rows: the values, or all where values are turned back together with other dims."""
@@ -99,17 +109,14 @@ class Mla(Plain):
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """Writes the rows' latent keys, then attends."""
-        s, n, k = (
-            replace(self, rope=self.rope.flagged(f.at.flags)),
-            x.width,
-            self.n_plain + self.rope.n_rot,
-        )
+        s, n = replace(self, rope=self.rope.flagged(f.at.flags)), x.width
+        k = self.n_plain + self.rope.n_rot
         h = f.normed(x)
         kv = f.product(h, "attn_kv_a_mqa.weight", n_out=s.row)
         if s.q_rank:
             q = f.product(h, "attn_q_a.weight", n_out=s.q_rank)
-            q = f.norm_apart(q, f.vector("attn_q_a_norm.weight"))
-            q = f.product(q, "attn_q_b.weight", n_out=s.n_head * k)
+            qr = f.norm_apart(q, f.vector("attn_q_a_norm.weight"))
+            q = f.product(qr, "attn_q_b.weight", n_out=s.n_head * k)
         else:
             q = f.product(h, "attn_q.weight", n_out=s.n_head * k)
         plain = f.view(q, f".view(-1, {s.n_head}, {k})[..., :{s.n_plain}]", (s.n_head, s.n_plain))
@@ -119,7 +126,12 @@ class Mla(Plain):
         given = norm, f.angles(self.rope), pool, f.kv_rows(pool)
         q = f.op("rope_latent", spec, kv, q, plain, *given, shape=row)
         attends = s.attend_spec(f.device, f.kv)
-        o = f.op("attend", attends, q, pool, f.batch, shape=(s.n_head, attends.n_value))
+        seen: Value | RunInput = f.batch
+        if s.indexer is not None:
+            seen = f.choose(s.indexer.forward(f, h, qr))
+        elif s.follows:
+            seen = f.choice
+        o = f.op("attend", attends, q, pool, seen, shape=(s.n_head, attends.n_value))
         if turned := f.kv.turned_k(s.row):
             o = f.op("hadamard", HadamardSpec(f.device, attends.n_value, turned), o, shape=o.shape)
         o = f.heads(f.view(o, f"[..., :{s.rank}]", (s.n_head, s.rank)), "attn_v_b.weight", s.n_value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Literal
 
 from pyspec.forward.call import Value
@@ -12,7 +13,7 @@ from pyspec.models.part import Place, Plain, column_block
 from pyspec.models.wants import Want
 from pyspec.slots.parts import LayerParts
 
-Act = Literal["silu", "gelu", "relu2"]
+Act = Literal["silu", "gelu", "relu2", "situ"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Mlp(Plain):
     """A feed-forward of `n_ff` inner values, as data.
 
     silu, gelu  down(act(gate n) * up n), gelu by its tanh form
+    situ        of `betas` (`Forward.situ`)
     relu2       down(relu(up n)^2), biases where the file has them
     block       columns of `ffn_down` that stand together in the file: ranks get whole ones
     limit       of silu's gates and ups (`cuda/cut.py`)
@@ -29,6 +31,7 @@ class Mlp(Plain):
     act: Act = "silu"
     block: int = 1
     limit: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n, f, inner = at.n_embd, self.n_ff, (Units(self.n_ff, "inner values", block=self.block),)
@@ -56,9 +59,15 @@ class Mlp(Plain):
         return replace(self, block=column_block(at, "ffn_down.weight"))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
+        if f.at.away:  # by name, because experts come with it
+            made: Value = import_module("pyspec.models.blocks.one_expert").forward(self, f, x, stream)
+            return made
         n = f.normed(x)
         if self.act != "relu2":
             names = "ffn_gate.weight", "ffn_up.weight"
+            if self.act == "situ":
+                y = f.situ(n, *names, self.n_ff, self.betas)
+                return f.summed(y, "ffn_down.weight", x.width, stream)
             y = f.gated(n, *names, self.act, self.n_ff, limit=self.limit)
             return f.summed(y, "ffn_down.weight", x.width, stream)
         y = f.product(n, "ffn_up.weight", n_out=self.n_ff)

@@ -13,12 +13,13 @@ from pyspec.forward.call import RunInput, Value, Weight
 from pyspec.forward.trace import Forward, Site
 from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.part import Place, Plain, column_block
-from pyspec.models.stacks import norm_of_router, router_of, stacks_of
+from pyspec.models.stacks import AS_THEY_ARE, norm_of_router, router_of, stacks_of, unchanged
 from pyspec.models.wants import Want, scale_of
 from pyspec.slots.parts import LayerParts
 
 GATES = "ffn_gate_shexp.weight", "ffn_up_shexp.weight"  # of the shared expert
-LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
+LATENT = "ffn_latent_down.weight", "ffn_latent_up.weight"
+"""To the width in which experts work, where that is not the model's, and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,14 @@ class Experts(Plain):
 
     n_ff         width of an expert; n_ff_shared that of the shared one, 0 for none
     renorm       weights of a row are divided by their sum, then multiplied with `scale`
-    latent       experts work in this width instead of n_embd, between two plain matrices; 0 for n_embd
+    latent       experts work in this width instead of n_embd, between two plain matrices, whose names are `latent_names`; 0 for n_embd
+    latent_norm  the name of the norm before the second one; "": none
     shared_gate  the shared expert is multiplied with sigmoid(ffn_gate_inp_shexp . x)
     biased       the choice has a bias; otherwise it has one if the file does
     groups       (all, used): the choice is among the experts of the best groups
     shifted      scores of the router and products of experts have biases
     limit        of gates and ups (`cuda/cut.py`); limit_shared: of the shared expert's
+    betas        of the activation `situ`
     block        columns of `ffn_down_exps` that stand together in the file; block_shared: of the shared expert's
     weighs_input  weights of a row multiply what its experts read, and not what they make
     router_norm  the router reads rows behind a norm of its own, whose weights are this tensor's over sqrt(n_embd); "": behind the experts'
@@ -53,6 +56,9 @@ class Experts(Plain):
     shifted: bool = False
     limit: float = 0.0
     limit_shared: float = 0.0
+    betas: tuple[float, float] = (0.0, 0.0)
+    latent_names: tuple[str, str] = LATENT
+    latent_norm: str = ""
     router_norm: str = ""
     weighs_input: bool = False
     block: int = 1
@@ -104,8 +110,10 @@ class Experts(Plain):
         if self.router_norm:
             wants[at.name(self.router_norm)] = Want((at.n_embd,))
         if self.latent:
-            wants[at.name("ffn_latent_down.weight")] = Want((n, at.n_embd))
-            wants[at.name("ffn_latent_up.weight")] = Want((at.n_embd, n))
+            down, up = self.latent_names
+            wants |= {at.name(down): Want((n, at.n_embd)), at.name(up): Want((at.n_embd, n))}
+        if self.latent_norm:
+            wants[at.name(self.latent_norm)] = Want((n,))
         return wants | self._shared_tensors(at)
 
     def _shared_tensors(self, at: Place) -> dict[str, Want]:
@@ -151,7 +159,8 @@ class Experts(Plain):
         )
 
     def spec(self, at: Site) -> MoeSpec:
-        """Of the experts at this place, with the shared one where one launch multiplies it with the others."""
+        """Of the experts at this place, with the shared one where one launch multiplies it with the others; beside experts in the host's
+        memory it is a product of its own."""
         names = {x: f"ffn_{x}_exps.weight" for x in ("gate", "up", "down", "gate_up")}
         if self.act != "relu2" and at.has(names["gate_up"]):
             names["gate"] = names["up"] = names["gate_up"]
@@ -172,7 +181,11 @@ class Experts(Plain):
             limit=self.limit,
             gate=None if gate is up else gate,
             biased=self.shifted,
+            slots=at.slots,
+            betas=self.betas,
         )
+        if spec.slots is not None:
+            return spec
         with_shared = replace(spec, pieces=self.n_ff_shared // self.n_ff)
         joins = at.streams and self.joins_shared(at, spec) and at.takes("moe", with_shared)
         return with_shared if joins else spec
@@ -202,7 +215,7 @@ class Experts(Plain):
         if self.n_ff_shared and not spec.pieces:
             shared, v = self._shared(f, n)
         if self.latent and v is n:
-            v = f.product(n, LATENT, n_out=self.latent)
+            v = f.product(n, self.latent_names[0], n_out=self.latent)
         if shared is not None and not self.shared_gate:
             stream, shared = f.add(stream, shared), None
         routes = self._routed(f, x)
@@ -212,8 +225,12 @@ class Experts(Plain):
         y = f.experts(spec, v, routes, shared, self._stacks(f, spec))
         if self.weighs_input and self.n_used > 1:
             y = f.op("of_choices", None, y, self.n_used, shape=(spec.n_in,))
+        if self.latent_norm:  # of the sum of all ranks, which then goes with the first one's stream
+            y = f.norm_apart(f.over_ranks(y), f.vector(self.latent_norm))
         if self.latent:
-            y = f.product(y, "ffn_latent_up.weight", n_out=x.width)
+            y = f.product(y, self.latent_names[1], n_out=x.width)
+        if self.latent_norm and not f.at.leads:
+            y = f.scaled(y, 0.0)
         return f.over_ranks(f.add(stream, y))
 
     def _routed(self, f: Forward, x: Value) -> Value:
@@ -222,9 +239,12 @@ class Experts(Plain):
         bias = f.optional("exp_probs_b.bias") if named is None else None
         spec = self.route_spec(f.device, f.at.n_embd, f.eps, has_bias=bias is not None)
         spec = replace(spec, given=named is not None)
-        norm = f.vector(f"{f.at.norm}.weight")
         if self.router_norm:
             norm = f.read(norm_of_router, self.router_norm)
+        elif f.at.norm:
+            norm = f.vector(f"{f.at.norm}.weight")
+        else:
+            norm, spec = f.read(unchanged, n=x.width), replace(spec, eps=AS_THEY_ARE)
         matrix = f.read(router_of, "ffn_gate_inp.weight", *gate)
         shift = {"shift": f.vector("ffn_gate_inp.bias")} if self.shifted else {}
         return f.op("moe_route", spec, x, norm, matrix, bias, named, shape=(2 * self.n_used,), **shift)
@@ -235,22 +255,29 @@ class Experts(Plain):
 
     def gates(self, f: Forward, n: Value) -> Value:
         """Inner values of a gated shared expert."""
+        if self.act == "situ":
+            return f.situ(n, *GATES, self.n_ff_shared, self.betas)
         return f.gated(n, *GATES, "silu", self.n_ff_shared, limit=self.limit_shared)
 
     def _stacks(self, f: Forward, spec: MoeSpec) -> Weight:
         shared = self.n_ff_shared if spec.pieces else 0
-        return f.read(stacks_of, "ffn", act=self.act, biased=self.shifted, shared=shared)
+        how = {"act": self.act, "biased": self.shifted, "shared": shared}
+        return f.read(stacks_of, "ffn", **how, on_host=spec.slots is not None)
 
     def _shared(self, f: Forward, n: Value) -> tuple[Value, Value]:
         """The shared expert's output, and the rows that the others read. Its first product also projects them to their width, if both
         matrices are of one type: one launch instead of two."""
         up, down, n_ff = "ffn_up_shexp.weight", "ffn_down_shexp.weight", self.n_ff_shared
-        if self.act == "swiglu":
+        if self.act in ("swiglu", "situ"):
             return f.product(self.gates(f, n), down, n_out=n.width), n
         v = n
         # the columns behind the latent part are read four at once
-        if self.latent and self.latent % 4 == 0 and f.at.type_of(LATENT) is f.at.type_of(up):
-            both = f.product(n, LATENT, up, n_out=self.latent + n_ff)
+        if (
+            self.latent
+            and self.latent % 4 == 0
+            and f.at.type_of(self.latent_names[0]) is f.at.type_of(up)
+        ):
+            both = f.product(n, self.latent_names[0], up, n_out=self.latent + n_ff)
             v, y = f.split(both, (self.latent, n_ff))
         else:
             y = f.product(n, up, n_out=n_ff)

@@ -38,7 +38,7 @@ class StreamExperts(Experts):
         if self.limits is not None:
             return self.limits
         layer = int(at.prefix.rpartition(".")[2])
-        return read_limits(at.file, layer + 1)[layer]
+        return read_limits(at.file, layer + 1, one_for_both=True)[layer]
 
     def spec(self, at: Site) -> MoeSpec:
         return replace(Experts.spec(self, at), limit=self.own_limits(at)[0])

@@ -1,12 +1,13 @@
 """Anthropic's messages, converted to a body of chat completions. Fields that are not part of a chat pass unchanged.
 
-Images, and documents that are no text, are refused by name; an image that a tool returned is left out with a line. Tools that Anthropic's
-servers run, and their results, are left out. Hints for caching and billing are ignored: every prompt is cached, and nothing is billed.
+Images become parts of chat completions; documents that are no text are refused by name. Tools that Anthropic's servers run, and their
+results, are left out. Hints for caching and billing are ignored: every prompt is cached, and nothing is billed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,7 +19,7 @@ from pyspec.server.api.schema import (
     AsSent,
     Body,
     Count,
-    no_image,
+    image_part,
     string_of,
     tools_field,
     validate,
@@ -27,6 +28,7 @@ from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
 from pyspec.text.left_out import NO_IMAGE, own_tools
 
+MEDIA_TYPE = re.compile(r"image/[a-zA-Z0-9.+-]{1,40}")
 MAX_TOKENS = 4096  # default, as in llama-server; Anthropic's own API requires it
 HANDLED = words(
     "system messages tools tool_choice stop_sequences max_tokens thinking output_config output_format"
@@ -158,7 +160,7 @@ def _user_messages(role: str, blocks: list[dict[str, Any]], where: str) -> list[
             messages.append(_result(block, at))
         if kind == "tool_result" or is_foreign_block(kind):
             continue
-        part = {"type": "text", "text": _text(block, at)}
+        part = _part(block, at)
         if messages and messages[-1]["role"] == role:
             messages[-1]["content"].append(part)
         else:
@@ -173,10 +175,10 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.tool_use_id: a string that names the call")
     content = block.get("content")
     if isinstance(content, list):
-        parts = [(part, f"{where}.content.{i}") for i, part in enumerate(content)]
-        texts = (_shown(part, at) for part, at in parts if not is_foreign_block(_kind(part, at)))
-        content = "".join(texts)
-    if not (content is None or isinstance(content, str)):
+        blocks = [(part, f"{where}.content.{i}") for i, part in enumerate(content)]
+        parts = (_of_tool(part, at) for part, at in blocks if not is_foreign_block(_kind(part, at)))
+        content = _joined(list(parts))
+    elif not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content: a string or a list of text blocks")
     return {"role": "tool", "tool_call_id": call, "content": content or ""}
 
@@ -194,7 +196,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
         elif kind == "tool_use":
             calls.append(_call(block, at))
         elif not is_foreign_block(kind):
-            texts.append({"type": "text", "text": _text(block, at)})
+            texts.append(_part(block, at))
     if not (thoughts or texts or calls):
         return []
     message: dict[str, Any] = {"role": "assistant", "content": texts or ""}
@@ -223,9 +225,42 @@ def _kind(block: Any, where: str) -> str:
     return kind
 
 
-def _shown(block: Any, where: str) -> str:
-    """The text of a block of a result. A tool's image costs the model a line, not the client every later turn."""
-    return NO_IMAGE if _kind(block, where) == "image" else _text(block, where)
+def _part(block: Any, where: str) -> dict[str, Any]:
+    """A block as a part of a message of chat completions."""
+    if _kind(block, where) != "image":
+        return {"type": "text", "text": _text(block, where)}
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "url":
+        return image_part(string_of(source, "url", f"{where}.source"))
+    if kind == "base64":
+        media = string_of(source, "media_type", f"{where}.source")
+        if not MEDIA_TYPE.fullmatch(media):
+            raise RequestError(f"{where}.source.media_type: want image/png, or the like")
+        return image_part(f"data:{media};base64,{string_of(source, 'data', f'{where}.source')}")
+    raise NotSupported(f"{where}.source: an image's source is base64 or url, not {str(kind)[:40]!r}")
+
+
+def _of_tool(block: Any, where: str) -> dict[str, Any]:
+    """A block of a tool's result. An image of another source costs the model a line, not the client every later turn."""
+    try:
+        return _part(block, where)
+    except NotSupported:
+        if block["type"] != "image":
+            raise
+        return {"type": "text", "text": NO_IMAGE}
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The parts of a tool's result: neighbouring texts are one, as in llama-server."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if joined and part["type"] == joined[-1]["type"] == "text":
+            joined[-1]["text"] += part["text"]
+        else:
+            joined.append(part)
+    is_text = all(part["type"] == "text" for part in joined)
+    return "".join(part["text"] for part in joined) if is_text else joined
 
 
 def _text(block: Any, where: str) -> str:
@@ -233,8 +268,6 @@ def _text(block: Any, where: str) -> str:
     kind = _kind(block, where)
     if kind in ("document", "search_result") and (text := _document(block, where)) is not None:
         return text
-    if kind == "image":
-        raise no_image(where)
     if kind != "text":
         raise NotSupported(f"{where}: blocks of type {kind[:40]!r} are not supported here")
     return string_of(block, "text", where)
@@ -248,7 +281,11 @@ def _document(block: dict[str, Any], where: str) -> str | None:
         is_text = source.get("type") == "text" or source.get("type") == "content"
         content = source.get("data", source.get("content")) if is_text else None
     if isinstance(content, list):
-        content = "".join(_shown(part, f"{where}.source.content.{i}") for i, part in enumerate(content))
+        places = (f"{where}.source.content.{i}" for i in range(len(content)))
+        content = "".join(
+            NO_IMAGE if _kind(part, at) == "image" else _text(part, at)
+            for part, at in zip(content, places, strict=True)
+        )
     heads = (block.get("title"), block.get("context"), source)
     lines = [head for head in heads if isinstance(head, str) and head]
     return "\n".join([*lines, content, ""]) if isinstance(content, str) else None

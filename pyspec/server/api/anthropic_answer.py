@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pyspec.errors import PyspecError
+from pyspec.ranges import no_number
 from pyspec.request import Done, Progress
-from pyspec.server.api.answers import ending
-from pyspec.server.api.parted import PartedAnswer, Sent, named_event
+from pyspec.server.api.answers import PartedAnswer, Sent, ending, named_event
 from pyspec.server.api.prepared import PreparedBody
 from pyspec.server.http.envelope import anthropic_error
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -119,12 +119,8 @@ class MessagesAnswer(PartedAnswer):
 def call_input(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object; empty if they are none: cut off by the token limit, or not JSON."""
     try:
-        value = json.loads(arguments, parse_constant=_refuse)
+        value = json.loads(arguments, parse_constant=no_number)
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate cannot be sent
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")

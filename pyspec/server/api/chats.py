@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pyspec.engine.sight import Sighted
 from pyspec.errors import RequestError
 from pyspec.request import ThinkBudget
 from pyspec.server.api.constrained import compiled_grammar, wanted
-from pyspec.server.api.prompts import answer_start, chat_ids, continued_part
+from pyspec.server.api.pictures import SentPictures
+from pyspec.server.api.prompts import answer_start, chat_prompt, continued_part
 from pyspec.server.api.schema import Chat, ChatBody
 from pyspec.server.engine import EngineLike
 from pyspec.server.settings import ServerSettings
-from pyspec.text.answer_plan import AnswerPlan, plan_answer
-from pyspec.text.call_plan import CallPlan, call_plan, tool_choice
+from pyspec.text.answer_plan import AnswerPlan, CallPlan, call_plan, plan_answer, tool_choice
 from pyspec.text.markup.answer_grammar import ends_open
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect_for, think_marks
 from pyspec.text.markup.reasoning import ThinkMarks
@@ -25,7 +26,7 @@ from pyspec.text.tokenizer import Tokenizer
 class ChatPlan:
     """A prompt, and the constraints of its answer."""
 
-    prompt: tuple[int, ...]
+    prompt: Sighted
     answer: AnswerPlan
     budget: ThinkBudget | None
     begun: str = ""  # the given start of the answer, after its reasoning
@@ -35,24 +36,25 @@ def plan_chat(
     engine: EngineLike,
     body: ChatBody,
     settings: ServerSettings,
+    pictures: SentPictures,
     *,
     compiles: bool,
 ) -> ChatPlan:
     """Check a chat body and build its prompt. Raises RequestError, NotSupported, NotCompiled."""
     think = think_marks(engine.info.chat_template)
     calls = calls_of(body, dialect_for(engine.info.chat_template, settings.tool_call_parser))
-    prompt = chat_ids(engine, body, settings)
+    prompt = chat_prompt(engine, body, settings, pictures)
     form = body.reasoning_format or settings.reasoning_format
     is_open = think is not None and (
         continued_part(body, settings) == "reasoning_content"
-        or ends_open(engine.tokenizer, prompt, think)
+        or ends_open(engine.tokenizer, prompt.ids, think)
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
     is_whole = form == "deepseek-legacy"
     markup = AnswerMarkup(think=think, is_open=is_open, is_shown=is_shown, is_whole=is_whole)
     keep = partial(compiled_grammar, engine, compiles=compiles)
     return ChatPlan(
-        prompt=tuple(prompt),
+        prompt=prompt,
         answer=plan_answer(engine.tokenizer, calls, markup, keep, has_grammar=bool(wanted(body))),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
         begun=_behind(answer_start(body, settings), think),

@@ -15,10 +15,9 @@ from starlette.types import ASGIApp
 from pyspec.errors import PyspecError, RequestError
 from pyspec.server.api.answers import Answer
 from pyspec.server.api.anthropic_answer import MessagesAnswer
-from pyspec.server.api.chat_answer import ChatAnswer
 from pyspec.server.api.constrained import NotCompiled
 from pyspec.server.api.native import NativeAnswer
-from pyspec.server.api.openai import TextAnswer
+from pyspec.server.api.openai import ChatAnswer, TextAnswer
 from pyspec.server.api.prepared import Kind, PreparedBody, prepare
 from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.server.api.schema import Body
@@ -71,9 +70,12 @@ async def _answer(
 
 async def _prepared(service: Service, kind: Kind, raw: bytes, client: str) -> PreparedBody:
     """The prepared body. A new grammar is compiled in a thread of its own, so that other clients' texts do not wait for it."""
-    given = kind, raw, service.engine, service.settings
+    given = kind, raw, service.engine, service.settings, service.media
+    has_pictures = service.has_pictures(raw)
     try:
-        return await service.text(prepare, *given, False, n_byte=len(raw), client=client)
+        return await service.text(
+            prepare, *given, False, n_byte=len(raw), client=client, has_pictures=has_pictures
+        )
     except NotCompiled:
         return await service.text(prepare, *given, True, compiles=True, client=client)
 

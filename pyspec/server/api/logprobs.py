@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from pyspec.request import TokenLogprob
+from pyspec.slots.images import is_image
 from pyspec.text.tokenizer import Tokenizer
 
 LOGPROB_MIN = -9999.0  # JSON has no minus infinity
@@ -15,8 +16,8 @@ LOGPROB_MIN = -9999.0  # JSON has no minus infinity
 
 def token_entry(token: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """A token with its text, its bytes, and its log probability."""
-    raw = tokenizer.token_bytes(token)
-    value = None if logprob is None else max(logprob, LOGPROB_MIN)
+    raw = b"[image]" if is_image(token) else tokenizer.token_bytes(token)
+    value = None if logprob is None or is_image(token) else max(logprob, LOGPROB_MIN)
     return {"id": token, "token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": value}
 
 
@@ -72,9 +73,13 @@ def prompt_rows(
 def prompt_logprobs(
     entries: Sequence[TokenLogprob], ranks: Sequence[int], tokenizer: Tokenizer, n: int
 ) -> list[Any]:
-    """vLLM's rows of a prompt's tokens but the first: {id: {logprob, rank, decoded_token}} of each and of its `n` best alternatives."""
+    """vLLM's rows of a prompt's tokens but the first: {id: {logprob, rank, decoded_token}} of each and of its `n` best alternatives. None
+    for rows of pictures."""
     found: list[Any] = []
     for entry, rank in zip(entries, ranks, strict=True):
+        if is_image(entry.token):
+            found.append(None)
+            continue
         row = {id_: (value, at) for at, (id_, value) in enumerate(entry.top[:n], 1)}
         row[entry.token] = entry.logprob, rank
         found.append(

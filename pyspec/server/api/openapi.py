@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 
 import pyspec
 from pyspec.server.api.anthropic import MessagesBody
-from pyspec.server.service import Service
 
-Handler = Callable[[Service, Request], Awaitable[ASGIApp]]
+Handler = Callable[[Any, Request], Awaitable[ASGIApp]]
+"""Gets the Service, or the Router of several models, with each request."""
 JSON_TYPE = "application/json"
 
 
@@ -131,7 +131,9 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         if one.body is not None:
             content = {JSON_TYPE: {"schema": refs[(one.body, "validation")]}}
             operation["requestBody"] = {"required": True, "content": content}
-        paths[one.paths[0]] = {method.lower(): operation for method in one.methods}
+        for path in one.paths[:1]:
+            known = paths.setdefault(path, {})
+            known |= {method.lower(): operation for method in one.methods if method.lower() not in known}
     return {
         "openapi": "3.1.0",
         "info": {

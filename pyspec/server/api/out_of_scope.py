@@ -54,8 +54,8 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
 }
 WHY: dict[str, str] = {
     "lora": "LoRA adapters are out of scope; merge them into the model's file",
-    "image_data": "images are out of scope: pyspec reads and writes text",
-    "audio": "audio is out of scope: pyspec reads and writes text",
+    "image_data": "images are parts of messages, or prompt.multimodal_data of /completion",
+    "audio": "audio is out of scope: pyspec writes text",
     "web_search_options": "built-in tools are out of scope; a client's own are given in `tools`",
     "mcp_servers": "MCP is out of scope: clients call MCP servers, and pass their tools in `tools`",
 }

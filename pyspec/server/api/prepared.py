@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pyspec.engine.sight import Sighted
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
 from pyspec.server.api.chats import plan_chat, with_tools
 from pyspec.server.api.constrained import checked_grammar
-from pyspec.server.api.infill import infill_ids
 from pyspec.server.api.out_of_scope import refuse_elsewhere, refuse_unsupported
 from pyspec.server.api.params import (
     draft_limit,
@@ -27,7 +27,8 @@ from pyspec.server.api.params import (
     stop_strings,
     token_limit,
 )
-from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
+from pyspec.server.api.pictures import SentPictures, text_of
+from pyspec.server.api.prompts import chat_prompt, infill_ids, prompt_of, split_prompts
 from pyspec.server.api.schema import (
     SEED_MAX,
     ChatBody,
@@ -40,6 +41,7 @@ from pyspec.server.api.schema import (
 from pyspec.server.api.steady import steady, with_lines
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import parse_object
+from pyspec.server.media import Media
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.answer_plan import ALONE
 from pyspec.text.left_out import own_tools
@@ -104,29 +106,39 @@ class PreparedBody:
 
 
 def prepare(
-    kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings, compiles: bool = True
+    kind: Kind,
+    raw: bytes,
+    engine: EngineLike,
+    settings: ServerSettings,
+    media: Media | None = None,
+    compiles: bool = True,
 ) -> PreparedBody:
-    """Check a body and build its requests. Raises RequestError, NotSupported; NotCompiled for a new grammar unless `compiles`."""
+    """Check a body and build its requests. Raises RequestError, NotSupported; NotCompiled for a new grammar unless `compiles`.
+
+    media  reads pictures; None: the model sees none
+    """
     sent = parse_object(raw, settings.limits)
     value, moved = _steady(kind, sent, settings)
     body = _checked(kind, _with_moved(value, moved))
     params = sampling_params(body, engine.tokenizer, settings)
     plan = None
     if isinstance(body, ChatBody):
-        plan = plan_chat(engine, body, settings, compiles=compiles)
-    prompts = [list(plan.prompt)] if plan else _tokenise(body, engine, settings)
+        plan = plan_chat(engine, body, settings, SentPictures(media), compiles=compiles)
+    prompts = [plan.prompt] if plan else _tokenise(body, engine, settings, media)
     n, n_run = n_choices(body, engine.info)
     hides_logprobs = n_run > n and params.logprobs is None
     if hides_logprobs:
         params = replace(params, logprobs=0)
     requests = [
-        _request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n_run)
+        _request(body, prompt, params, i, engine.info, settings)
+        for prompt in prompts
+        for i in range(n_run)
     ]
     n_top = n_prompt_logprobs(body, settings.limits)
     more: dict[str, Any] = {}
     if moved:
-        others = _tokenise(_checked(kind, value), engine, settings)
-        more["n_stable"] = _n_common(prompts[0], others[0])
+        others = _tokenise(_checked(kind, value), engine, settings, media)
+        more["n_stable"] = _n_common(prompts[0].ids, others[0].ids)
     around = plan.answer.around(plan.begun) if plan else ALONE
     grammar = checked_grammar(body, engine, around, compiles=compiles)
     if plan:
@@ -177,11 +189,13 @@ def _of_body(
     }
 
 
-def count_tokens(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> int:
-    """Tokens of the prompt that a chat body renders to."""
+def count_tokens(
+    kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings, media: Media | None = None
+) -> int:
+    """Tokens of the prompt that a chat body renders to. Of pictures only the sizes are read."""
     sent = as_read(kind, parse_object(raw, settings.limits), settings)
     body = _checked(kind, sent, generates=False)
-    return sum(len(ids) for ids in _tokenise(body, engine, settings))
+    return sum(len(prompt.ids) for prompt in _tokenise(body, engine, settings, media, counts=True))
 
 
 def _steady(
@@ -238,7 +252,7 @@ def _checked(kind: Kind, value: dict[str, Any], *, generates: bool = True) -> Ge
 
 def _request(
     body: Generate,
-    ids: Sequence[int],
+    prompt: Sighted,
     params: SamplingParams,
     i: int,
     info: EngineInfo,
@@ -251,7 +265,8 @@ def _request(
     if slot >= info.n_slot:
         raise RequestError(f"id_slot: {slot} is outside 0..{info.n_slot - 1}")
     return Request(
-        prompt=tuple(ids),
+        prompt=prompt.ids,
+        images=prompt.images,
         params=params,
         max_tokens=settings.max_tokens if n_answer is None else n_answer,
         stop=stop_strings(body.stop, settings.limits),
@@ -263,27 +278,36 @@ def _request(
     )
 
 
-def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
+def _tokenise(
+    body: Generate,
+    engine: EngineLike,
+    settings: ServerSettings,
+    media: Media | None,
+    *,
+    counts: bool = False,
+) -> list[Sighted]:
     if isinstance(body, ChatBody):
-        return [chat_ids(engine, body, settings)]
+        return [chat_prompt(engine, body, settings, SentPictures(media, counts=counts))]
     if isinstance(body, InfillBody):
-        return [_gap_ids(body, body, engine, settings)]
+        return [_gap(body, body, engine, settings)]
     assert isinstance(body, NativeBody | TextBody)
     prompts = split_prompts(body.prompt, settings.limits)
     if isinstance(body, TextBody) and body.suffix:
         return _before_suffix(body, prompts, engine, settings)
-    return [prompt_ids(engine.tokenizer, prompt) for prompt in prompts]
+    pictures = [SentPictures(media, counts=counts) for _ in prompts]
+    return [prompt_of(engine.tokenizer, *each) for each in zip(prompts, pictures, strict=True)]
 
 
-def _gap_ids(
+def _gap(
     gap: InfillBody,
     body: Generate,
     engine: EngineLike,
     settings: ServerSettings,
-) -> list[int]:
+) -> Sighted:
     n_answer, n_ctx = token_limit(body), engine.info.n_ctx
     n_answer = settings.max_tokens if n_answer is None else n_answer
-    return infill_ids(engine.tokenizer, gap, n_ctx, n_answer, suffix_first=settings.spm_infill)
+    ids = infill_ids(engine.tokenizer, gap, n_ctx, n_answer, suffix_first=settings.spm_infill)
+    return Sighted(tuple(ids))
 
 
 def _before_suffix(
@@ -291,7 +315,7 @@ def _before_suffix(
     prompts: list[Any],
     engine: EngineLike,
     settings: ServerSettings,
-) -> list[list[int]]:
+) -> list[Sighted]:
     """`/v1/completions` with a suffix: each prompt is the text before a gap, the suffix is the text after it."""
     if body.echo:
         raise RequestError("suffix: not possible together with echo")
@@ -299,13 +323,13 @@ def _before_suffix(
         raise RequestError("suffix: it needs a prompt that is text or a list of texts")
     ends = [{"input_prefix": prompt, "input_suffix": body.suffix} for prompt in prompts]
     gaps = [validate(InfillBody, each) for each in ends]
-    return [_gap_ids(gap, body, engine, settings) for gap in gaps]
+    return [_gap(gap, body, engine, settings) for gap in gaps]
 
 
 def _texts(
     body: Generate,
     tokenizer: Tokenizer,
-    prompts: list[list[int]],
+    prompts: list[Sighted],
     n: int,
     settings: ServerSettings,
 ) -> tuple[str, ...]:
@@ -313,13 +337,13 @@ def _texts(
     if isinstance(body, TextBody) and body.echo:
         given = split_prompts(body.prompt, settings.limits)
         texts = [
-            p if isinstance(p, str) else tokenizer.decode(ids, special=True)
-            for p, ids in zip(given, prompts, strict=True)
+            p if isinstance(p, str) else text_of(prompt, tokenizer)
+            for p, prompt in zip(given, prompts, strict=True)
         ]
     else:
         is_verbose = settings.verbose if body.verbose is None else body.verbose
         wanted = isinstance(body, NativeBody) or is_verbose
-        texts = [tokenizer.decode(ids, special=True) for ids in prompts] if wanted else []
+        texts = [text_of(prompt, tokenizer) for prompt in prompts] if wanted else []
     return tuple(text for text in texts for _ in range(n))
 
 

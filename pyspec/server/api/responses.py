@@ -17,7 +17,7 @@ from pyspec.server.api.schema import (
     AsSent,
     Body,
     Count,
-    no_image,
+    image_part,
     string_of,
     tools_field,
     validate,
@@ -151,12 +151,11 @@ def _message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -
     role = item.get("role")
     if role not in ("user", "system", "developer", "assistant"):
         raise RequestError(f"{where}.role: one of user, system, developer and assistant")
-    texts = _texts(item.get("content"), f"{where}.content")
     if role == "assistant":
         said = _answering(messages)
-        said["content"] += "".join(texts)
+        said["content"] += "".join(_texts(item.get("content"), f"{where}.content"))
     else:
-        messages.append({"role": role, "content": "\n".join(texts)})
+        messages.append({"role": role, "content": _content(item.get("content"), f"{where}.content")})
 
 
 def _reasoning(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
@@ -181,16 +180,10 @@ def _call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> N
 def _call_output(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     output = item.get("output")
     if isinstance(output, list):
-        output = [_without_image(part) for part in output]
-    text = "\n".join(_texts(output, f"{where}.output"))
+        output = [NO_FILE if _is_stored(part) else part for part in output]
+    content = _content(output, f"{where}.output")
     call = string_of(item, "call_id", where)
-    messages.append({"role": "tool", "tool_call_id": call, "content": text})
-
-
-def _without_image(part: Any) -> Any:
-    """A part of a tool's result; an image becomes a line."""
-    is_image = isinstance(part, dict) and part.get("type") == "input_image"
-    return {"type": "input_text", "text": NO_IMAGE} if is_image else part
+    messages.append({"role": "tool", "tool_call_id": call, "content": content})
 
 
 ITEMS: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], str], None]] = {
@@ -217,23 +210,53 @@ def _answering(
     return messages[-1]
 
 
+TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
 def _texts(content: Any, where: str) -> list[str]:
     if isinstance(content, str):
         return [content]
+    return [_text(part, at, TEXTS) for part, at in _parts(content, where)]
+
+
+def _parts(content: Any, where: str) -> list[tuple[Any, str]]:
+    """Parts of a content and their places in the body."""
     if not isinstance(content, list):
         raise RequestError(f"{where}: a string or a list of parts")
-    return [
-        _text(part, f"{where}.{i}", ("input_text", "output_text", "text", "refusal"))
-        for i, part in enumerate(content)
-    ]
+    return [(part, f"{where}.{i}") for i, part in enumerate(content)]
+
+
+def _content(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """Content with images as parts of chat completions; without, as text."""
+    if isinstance(content, str):
+        return content
+    parts = _parts(content, where)
+    if not any(isinstance(part, dict) and part.get("type") == "input_image" for part, _ in parts):
+        return "\n".join(_text(part, at, TEXTS) for part, at in parts)
+    return [_part(part, at) for part, at in parts]
+
+
+NO_FILE = {"type": "input_text", "text": NO_IMAGE}
+
+
+def _is_stored(part: Any) -> bool:
+    """True for an image that OpenAI's servers have. Of a tool's result it costs the model a line, not the client every later turn."""
+    is_image = isinstance(part, dict) and part.get("type") == "input_image"
+    return is_image and bool(part.get("file_id")) and not part.get("image_url")
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    if not isinstance(part, dict) or part.get("type") != "input_image":
+        return {"type": "text", "text": _text(part, where, TEXTS)}
+    if _is_stored(part):
+        raise NotSupported(f"{where}.file_id is not supported: nothing is stored here; send image_url")
+    return image_part(string_of(part, "image_url", where))
 
 
 def _text(part: Any, where: str, kinds: tuple[str, ...]) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         raise RequestError(f"{where}: a part is an object with a type")
-    if kind == "input_image":
-        raise no_image(where)
     if kind not in kinds:
         raise NotSupported(f"{where}: parts of type {kind[:40]!r} are not supported here")
     return string_of(part, "refusal" if kind == "refusal" else "text", where)

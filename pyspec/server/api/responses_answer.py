@@ -9,8 +9,14 @@ from typing import Any
 
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Progress
-from pyspec.server.api.answers import measured, progress_dict, timings_dict
-from pyspec.server.api.parted import PartedAnswer, Sent, named_event
+from pyspec.server.api.answers import (
+    PartedAnswer,
+    Sent,
+    measured,
+    named_event,
+    progress_dict,
+    timings_dict,
+)
 from pyspec.server.api.prepared import PreparedBody
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pyspec.text.tokenizer import Tokenizer

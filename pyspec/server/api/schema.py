@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import PydanticCustomError
 
-from pyspec.errors import NotSupported, RequestError
+from pyspec.errors import RequestError
 from pyspec.ranges import INT32, SWITCH, Kind, Real, Whole, printable, rules_of
 from pyspec.request import SamplingParams
 
@@ -52,10 +52,14 @@ def is_id(value: Any) -> bool:
 def _check_piece(value: Any) -> Any:
     """A prompt: text, ids, or a list that mixes both."""
     if isinstance(value, dict):
-        if set(value) != {"prompt_string"} or not isinstance(value["prompt_string"], str):
+        data = value.get("multimodal_data", [])
+        is_known = value.keys() <= {"prompt_string", "multimodal_data"}
+        if not is_known or not isinstance(value.get("prompt_string"), str):
             raise _bad(
-                "a prompt object holds prompt_string and nothing else; images and audio are not supported",
+                "a prompt object holds prompt_string, a text, and multimodal_data, and nothing else"
             )
+        if not isinstance(data, list) or not all(isinstance(item, str) for item in data):
+            raise _bad("multimodal_data is a list of images as base64")
     elif isinstance(value, list):
         value = [to_integer(item) for item in value]
         if not all(is_id(item) or isinstance(item, str) for item in value):
@@ -136,6 +140,20 @@ def _check_content(value: Any) -> Any:
     return value
 
 
+def image_url(part: dict[str, Any], where: str) -> str:
+    """The URL of a picture in a part of a message: a string, or `url` of an object. `detail` is ignored. Raises RequestError."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str):
+        raise RequestError(f"{where}.image_url.url: a string is needed")
+    return url
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """A picture as a part of a message of chat completions."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def _any(*forms: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": list(forms)}
 
@@ -157,10 +175,19 @@ _ID, _STR = {"type": "integer", "minimum": 0}, {"type": "string"}
 _MIXED = _list(_any(_ID, _STR))
 _BIAS = _any({"type": "number", "minimum": -1e6, "maximum": 1e6}, {"const": False})
 _PAIR = {"type": "array", "prefixItems": [_any(_ID, _STR), _BIAS], "minItems": 2, "maxItems": 2}
-_PART = _object(type={"const": "text"}, text=_STR) | {"required": ["type", "text"]}
+_PART = _any(
+    _object(type={"const": "text"}, text=_STR) | {"required": ["type", "text"]},
+    _object(type={"const": "image_url"}, image_url=_any(_STR, _object(url=_STR) | {"required": ["url"]}))
+    | {"required": ["type", "image_url"]},
+)
+_WITH_DATA = _object(prompt_string=_STR, multimodal_data=_list(_STR)) | {"required": ["prompt_string"]}
 _MOST = {"type": "integer", "minimum": -1, "maximum": 1024}
 
-Prompt = Annotated[Any, AfterValidator(_check_prompt), _like(_STR, _MIXED, _list(_any(_STR, _MIXED)))]
+Prompt = Annotated[
+    Any,
+    AfterValidator(_check_prompt),
+    _like(_STR, _MIXED, _WITH_DATA, _list(_any(_STR, _MIXED, _WITH_DATA))),
+]
 Mixed = Annotated[Any, AfterValidator(_check_mixed), _like(_STR, _MIXED)]
 Stop = Annotated[Any, AfterValidator(_check_stop), _like(_STR, _list(_STR))]
 _BIASES = _like({"type": "object", "additionalProperties": _BIAS}, _list(_PAIR))
@@ -179,11 +206,6 @@ def string_of(value: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{where}.{name}: a string is needed")
     return text
-
-
-def no_image(where: str) -> NotSupported:
-    """The refusal of an image."""
-    return NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
 
 
 class Body(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pyspec
 from pyspec.request import EngineInfo, Metrics, SlotInfo
 from pyspec.server.api.params import settings_dict
+from pyspec.server.api.pictures import MARKER
 from pyspec.server.service import Service
 
 
@@ -53,25 +55,24 @@ def models_view(service: Service) -> dict[str, Any]:
     """`/v1/models`: OpenAI's list, and the list that clients of Ollama read."""
     details = {"format": "gguf", "family": service.engine.info.arch}
     named: dict[str, Any] = {"name": service.model, "model": service.model, "type": "model"}
-    named["capabilities"] = ["completion"]
+    named["capabilities"] = ["completion", "multimodal"] if service.media else ["completion"]
     models = [named | {"details": details}]
     return {"object": "list", "data": [model_view(service)], "models": models}
 
 
-def anthropic_model_view(service: Service) -> dict[str, Any]:
-    """The model as Anthropic's clients read it: those that send `anthropic-version`."""
-    began = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
-    return {"type": "model", "id": service.model, "display_name": service.model, "created_at": began}
+def anthropic_model(name: str, started: float) -> dict[str, Any]:
+    """A model as Anthropic's clients read it: those that send `anthropic-version`."""
+    began = datetime.fromtimestamp(int(started), UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": name, "display_name": name, "created_at": began}
 
 
-def anthropic_models_view(service: Service) -> dict[str, Any]:
+def anthropic_models(names: Sequence[str], started: float) -> dict[str, Any]:
     """`/v1/models`, a page of Anthropic's list."""
-    name = service.model
     return {
-        "data": [anthropic_model_view(service)],
+        "data": [anthropic_model(name, started) for name in names],
         "has_more": False,
-        "first_id": name,
-        "last_id": name,
+        "first_id": names[0] if names else None,
+        "last_id": names[-1] if names else None,
     }
 
 
@@ -86,7 +87,8 @@ def props_view(service: Service) -> dict[str, Any]:
         "model_alias": service.model,
         "model_ftype": info.file_type,
         "model_path": info.model_path,
-        "modalities": {"vision": False, "video": False, "audio": False},
+        "modalities": {"vision": service.media is not None, "video": False, "audio": False},
+        "media_marker": MARKER,
         "endpoint_slots": settings.slots,
         "endpoint_props": settings.props,
         "endpoint_metrics": settings.metrics,
@@ -131,6 +133,9 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
             "window": slot.draft_window,
             "window_reason": slot.draft_window_reason,
             "acceptance": slot.acceptance,
+            "experts_per_row": slot.experts_per_row,
+            "miss_rate": slot.miss_rate,
+            "row_ms": slot.row_ms,
             "draft_n": slot.draft_n,
             "draft_n_accepted": slot.draft_n_accepted,
             "drafted_per_pos": list(slot.drafted_per_pos),
@@ -201,7 +206,7 @@ def served_model_view(service: Service, metrics: Metrics) -> dict[str, Any]:
         "served_model_name": service.model,
         "model_type": info.arch,
         "is_generation": True,
-        "has_image_understanding": False,
+        "has_image_understanding": service.media is not None,
         "has_audio_understanding": False,
     }
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pyspec.errors import RequestError
-from pyspec.ranges import shown
+from pyspec.ranges import no_number, shown
 from pyspec.server.http.envelope import Refused
 from pyspec.server.settings import Limits
 
@@ -109,7 +109,7 @@ def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
         _check_size(raw)
     try:
         text = raw.decode("utf-8-sig")  # some clients send a byte order mark
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        value = json.loads(text, parse_constant=no_number, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 at byte {error.start}") from None
     except RecursionError:
@@ -142,10 +142,6 @@ def _check_size(raw: bytes) -> None:
             raise RequestError(
                 f"the body has more than {CONTAINERS} objects and arrays, {STRINGS} strings, or {NUMBERS} numbers"
             )
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:

@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pyspec.server.http.envelope import Refused, on_error
 from pyspec.server.settings import ServerSettings, address_of, is_loopback
 
+HAS_KEY = "pyspec.has_key"
+"""Of a scope: the request may do all, also where it needs no key."""
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/ping", "/ready", "/models", "/v1/models"})
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 PREFLIGHT = {
@@ -43,6 +45,8 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is None:
+            if scope["type"] == "http":
+                scope[HAS_KEY] = not self._keys or self._has_key(Headers(scope=scope))
             await self._app(scope, receive, send)
         else:
             response = await on_error(Request(scope), refusal)
@@ -59,7 +63,8 @@ class Gate:
         if origin and is_write and not self._is_known(origin, headers):
             why = f"pages of {origin[:80]} may not use this server; allow them with --cors-origin"
             return Refused(403, why)
-        if self._keys and scope["path"] not in PUBLIC and not self._has_key(headers):
+        is_public = scope["path"] in PUBLIC and (not is_write or scope["path"] == "/ping")
+        if self._keys and not is_public and not self._has_key(headers):
             return Refused(401, "invalid api key; send it as Authorization: Bearer KEY")
         return None
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,6 +29,7 @@ from pyspec.server.engine import EngineLike
 from pyspec.server.http.connections import burst, protocol
 from pyspec.server.http.door import Door, LoadLog
 from pyspec.server.http.listen import BACKLOG, bind, listen, unlink, url_of
+from pyspec.server.models.router import Router
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 
@@ -55,10 +57,16 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
-    def service(self) -> Service:
+    def service(self) -> Service | Router:
         service = self.door.service
         assert service is not None, "nothing is served while the model is loaded"
         return service
+
+    def begin(self) -> None:
+        """Let several models begin, some of which may load at once. Called on any thread."""
+        service = self.service
+        if isinstance(service, Router) and self._loop is not None:
+            self._loop.call_soon_threadsafe(service.begin)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -174,19 +182,19 @@ def make_server(
 
 @dataclass(frozen=True)
 class Served:
-    """How serving ended: the engine if it was loaded, and True if the exit was forced."""
+    """How serving ended: the engine, or all of several models, if it was loaded, and True if the exit was forced."""
 
-    engine: EngineLike | None
+    engine: EngineLike | Router | None
     is_hurried: bool
 
 
 def run(
-    load: Callable[[], EngineLike],
+    load: Callable[[], EngineLike | Router],
     settings: ServerSettings,
-    on_ready: Callable[[EngineLike, list[str]], None],
+    on_ready: Callable[[Any, list[str]], None],
     sockets: Sequence[socket.socket] | None = None,
 ) -> Served:
-    """Listen, load, and serve until a signal. `on_ready` gets the engine and the URLs once requests are accepted.
+    """Listen, load, and serve until a signal. `on_ready` gets what was loaded, and the URLs, once requests are accepted.
 
     sockets  already bound sockets, or None to bind those of the settings; closed at the end
 
@@ -202,7 +210,7 @@ def run(
         fields = {"event": "listening", "urls": urls}
         log.info("listening on %s", ", ".join(urls), extra={"fields": fields})
         server = make_server(None, settings)
-        loaded: list[EngineLike] = []
+        loaded: list[EngineLike | Router] = []
         failed: list[BaseException] = []
 
         def open_door() -> None:
@@ -210,6 +218,7 @@ def run(
                 with listening(LoadLog(server.door)):
                     loaded.append(load())
                 server.door.app = create_app(loaded[0], settings)
+                server.begin()
                 on_ready(loaded[0], urls)
             except BaseException as e:  # noqa: BLE001 - re-raised in the waiting thread
                 failed.append(e)

@@ -15,7 +15,16 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-SCRIPTS = ("dom.js", "markdown.js", "settings.js", "chats.js", "chat.js", "slots.js")
+SCRIPTS = (
+    "dom.js",
+    "markdown.js",
+    "settings.js",
+    "chats.js",
+    "pictures.js",
+    "models.js",
+    "chat.js",
+    "slots.js",
+)
 
 
 def _read(name: str) -> str:
@@ -32,7 +41,7 @@ PAGE = _read("page.html").replace("/* style */", STYLE).replace("/* script */", 
 HEADERS = {
     "Content-Security-Policy": (
         f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE)}; "
-        "connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+        "img-src data:; connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -37,10 +37,10 @@ function actions(turn) {
 function edit(turn) {
   const at = chat.turns.indexOf(turn), area = make('textarea', '', turn.content), node = $('log').children[at];
   const send = () => {
-    const text = area.value.trim();
-    if (running || !text) return;
+    const text = area.value.trim(), images = turn.images ?? [];
+    if (running || !(text || images.length)) return;
     chat.turns.length = at;
-    ask(text);
+    ask(text, images);
   };
   area.setAttribute('aria-label', 'Changed message');
   area.rows = Math.min(12, turn.content.split('\n').length + 1);
@@ -62,6 +62,7 @@ function again() {
 
 function draw(turn) {
   const node = make('div', 'turn ' + turn.role);
+  if (turn.images?.length) node.append(shown(turn.images));
   if (turn.role === 'user') node.append(turn.content);
   else if ($('colour').checked && turn.pieces?.length) {
     node.classList.add('tokens');
@@ -117,15 +118,16 @@ function see(turn, event) {
   if (event.timings) turn.note = figures(event.timings);
 }
 
-function ask(text) {
-  chat.turns.push({role: 'user', content: text});
+function ask(text, images) {
+  chat.turns.push({role: 'user', content: text, ...images.length && {images}});
   return answer();
 }
 
 // Answers the last question.
 async function answer() {
   const own = chat, controller = new AbortController(), system = $('system').value.trim();
-  const messages = own.turns.filter(turn => turn.content).map(({role, content}) => ({role, content}));
+  const said = own.turns.filter(turn => turn.content || turn.images?.length);
+  const messages = said.map(turn => ({role: turn.role, content: contentOf(turn)}));
   if (system) messages.unshift({role: 'system', content: system});
   const turn = {role: 'assistant', content: '', reasoning: '', pieces: [], note: ''};
   own.turns.push(turn);
@@ -134,7 +136,7 @@ async function answer() {
   retitle();
   drawAll();
   try {
-    const body = JSON.stringify({messages, stream: true, return_pieces: true, ...sampling()});
+    const body = JSON.stringify({messages, stream: true, return_pieces: true, ...model && {model}, ...sampling()});
     const response = await fetch('v1/chat/completions', {method: 'POST', headers: headers(), body, signal: controller.signal});
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
@@ -154,9 +156,9 @@ async function answer() {
 $('form').addEventListener('submit', event => {
   event.preventDefault();
   if (running) return running.controller.abort();
-  const text = $('text').value.trim();
+  const text = $('text').value.trim(), images = takeAttached();
   $('text').value = '';
-  if (text) ask(text);
+  if (text || images.length) ask(text, images);
 });
 $('text').addEventListener('keydown', event => {
   if (event.key === 'Enter' && !event.shiftKey && !event.isComposing) { event.preventDefault(); $('form').requestSubmit(); }

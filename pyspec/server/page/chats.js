@@ -1,4 +1,4 @@
-// Conversations, stored only in this browser. One is {id, title, turns}; a turn is {role, content, reasoning, pieces, note}.
+// Conversations, stored only in this browser. One is {id, title, turns}; a turn is {role, content, images, reasoning, pieces, note}.
 
 const KEY = 'pyspec.chats', LAST = 'pyspec.last';
 let chats = [], chat = null;
@@ -12,8 +12,12 @@ function load() {
 
 function save() {
   const kept = chats.filter(c => c.turns.length);
-  for (;;) {  // the browser's storage is limited: the oldest are dropped first
-    try { return localStorage.setItem(KEY, JSON.stringify(kept)); } catch { if (!kept.length) return; kept.pop(); }
+  for (;;) {  // the browser's storage is limited: the oldest are dropped first, of all their images before any text
+    try { return localStorage.setItem(KEY, JSON.stringify(kept)); } catch {
+      const at = kept.findLastIndex(c => c.turns.some(turn => turn.images?.length));
+      if (at >= 0) kept[at] = {...kept[at], turns: kept[at].turns.map(({images, ...rest}) => images ? {...rest, note: 'its images were not kept'} : rest)};
+      else if (kept.pop() === undefined) return;
+    }
   }
 }
 
@@ -41,14 +45,14 @@ function list() {
 
 function retitle() {
   const first = chat.turns.find(turn => turn.role === 'user');
-  if (first) chat.title = first.content.slice(0, 60);
+  if (first) chat.title = first.content.slice(0, 60) || 'Image';
   list();
   save();
 }
 
 // The open conversation as a file of Markdown.
 function download() {
-  const text = chat.turns.map(turn => '## ' + turn.role + '\n\n' + turn.content + '\n').join('\n');
+  const text = chat.turns.map(turn => '## ' + turn.role + '\n\n' + '[image] '.repeat(turn.images?.length ?? 0) + turn.content + '\n').join('\n');
   const link = make('a', '');
   link.href = URL.createObjectURL(new Blob([text], {type: 'text/markdown'}));
   link.download = chat.title.replace(/[^\p{L}\p{N} .-]/gu, '_') + '.md';

@@ -54,10 +54,10 @@ async function get(path) {
 async function watch() {
   try {
     say((await get('health')).status);
-    const slots = await get('slots'), now = performance.now();
+    const slots = isAsleep() ? [] : await get(ofModel('slots')), now = performance.now();
     $('slots').replaceChildren(...slots.map(slot => row(slot, now)));
     $('why').replaceChildren(...why(slots));
-    if (!$('memory').firstChild) await props();
+    if (!$('memory').firstChild && !isAsleep()) await props();
   } catch (error) {
     if (error.status === 503) say('loading');
     else if (!error.status) { say('no answer'); $('memory').replaceChildren(); }
@@ -67,9 +67,10 @@ async function watch() {
 }
 
 async function props() {
-  const value = await get('props'), plan = Object.entries(value.memory_plan ?? {}), all = plan.reduce((sum, [, n]) => sum + n, 0);
+  const value = await get(ofModel('props')), plan = Object.entries(value.memory_plan ?? {}), all = plan.reduce((sum, [, n]) => sum + n, 0);
   $('model').textContent = [value.model_alias, value.device, value.draft.type === 'none' ? 'no drafter' : 'drafts by ' + value.draft.type].join(' · ');
   $('model').title = value.draft.note;
+  setSight(value.modalities?.vision);
   showDefaults(value.default_generation_settings?.params);
   const bar = make('div', 'plan', ...plan.map(([name, n]) => {
     const part = make('i', '');

@@ -24,7 +24,8 @@ def grammar_of_calls(tokenizer: Tokenizer, markup: AnswerMarkup, *, is_single: b
     is_single  one call at most
     """
     assert markup.calls is not None
-    lark, think = Lark(control_tokens(tokenizer, markup.calls)), markup.think
+    think, frames = markup.think, _frames(tokenizer, markup.think)
+    lark = Lark(control_tokens(tokenizer, markup.calls) | frames)
     if think is not None and think.is_chain:
         source = harmony.answer(
             lark, markup.tools, is_calls_only=markup.is_calls_only, is_open=markup.is_open
@@ -33,9 +34,9 @@ def grammar_of_calls(tokenizer: Tokenizer, markup: AnswerMarkup, *, is_single: b
     after = think.end if think is not None and markup.is_open else ""
     rules = markup.calls.rules(lark, markup.tools, is_single=is_single)
     if not markup.is_calls_only:
-        source = lark.text_or_calls(rules)
+        source = lark.text_or_calls(rules, list(frames.values()))
     elif think is not None and not after:
-        source = lark.calls(rules, thought=(think.start, think.end))
+        source = lark.calls(rules, (think.start, think.end), think.lead)
     else:
         source = lark.calls(rules)
     is_lazy = bool(after) and not markup.is_calls_only
@@ -57,6 +58,15 @@ def control_tokens(tokenizer: Tokenizer, spoken: Dialect) -> dict[str, int]:
     return {mark: ids[0] for mark, ids, plain in found if len(ids) == 1 and plain != ids}
 
 
+def _frames(tokenizer: Tokenizer, think: ThinkMarks | None) -> dict[str, int]:
+    """The control tokens around reasoning and text, where an answer has marks around both."""
+    if think is None or not think.opens:
+        return {}
+    found = (_ids(tokenizer, mark) for mark in (think.start, think.end, *think.strays))
+    control = {id_ for ids, plain in found for id_ in ids if id_ not in plain}
+    return {tokenizer.decode([id_], special=True): id_ for id_ in control}
+
+
 def _ids(tokenizer: Tokenizer, mark: str) -> tuple[list[int], list[int]]:
     """The tokens of a mark, and those of the same characters as plain text."""
     encode = partial(tokenizer.encode, mark, add_special=False)
@@ -67,7 +77,11 @@ def shown_tokens(tokenizer: Tokenizer, markup: AnswerMarkup) -> tuple[int, ...]:
     """Marks that are a token, or begin with a control token. A control token among them must be shown to the parser."""
     marks = [
         *(markup.calls.marks if markup.calls else ()),
-        *([markup.think.start, markup.think.end, *markup.think.marks] if markup.think else []),
+        *(
+            [markup.think.start, markup.think.end, *markup.think.marks, *markup.think.strays]
+            if markup.think
+            else []
+        ),
     ]
     found = [_ids(tokenizer, mark) for mark in marks]
     return tuple(sorted({ids[0] for ids, plain in found if len(ids) == 1 or ids[:1] != plain[:1]}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,24 +69,39 @@ class Lark:
         """Any text that ends with `end`."""
         return self.rule("/(?s:.*)/", f"[suffix={literal(end)}]")
 
-    def calls(self, rules: CallRules, thought: tuple[str, str] | None = None) -> str:
-        """An answer of calls only, with optional reasoning between the marks of `thought` before them."""
-        begin = f"({literal(thought[0])} {self.text_before(thought[1])} SPACE?)?" if thought else ""
+    def calls(self, rules: CallRules, thought: tuple[str, str] | None = None, lead: str = "") -> str:
+        """An answer of calls only, with optional reasoning between the marks of `thought` before them.
+
+        lead  lark of what may stand there instead, in which TEXT is free
+        """
+        if lead:
+            self._text_without(rules.trigger)
+            return self._all(concat(lead, literal(rules.trigger), rules.rest))
+        begin = ""
+        if thought and self.is_control(thought[1]):
+            self._text_without(rules.trigger)
+            begin = f"({literal(thought[0])} TEXT? {literal(thought[1])} SPACE?)?"
+        elif thought:
+            begin = f"({literal(thought[0])} {self.text_before(thought[1])} SPACE?)?"
         return self._all(concat(begin, literal(rules.trigger), rules.rest))
 
     def value(self, schema: Schema) -> str:
         """An answer that is a JSON value."""
         return self._all(self.json(schema))
 
-    def text_or_calls(self, rules: CallRules) -> str:
-        """An answer of free text, with optional calls at its end."""
-        mark = re_escape(rules.trigger)
-        self._rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
+    def text_or_calls(self, rules: CallRules, frames: Collection[int] = ()) -> str:
+        """An answer of free text, with optional calls at its end. frames: control tokens that may stand in the text."""
+        self._text_without(rules.trigger)
         free = self.text_before(rules.trigger)
-        choices = ["TEXT", f"{free} {rules.rest}"]
+        framed = f"(TEXT? {either([_token(each) for each in frames])})*" if frames else ""
+        choices = [concat(framed, "TEXT?" if framed else "TEXT"), concat(framed, free, rules.rest)]
         if rules.trigger in self._control:
-            choices.append(f"TEXT? {_token(self._control[rules.trigger])} {rules.rest}")
+            choices.append(concat(framed, "TEXT?", _token(self._control[rules.trigger]), rules.rest))
         return self._all(" | ".join(choices))
+
+    def _text_without(self, mark: str) -> None:
+        """Add the terminal TEXT: any text without this mark."""
+        self._rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){re_escape(mark)}(?s:.*)/")
 
     def is_control(self, mark: str) -> bool:
         return mark in self._control

@@ -9,23 +9,27 @@ from typing import Any
 from pyspec.text.markup import harmony
 from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
-from pyspec.text.markup.elements import DSML, GLM, MINIMAX, QWEN, SEED
+from pyspec.text.markup.elements import DSML, GLM, MINIMAX, MUSE, QWEN, SEED
 from pyspec.text.markup.members import GEMMA4, LFM2
 from pyspec.text.markup.named import ARGS, DEEPSEEK, FUNCTIONARY, KIMI, MISTRAL
 from pyspec.text.markup.objects import BareObjects, Objects, as_schema, in_list, new_id
 from pyspec.text.markup.parts import AnswerParser, Content, Part
-from pyspec.text.markup.prose import Syntax
-from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools, Trimmed
+from pyspec.text.markup.prose import Syntax, pass_stray, strays_of
+from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools, Trimmed, beginnings
 from pyspec.text.markup.reasoning import (
+    COHERE_THINK,
     GEMMA4_THINK,
     GRANITE_THINK,
+    KIMI_K3_THINK,
     MISTRAL_THINK,
+    MUSE_THINK,
     SEED_THINK,
     THINK,
     ThinkMarks,
     ThoughtForm,
     read_reasoning,
 )
+from pyspec.text.markup.xtml import CLOSE, KIMI_K3, OPEN, SEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,13 @@ _OBJECTS = Objects(is_known=True)
 _HERMES = Objects(open=("<tool_call>",), close=("</tool_call>",))
 _TOOLCALL = in_list(("<TOOLCALL>",), ("</TOOLCALL>",))
 _GRANITE = replace(in_list(("<|tool_call|>",), ("<|/tool_call|>",)), is_closed=False)
+_COHERE = replace(
+    in_list(("<|START_ACTION|>",), ("<|END_ACTION|>",)),
+    keys=("tool_call_id", "tool_name", "parameters"),
+    lead="SPACE? SPACE?",  # a line's end and four spaces
+    between='","',
+    last='SPACE? "]"',
+)
 _FUNCTOOLS = replace(in_list(("functools[",), ()), first="")
 _LISTS = replace(in_list(MISTRAL.open, ()), has_ids=True)
 _LLAMA3 = BareObjects(open=("<|python_tag|>",))
@@ -90,16 +101,19 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is 
     Dialect("deepseek_v32", DSML, DSML.inner, (_OBJECTS,), is_bare=True),
     Dialect("deepseek_v3", DEEPSEEK, DEEPSEEK.open[:1], (_OBJECTS,)),
     Dialect("kimi_k2", KIMI, (KIMI.mark, *KIMI.separators), (_OBJECTS,)),
+    Dialect("kimi_k3", KIMI_K3, (OPEN, CLOSE, SEP), (_OBJECTS,), is_bare=True),
     Dialect("glm45", GLM, (*GLM.open, "<arg_key>", "<arg_value>"), (_OBJECTS, QWEN), is_bare=True),
     Dialect("qwen3_coder", QWEN, (*QWEN.open, "<function=", "<parameter="), (_OBJECTS, GLM), is_bare=True),
     Dialect("seed_oss", SEED, (*SEED.open, "<function=", "<parameter="), (_OBJECTS,), is_bare=True),
     Dialect("mistral_args", MISTRAL, (*MISTRAL.open, ARGS), (_LISTS,), new_id=new_id),
     Dialect("mistral", _LISTS, MISTRAL.open, (MISTRAL,), new_id=new_id),
     Dialect("minimax_m2", MINIMAX, (*MINIMAX.open, '<invoke name="'), (_OBJECTS,), is_bare=True),
+    Dialect("muse", MUSE, (*MUSE.open, MUSE_THINK.end), (_OBJECTS,), is_bare=True),
     Dialect("gemma4", GEMMA4, (*GEMMA4.open, GEMMA4.quote), (_OBJECTS,), is_bare=True),
     Dialect("lfm2", LFM2, ("List of tools: ", "<|im_start|>"), (Objects(),)),
     Dialect("granite", _GRANITE, _GRANITE.open),
     Dialect("nemotron_v2", _TOOLCALL, _TOOLCALL.open),
+    Dialect("cohere", _COHERE, _COHERE.open),
     # GLM's family and MiniMax use the same marks with another content
     Dialect("hermes", _HERMES, (*_HERMES.marks, "arguments"), (QWEN, GLM), lacks=("<arg_key>", "minimax")),
     Dialect("functionary_v31", FUNCTIONARY, (*FUNCTIONARY.starts, "</function>"), lacks=("<parameter=",)),
@@ -124,6 +138,10 @@ ALIASES = {
     "qwen": "hermes",
     "llama3": "llama3_json",
     "glm46": "glm45",
+    "poolside_v1": "glm45",
+    "step3p5": "qwen3_coder",
+    "cohere_command3": "cohere",
+    "cohere_command4": "cohere",
     "kimi": "kimi_k2",
     "mistral_nemo": "mistral",
     "devstral": "mistral_args",
@@ -181,9 +199,12 @@ _THINKING: tuple[
     tuple[tuple[str, ...], ThinkMarks], ...
 ] = (  # the first whose signs are in a template is used
     ((harmony.START, harmony.CHANNEL, harmony.MESSAGE), harmony.HARMONY),
+    ((OPEN, CLOSE, SEP), KIMI_K3_THINK),
     ((MISTRAL_THINK.start, MISTRAL_THINK.end), MISTRAL_THINK),
     (GEMMA4.inner[1:], GEMMA4_THINK),
     ((SEED_THINK.start, SEED_THINK.end), SEED_THINK),
+    ((COHERE_THINK.start, COHERE_THINK.end), COHERE_THINK),
+    ((*MUSE.open, MUSE_THINK.end), MUSE_THINK),
     # other templates have <response> around the results of tools
     ((THINK.start, THINK.end, "<response>", "<|start_of_role|>"), GRANITE_THINK),
     ((THINK.start, "<response>", "<global_setting>"), GRANITE_THINK),
@@ -239,14 +260,16 @@ class AnswerMarkup:
                 reader.content(self.think.start)
             form = ThoughtForm(self.is_open, self.is_shown, self._heads())
             thought = yield from read_reasoning(reader, self.think, form)
-            if self.think.ends_again and not self.is_shown:
-                reader.stray = self.think.end
         trims_start = thought and not self.is_shown
-        end_answer = ""
+        reader.is_constrained = self.is_constrained and not reader.strays
+        if self.think is not None:
+            shown = self.think.end if self.is_shown else ""
+            reader.strays += tuple(mark for mark in self.think.strays if mark != shown)
+            reader.headers = self.think.headers
         if trims_start and self.think is not None and self.think.answer is not None:
             yield from reader.drop_spaces()
             if (yield from reader.take_mark(self.think.answer[0])):
-                end_answer = self.think.answer[1]
+                reader.strays = reader.strays or self.think.answer[1:]
         is_calls = self.calls is not None
         if is_calls and self.trigger:
             spaces = yield from reader.take_spaces()
@@ -254,26 +277,28 @@ class AnswerMarkup:
             reader.content("" if is_calls or trims_start else spaces)
         machine = self.calls.read if self.calls is not None and is_calls else _content
         reader.marks = self.calls.marks if self.calls is not None and self.is_calls_only else ()
-        reader.is_constrained = self.is_constrained and not reader.stray
-        reader.stray = reader.stray or end_answer
         yield from machine(reader, self.tools, trims_start=trims_start)
 
     def _heads(self) -> tuple[Lookahead, ...]:
         """Starts of calls that end the reasoning; none if a grammar allows no call there."""
         if self.calls is None or not self.tools or self.is_calls_only or self.trigger:
             return ()
+        if self.think is not None and self.think.headers:
+            return ()
         return self.calls.heads(self.tools)
 
 
 def _content(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
-    if not reader.stray:
+    if not reader.strays:
         if trims_start:
             yield from reader.drop_spaces()
         yield from reader.rest(reader.content)
         return
     content = Trimmed(reader.content, trims_start=trims_start)
-    while (yield from reader.until((reader.stray,), content)):
-        content.drop()
+    marks = beginnings(strays_of(reader))
+    while mark := (yield from reader.find(marks, content)):
+        if not (yield from pass_stray(reader, mark, content)):
+            content((yield from reader.take_mark(mark)))
     content.flush()
 
 

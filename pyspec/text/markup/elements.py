@@ -1,7 +1,7 @@
 """Calls with one element for each argument, whose strings are bare text between marks.
 
-Qwen3-Coder, Qwen3.5 and Nemotron 3 write <function=name> with <parameter=name>, Seed-OSS the same in marks of its own, MiniMax M2 <invoke name="..">, DeepSeek V3.2 and V4 the
-same with a word before, GLM 4.5 and later the name and pairs of <arg_key> and <arg_value>.
+Qwen3-Coder, Qwen3.5 and Nemotron 3 write <function=name> with <parameter=name>, Seed-OSS the same in marks of its own, MiniMax M2 <invoke name="..">, Muse, DeepSeek V3.2 and
+V4 the same with a word before, GLM 4.5 and later the name and pairs of <arg_key> and <arg_value>.
 
 Models quote names, leave out a bracket or a mark, write one twice or another one, mostly in long contexts. As the names of tools and
 arguments are known, marks around these are read in any such form. Marks around other names have to be exact.
@@ -440,6 +440,12 @@ _function = partial(tags, call=("function", "invoke"), is_named=False, is_sectio
 QWEN = _function(("<tool_call>",), ("</tool_call>",), line="\n")
 SEED = _function(("<seed:tool_call>",), ("</seed:tool_call>",))
 MINIMAX = tags(("<minimax:tool_call>",), ("</minimax:tool_call>",), ("invoke", "function"))
+MUSE = tags(
+    ("<atem:function_calls>",),
+    ("</atem:function_calls>",),
+    ("invoke",),
+    prefixes=("atem:", ""),
+)
 DSML = tags(
     ("<｜DSML｜tool_calls>", "<｜DSML｜function_calls>"),
     ("</｜DSML｜tool_calls>", "</｜DSML｜function_calls>"),

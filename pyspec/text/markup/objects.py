@@ -1,7 +1,8 @@
 """Calls as JSON objects, {"name": ..., "arguments": {...}}, one or a list of them between marks.
 
 Hermes and Qwen write one in <tool_call>, Llama 3 one alone; Nemotron a list in <TOOLCALL>, Granite one behind <|tool_call|> (Phi-4 with an end mark),
-Firefunction behind functools, Mistral's older models behind [TOOL_CALLS], each call with an id of nine letters and digits.
+Firefunction behind functools, Mistral's older models behind [TOOL_CALLS], each call with an id of nine letters and digits. Cohere's lists
+between <|START_ACTION|> and <|END_ACTION|> have other keys, and a number before the name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 import string
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import AHEAD, GAP, Lookahead, Names, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, WORD, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, concat, either, literal
 from pyspec.text.markup.json_text import NotJson, as_object, read_string, read_value, take
 from pyspec.text.markup.prose import Syntax
@@ -40,10 +41,12 @@ class Objects(Syntax):
 
     is_known   only offered tools are called: another dialect's answer
     has_ids    each object ends with an id
+    keys       of an object: before its name's number, if it has one; of its name, and of its arguments
     """
 
     is_known: bool = False
     has_ids: bool = False
+    keys: tuple[str, str, str] = ("", "name", "arguments")
 
     @property
     def ends(self) -> Step:
@@ -58,14 +61,17 @@ class Objects(Syntax):
         if (yield from reader.peek()) not in ("{", "["):
             return None
         text = yield from reader.take_mark("[")
-        text = yield from read_objects(reader, tools, text, is_known=self.is_known or not opened)
+        is_known = self.is_known or not opened
+        text = yield from read_objects(reader, tools, text, is_known=is_known, key=self.keys[1])
         yield from reader.take(*((GAP, ("```",)) for _ in (fence,) if fence))
         return text
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         start: Lookahead = (self.open, GAP, ("[", "") if self.is_section and self.first else ("",), GAP)
         if self.is_section:
-            return ((*start, *object_head(tools)),)
+            number, key, _ = self.keys
+            numbers = (number, "") if number else ("",)
+            return tuple((*start, *object_head(tools, key, each)) for each in numbers)
         keys = tuple(f"{quote}{key}{quote}" for key in ARGUMENTS for quote in _QUOTE)
         name = (*start, *object_head(tools)[:-1])
         return (
@@ -77,9 +83,13 @@ class Objects(Syntax):
     def bodies(self, lark: Lark, tools: Tools) -> list[str]:
         own_id = concat(literal(', "id": "'), ID_IN_LARK, literal('"'))
         end = concat(f"({own_id})?", literal("}")) if self.has_ids else literal("}")
-        heads = (json.dumps({"name": name, "arguments": 0}, ensure_ascii=False) for name in tools)
+        number, key, arguments = self.keys
+        begin = concat(literal(f'{{"{number}": "'), "/[0-9]{1,4}/") if number else ""
+        heads = (json.dumps({key: name, arguments: 0}, ensure_ascii=False) for name in tools)
         return [
-            concat(literal(head[:-2]), lark.json(tools[name]), end)
+            concat(
+                begin, literal('", ' + head[1:-2] if begin else head[:-2]), lark.json(tools[name]), end
+            )
             for name, head in zip(tools, heads, strict=True)
         ]
 
@@ -132,23 +142,31 @@ def in_list(open_: Step, close: Step) -> Objects:
     )
 
 
-def object_head(tools: Tools) -> Lookahead:
-    """The start of a call that is an object with its name first."""
-    key: Lookahead = (("{",), GAP, ('"name"', "'name'"), GAP, (":",), GAP)
-    return (*key, _QUOTE, Names(tools), _QUOTE, GAP, (",", "}"))
+def object_head(tools: Tools, key: str = "name", number: str = "") -> Lookahead:
+    """The start of a call that is an object with its name first, or behind a number."""
+
+    def begins(key: str) -> Lookahead:
+        return (tuple(f"{quote}{key}{quote}" for quote in _QUOTE), GAP, (":",), GAP)
+
+    first: Lookahead = (*begins(number), (*_QUOTE, ""), WORD, (*_QUOTE, ""), GAP, (",",), GAP)
+    name: Lookahead = (*begins(key), _QUOTE, Names(tools), _QUOTE, GAP, (",", "}"))
+    return (("{",), GAP, *(first if number else ()), *name)
 
 
-def read_objects(reader: AnswerReader, tools: Tools, text: str, *, is_known: bool) -> Steps[str]:
+def read_objects(
+    reader: AnswerReader, tools: Tools, text: str, *, is_known: bool, key: str
+) -> Steps[str]:
     """Read objects, and what stands between and behind them. Returns text that is not a call, or "" if all of it was emitted.
 
     text      the text read so far: the list's bracket, or ""
     is_known  only offered tools are called
+    key       of names
     A call that is malformed behind its name gets the model's text up to an end mark as its arguments.
     """
     text += yield from reader.take_spaces()
     while (yield from reader.peek()) == "{":
         try:
-            content = yield from read_call(reader, tools, is_known=is_known)
+            content = yield from read_call(reader, tools, is_known=is_known, key=key)
         except NotJson:
             yield from reader.find(reader.ends, reader.arguments)
             return ""
@@ -168,8 +186,8 @@ class _Call:
     held   the object's text so far, in case it is not a call
     """
 
-    def __init__(self, reader: AnswerReader, tools: Tools, is_known: bool) -> None:
-        self.reader, self.tools, self.is_known = reader, tools, is_known
+    def __init__(self, reader: AnswerReader, tools: Tools, is_known: bool, key: str) -> None:
+        self.reader, self.tools, self.is_known, self.key = reader, tools, is_known, key
         self.held: list[str] = []
         self.has_begun = self.is_whole = False
         self.arguments: str | None = None  # arguments that precede the name
@@ -195,12 +213,12 @@ class _Call:
             self.reader.arguments(self.arguments)
 
 
-def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool) -> Steps[str | None]:
+def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool, key: str) -> Steps[str | None]:
     """Read the next object as a call. Returns None if it was emitted, or its text if it is not a call.
 
     Raises NotJson if it is malformed between its name and its arguments, or in these.
     """
-    call, reader.room = _Call(reader, tools, is_known), HELD_CHARS
+    call, reader.room = _Call(reader, tools, is_known, key), HELD_CHARS
     try:
         yield from _object(call, is_inside=False)
     except NotJson:
@@ -225,7 +243,7 @@ def _object(call: _Call, *, is_inside: bool) -> Steps[None]:
         elif (key in ARGUMENTS or (key in WRAPPERS and is_object)) and not call.is_whole:
             yield from _arguments(call)
             call.is_whole = True
-        elif key == "name":
+        elif key in ("name", call.key):
             call.begin((yield from _string(call)))
         elif key in NAMES and (yield from reader.peek()) == '"' and not call.has_begun:
             name = yield from _string(call)

@@ -213,6 +213,24 @@ class Prose:
         return self._has_mark or self._is_cited
 
 
+def strays_of(reader: AnswerReader) -> Step:
+    """Texts where a redundant mark or a header may stand."""
+    return (*reader.strays, *(mark for form in reader.headers[:1] for mark in form[0]))
+
+
+def pass_stray(reader: AnswerReader, mark: str, content: Trimmed) -> Steps[bool]:
+    """Take a redundant mark, or a header, and reasoning behind it. False, with nothing taken, if the next text is neither."""
+    header = (yield from reader.take(*reader.headers)) if reader.headers else None
+    if header and header.name in reader.headers[0][1]:
+        yield from reader.until(reader.strays, Trimmed(reader.reasoning))
+    elif not header:
+        if mark not in reader.strays:
+            return False
+        yield from reader.take_mark(mark)
+    content.drop()
+    return True
+
+
 def read_answer(
     reader: AnswerReader,
     tools: Tools,
@@ -229,7 +247,8 @@ def read_answer(
     content = Trimmed(reader.content, trims_start=trims_start)
     prose, own = Prose(content), forms[0]
     starts = (mark for form in forms for mark in form.starts)
-    marks = beginnings((*own.open, *starts, *([reader.stray] if reader.stray else ())))
+    strays = strays_of(reader)
+    marks = beginnings((*own.open, *starts, *strays))
     reader.ends = (*own.ends, *own.open)
     may_be_bare = bool(own.bare)
     while True:
@@ -239,9 +258,10 @@ def read_answer(
             mark, may_be_bare = (yield from reader.look(*own.bare)) or "", False
         if not mark and not (mark := (yield from reader.find(marks, prose))):
             break
-        if mark == reader.stray:
-            yield from reader.take_mark(mark)
-            content.drop()
+        if mark in strays:
+            if (yield from pass_stray(reader, mark, content)):
+                continue
+            prose((yield from reader.take_mark(mark)))
             continue
         text, n_calls = "", reader.n_calls
         is_call = reader.is_constrained or not prose.quotes()

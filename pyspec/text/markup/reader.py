@@ -43,7 +43,8 @@ class AnswerReader:
     n_calls  the number of calls so far
     ids     of the calls so far, as far as the model wrote them
     ends    marks behind which JSON does not go on, whatever brackets are open
-    stray  a redundant mark: the end of reasoning, behind a call that ended it already; or the end of a marked answer
+    strays  redundant marks: the end of reasoning, behind a call that ended it already; those around a marked answer
+    headers  of messages in an answer: the first form is of reasoning
     room  characters that may still be looked at one by one: a bound on the text that the caller holds back
     """
 
@@ -52,7 +53,8 @@ class AnswerReader:
         self.is_over = False
         self.marks: tuple[str, ...] = ()
         self.is_constrained = self.is_line = False
-        self.stray = ""
+        self.strays: tuple[str, ...] = ()
+        self.headers: tuple[Lookahead, ...] = ()
         self.ends: tuple[str, ...] = ()
         self.room = NO_LIMIT
         self._known: dict[object, LookaheadTree] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import Lookahead, LookaheadTree
+from pyspec.text.markup.ahead import GAP, NAME, Lookahead, LookaheadTree, Names, Step
 from pyspec.text.markup.prose import Prose
 from pyspec.text.markup.reader import AnswerReader, Steps, Trimmed, beginnings
 
@@ -20,7 +20,10 @@ class ThinkMarks:
     answer   those around the text behind it, if the models write them
     marks    further texts of an answer whose messages have channels; (): it has none
     content  what such an answer writes before its content, and `again` between messages
-    ends_again  the end mark may stand in the answer once more, and means nothing there
+    opens    begin the text behind it, too, and end reasoning that is not closed
+    strays   these and other marks that mean nothing in an answer
+    headers  of messages, of which an answer may have several: the first form is of reasoning, which no call ends
+    lead     lark of such messages before a call, and of its own header
     """
 
     start: str
@@ -29,7 +32,10 @@ class ThinkMarks:
     marks: tuple[str, ...] = ()
     content: str = ""
     again: str = ""
-    ends_again: bool = False
+    opens: Step = ()
+    strays: Step = ()
+    headers: tuple[Lookahead, ...] = ()
+    lead: str = ""
 
     @property
     def is_chain(self) -> bool:
@@ -40,7 +46,34 @@ class ThinkMarks:
 THINK = ThinkMarks("<think>", "</think>")
 GRANITE_THINK = ThinkMarks("<think>", "</think>", ("<response>", "</response>"))
 """Of ERNIE, too."""
-GEMMA4_THINK = ThinkMarks("<|channel>thought", "<channel|>", ends_again=True)
+GEMMA4_THINK = ThinkMarks("<|channel>thought", "<channel|>", strays=("<channel|>",))
+COHERE_THINK = ThinkMarks(
+    "<|START_THINKING|>",
+    "<|END_THINKING|>",
+    opens=(opens := ("<|START_RESPONSE|>", "<|START_TEXT|>")),
+    strays=(*opens, "<|END_RESPONSE|>", "<|END_TEXT|>"),
+)
+_MESSAGE: Step = ("<|message|>",)
+_HEADER = r'/ to=[^<\s]{1,128}/ "<|message|>"'
+MUSE_THINK = ThinkMarks(
+    "to=self<|message|>",
+    "<|eom|>",
+    opens=("<|start|>assistant",),
+    strays=("<|start|>assistant", "<|eom|>", "<|eot|>", *_MESSAGE),
+    headers=((("to=",), Names(["self"]), GAP, _MESSAGE), (("to=",), NAME, GAP, _MESSAGE)),
+    lead=f'({_HEADER} TEXT? "<|eom|><|start|>assistant")* ({_HEADER})?',
+)
+KIMI_K3_THINK = ThinkMarks(
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    opens=("<|open|>response<|sep|>",),
+    strays=(
+        "<|open|>response<|sep|>",
+        "<|close|>response<|sep|>",
+        "<|close|>message<|sep|>",
+        "<|end_of_msg|>",
+    ),
+)
 MISTRAL_THINK = ThinkMarks("[THINK]", "[/THINK]")
 SEED_THINK = ThinkMarks("<seed:think>", "</seed:think>")
 
@@ -64,17 +97,18 @@ def read_reasoning(reader: AnswerReader, marks: ThinkMarks, form: ThoughtForm) -
     if not form.is_open:
         spaces = yield from reader.take_spaces()
         if not (yield from reader.take_mark(marks.start)):
-            reader.content(spaces)
+            reader.put_back(spaces)
             return False
         if form.is_shown:
             reader.content(spaces + marks.start)
     out = Trimmed(reader.content, trims_start=False) if form.is_shown else Trimmed(reader.reasoning)
     thought = Prose(out)
     starts = [mark for head in form.heads for mark in head[0]]
-    options, heads = beginnings([marks.end, *starts]), LookaheadTree(form.heads)
+    options = beginnings([marks.end, *marks.opens, *starts])
+    heads = LookaheadTree(form.heads)
     while (mark := (yield from reader.find(options, thought))) not in ("", marks.end):
-        if not thought.quotes() and (yield from reader.sees(heads)):
-            reader.stray = marks.end
+        if mark in marks.opens or (not thought.quotes() and (yield from reader.sees(heads))):
+            reader.strays = (marks.end,)
             return True
         thought((yield from reader.take_mark(mark)))
     yield from reader.take_mark(marks.end)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
+from pyspec.ranges import no_number
 from pyspec.text.markup.json_text import as_json
 from pyspec.text.markup.reader import HELD_CHARS, AnswerReader, Emit
 from pyspec.text.schema_refs import MOST_HOPS, REFERENCES, followed
@@ -130,7 +131,7 @@ class Wrapped:
     def end(self) -> None:
         text = "".join(self._held)
         with suppress(ValueError, RecursionError):
-            values = json.loads(as_json(text) or text, parse_constant=_no_constant)
+            values = json.loads(as_json(text) or text, parse_constant=no_number)
             if isinstance(values, dict) and values.keys() <= set(self._arguments.names):
                 self._arguments.members(values)
                 return
@@ -144,7 +145,7 @@ def typed(text: str, kinds: frozenset[str]) -> str:
     bare = text.strip()
     written = _as_json(bare, may_be_text="string" in kinds)
     try:
-        value = json.loads(written, parse_constant=_no_constant)
+        value = json.loads(written, parse_constant=no_number)
         json.dumps(value).encode()
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
@@ -211,7 +212,3 @@ def _types_of_all(schemas: list[Any], root: Schema, hops: int) -> list[frozenset
 
 def _kind(value: object) -> str:
     return "null" if value is None else _KINDS.get(type(value), "object")
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")

@@ -60,10 +60,8 @@ def check_company(
         attend = bind(spec_of(case, machine.device))
         out = run(attend, case, made)
         for i, (past, width) in enumerate(case.seqs):
-            start, rows = (
-                made.plain.starts[i],
-                {width - 1} if machine.is_emulated else {0, width // 2, width - 1},
-            )
+            start = made.plain.starts[i]
+            rows = {width - 1} if machine.is_emulated else {0, width // 2, width - 1}
             for first, n in ((0, width), *((row, 1) for row in rows if row_alone(past, width))):
                 alone = run(attend, case, made, *only(made, i, first, n))
                 assert torch.equal(out[start + first : start + first + n], alone), (i, first)

@@ -1,28 +1,31 @@
-"""Prompts take the library's attention, sequence by sequence; the other sequences of the batch take ours."""
+"""Prompts take the library's attention sequence by sequence, or our kernel in pieces that its planned workspace has room for; pictures see ahead."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from machines import CPU
 from torch import Tensor
 
+from pyspec.cuda.kernel_context import KernelContext, use
+from pyspec.cuda.ops.attend import cpu as attend_cpu
 from pyspec.cuda.ops.attend import prompt as attend_prompt
 from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend import ref as attend_ref
-from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
+from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, spec_of, worst
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.prompt import attend_prompt as op
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.arena import LEAST_PROMPT, Arena
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.kv import KvFormat, KVPool
-from pyspec.slots.kv_types import type_of
+from pyspec.slots.kv_types import TYPES, type_of
 from pyspec.slots.table import SlotTable
 
-CPU = torch.device("cpu")
 HEADS = (6, 2, 64)
 SPEC = AttendSpec(CPU, *HEADS, 0.125)
 BATCHES = {
@@ -222,10 +225,8 @@ def test_a_prompt_replayed_in_a_graph_sees_its_own_keys_alone(dtype: torch.dtype
     captured = lay_out(table, [Seq(1, 0, [0] * 256, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU, arena=arena)
     plain = lay_out(table, [Seq(1, 0, [0] * n, mode=SeqMode.KEEP, n_out=1)], CPU)
-    pool, gen = (
-        KVPool(table.n_alloc_row, *HEADS[1:], KvFormat.both(type_of(dtype)), CPU),
-        torch.Generator().manual_seed(1),
-    )
+    pool = KVPool(table.n_alloc_row, *HEADS[1:], KvFormat.both(type_of(dtype)), CPU)
+    gen = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(256, heads, HEADS[2], generator=gen) for heads in (HEADS[0], HEADS[1], HEADS[1])
     )
@@ -274,3 +275,136 @@ def test_what_is_faster_behind_many_keys_is_taken_once_it_is_known(
         for k in keys.values():
             run(q, k, k)
     assert took == ["library"] * 5 + ["cudnn"]
+
+
+CPU, WINDOWED = torch.device("cpu"), (6, 2, 64)
+
+
+class Planned:
+    """Our own attention, which has room for what is planned: rows times splits of one sequence."""
+
+    def __init__(self, spec: AttendSpec) -> None:
+        self.run, self.pieces = attend_ref.bind(spec), list[tuple[int, int]]()
+
+    def __call__(
+        self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
+        for seq, n_key in zip(batch.seqs, batch.max_hi, strict=True):
+            n_split = -(-n_key // SPLIT)
+            assert seq.width * n_split <= max(FEW * n_split, MANY), f"{seq.width} rows of {n_key} keys"
+            self.pieces.append((seq.width, n_key))
+        return self.run(q, pool, batch, window, sinks)
+
+
+# Without either the library attends
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    [
+        (window, sinks)
+        for window in (0, 1, 8, 100, 1000, -8, -100, -1024)
+        for sinks in (False, True)
+        if window or sinks
+    ],
+)
+@pytest.mark.parametrize(
+    "seqs",
+    [[(0, 193)], [(0, 511), (70, 1)], [(333, 257), (5, 3), (0, 401)], [(4 * SPLIT - 3, 197)]],
+    ids=str,
+)
+def test_odd_numbers_of_rows_stay_in_the_planned_workspace(
+    seqs: list[tuple[int, int]], window: int, sinks: bool
+) -> None:
+    case = Case(*WINDOWED, torch.float16, seqs, window=window, scale=0.125, sinks=sinks)
+    made, spec = make(case, CPU), AttendSpec(CPU, *WINDOWED, 0.125, has_sinks=sinks)
+    own = Planned(spec)
+
+    def library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError("the library has neither windows nor sinks")
+
+    got = attend_prompt.beside(own, library)(made.q, made.pool, made.plain, window, made.sinks)
+    want = attend_ref.bind(spec)(made.q, made.pool, made.plain, window, made.sinks)
+    assert worst(got, want) < TOLERANCE[torch.float16]
+    assert sum(n for n, _ in own.pieces) == sum(n for _, n in seqs)
+
+
+def test_pieces_read_the_pages_of_their_window_only() -> None:
+    """So they need not get smaller as the context grows."""
+    made = make(Case(*WINDOWED, torch.float16, [(6 * SPLIT, 400)], window=128, scale=0.125), CPU)
+    own = Planned(AttendSpec(CPU, *WINDOWED, 0.125))
+    attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, 128)
+    assert [n for n, _ in own.pieces] == [MANY, MANY, 16]
+    assert max(n_key for _, n_key in own.pieces) < 128 + made.plain.page_size + MANY
+
+
+def test_pieces_read_the_pages_of_their_chunks_only() -> None:
+    made = make(Case(*WINDOWED, torch.float16, [(6 * SPLIT, 400)], window=-128, scale=0.125), CPU)
+    own = Planned(AttendSpec(CPU, *WINDOWED, 0.125))
+    attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, -128)
+    assert own.pieces == [(MANY, MANY), (MANY, MANY + 64), (16, 16)]
+
+
+SEQS = [(70, 1), (9, 90), (1011, 40)]
+PICTURES = (1, 9, 40), (1, 40, 41), (1, 47, 99), (2, 1000, 1023), (2, 1024, 1049)
+
+
+@pytest.mark.parametrize("window", [0, 7, 60])
+def test_the_reference_is_the_formula(window: int) -> None:
+    case = Case(6, 2, 64, torch.float32, SEQS, 16, window, pictures=PICTURES)
+    made = make(case, CPU)
+    b = made.plain
+    got = attend_ref.bind(spec_of(case, CPU))(made.q, made.pool, b, window)
+    for s, seq in enumerate(b.seqs):
+        k, v = made.pool.read(attend_ref.key_rows(b, s), torch.float64)
+        for i in range(b.starts[s], b.starts[s + 1]):
+            p = seq.n_past + i - b.starts[s]
+            end = next((end for of, first, end in PICTURES if of == s and first <= p < end), p + 1)
+            first = max(0, p - window + 1) if window else 0
+            for head in (0, 5):
+                logits = (k[first:end, head // 3] @ made.q[i, head].double()) / math.sqrt(64)
+                want = logits.softmax(0) @ v[first:end, head // 3]
+                assert (got[i, head] - want).norm() < 2e-6 * max(1, want.norm()), (s, i, head)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("kv", TYPES.values(), ids=lambda kv: kv.name)
+def test_cpus_have_the_references_values(kv: object, window: int, exact: bool) -> None:
+    use(KernelContext(is_exact=exact))
+    case = Case(8, 2, 64, kv, SEQS, 16, window, pad=(3, 1), pictures=PICTURES)  # type: ignore[arg-type]
+    made, spec = make(case, CPU), spec_of(case, CPU)
+    assert attend_cpu.limits(spec) is None
+    got = attend_cpu.bind(spec)(made.q, made.pool, made.batch, window)
+    n = made.plain.n_row
+    assert worst(got[:n], attend_ref.bind(spec)(made.q[:n], made.pool, made.plain, window)) < 1e-5
+    assert not got[n:].any()
+
+
+LONG = [(5, 2), (40, 3 * MANY + 7), (2000, MANY)]
+LARGE = (1, 41, 41 + 2 * MANY), (1, 41 + 2 * MANY + 3, 40 + 3 * MANY), (2, 1990, 2000 + MANY)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("window", [0, 5, 300])
+def test_pieces_of_long_sequences_see_whole_pictures(window: int, exact: bool) -> None:
+    """The library, whose mask is another, gets none of them."""
+    use(KernelContext(is_exact=exact))
+    case = Case(6, 2, 64, torch.float16, LONG, 16, window, scale=0.125, pictures=LARGE)
+    made, spec = make(case, CPU), spec_of(case, CPU)
+    seqs = [replace(seq, mode=1) for seq in made.plain.seqs]
+    whole, own, most = replace(made.plain, seqs=seqs), attend_ref.bind(spec), list[int]()
+
+    def counted(q, pool, batch, window=0, sinks=None):  # type: ignore[no-untyped-def]
+        most.extend(seq.width for seq in batch.seqs)
+        assert all(
+            int(batch.hi[batch.starts[i] : batch.starts[i + 1]].max()) <= n
+            for i, n in enumerate(batch.max_hi)
+        )
+        return own(q, pool, batch, window, sinks)
+
+    def library(*given: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it sees no picture")
+
+    got = attend_prompt.beside(counted, library)(made.q, made.pool, whole, window)
+    assert worst(got, own(made.q, made.pool, made.plain, window)) < TOLERANCE[torch.float16]
+    assert max(most) <= MANY

@@ -101,7 +101,7 @@ def test_a_replay_serves_batches_of_other_lengths_in_the_same_grid() -> None:
 @pytest.mark.parametrize("page", [1 << 33, -5, 1000])
 def test_a_page_out_of_the_pool_is_reported_and_harms_no_other_sequence(page: int) -> None:
     case = Case(2, 1, 64, torch.float16, [(37, 1), (40, 1)])
-    check_wild_page(INTERPRETED, attend_triton.bind, attend_triton.OP_ID, case, 1, 2, page)
+    check_wild_page(INTERPRETED, attend_triton.bind, attend_triton.GUARD.number, case, 1, 2, page)
 
 
 def test_rows_without_keys_come_out_as_zeros() -> None:

@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
 
 def test_a_wild_page_is_reported_and_other_sequences_are_right() -> None:
     case = Case(3, 1, 64, torch.float16, [(40, 2), (33, 3)], 16, spare=0, n_value=48)
-    check_wild_page(INTERPRETED, attend_triton.bind, attend_triton.OP_ID, case, 0, 1, 99)
+    check_wild_page(INTERPRETED, attend_triton.bind, attend_triton.GUARD.number, case, 0, 1, 99)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from emulated.translate import translated
@@ -51,13 +52,7 @@ KERNEL_FLAGS = (
 )
 LIBRARY = ("-shared", *FLAGS, *KERNEL_FLAGS, "-Wl,-Bsymbolic")
 KEPT_S = 14 * 86400.0
-CTYPES = {
-    "p": ctypes.c_void_p,
-    "l": ctypes.c_int64,
-    "i": ctypes.c_int32,
-    "u": ctypes.c_uint32,
-    "f": ctypes.c_float,
-}
+CTYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int32, "u": ctypes.c_uint32, "f": ctypes.c_float}  # fmt: skip
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(COMPILER) is None, reason=f"no C++ compiler ({COMPILER}) on this machine"
@@ -292,12 +287,13 @@ class EmulatedKernel:
     def _value(self, kind: str, arg: jit.Arg, spans: list[tuple[int, int]], homes: list[int]) -> object:
         if not isinstance(arg, torch.Tensor):
             if kind == "p":
-                assert arg == 0, f"{self.symbol}: a pointer that is no tensor's"
-            else:
-                assert arg.dtype.itemsize == ctypes.sizeof(CTYPES[kind]), (
-                    f"{self.symbol}: {arg!r} for '{kind}'"
-                )
-            return ctypes.c_void_p(None) if kind == "p" else CTYPES[kind](arg.item())
+                assert arg is None or arg == 0, f"{self.symbol}: a pointer that is no tensor's"
+                return ctypes.c_void_p(None)
+            is_right = isinstance(arg, float if kind == "f" else int)
+            if isinstance(arg, np.generic):  # in its own type
+                is_right = arg.dtype.itemsize == ctypes.sizeof(CTYPES[kind])
+            assert is_right, f"{self.symbol}: {arg!r} for '{kind}'"
+            return CTYPES[kind](jit.SCALARS[kind](arg).item())
         assert kind == "p", f"{self.symbol}: a tensor for '{kind}'"
         at = arg.data_ptr()
         i = next(

@@ -54,10 +54,8 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n
 @pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K])
 @pytest.mark.parametrize(("parts", "n_own", "n_in"), [(8, 1024, 4096), (2, 256, 256), (5, 512, 1280)])
 def test_parts_have_their_own_columns(type: GGMLType, parts: int, n_own: int, n_in: int) -> None:
-    packed, spec = (
-        matrix(type, parts * n_own, n_in),
-        LinearSpec(CUDA, type, parts * n_own, n_in, parts=parts),
-    )
+    packed = matrix(type, parts * n_own, n_in)
+    spec = LinearSpec(CUDA, type, parts * n_own, n_in, parts=parts)
     weights = unpack(packed).double().chunk(parts)
     for n_row in (1, 4, 9, 33, 128):
         x = (
@@ -194,11 +192,8 @@ def test_every_shape_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_captured_product_replays_with_new_rows() -> None:
     packed, spec = matrix(GGMLType.Q8_0, 5120, 1024), LinearSpec(CUDA, GGMLType.Q8_0, 5120, 1024)
-    launch, x, out = (
-        linear_cuda.bind(spec),
-        torch.randn(8, 1024, device=CUDA),
-        torch.empty(8, 5120, device=CUDA),
-    )
+    launch, x = linear_cuda.bind(spec), torch.randn(8, 1024, device=CUDA)
+    out = torch.empty(8, 5120, device=CUDA)
     launch(x, packed, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -74,11 +74,8 @@ def test_rows_by_so_many_at_a_time_are_all_of_them_to_the_bit(
     spec, gen = LinearSpec(CPU, GGMLType.Q8_0, 64, 128, epilogue), torch.Generator().manual_seed(1)
     run = linear_triton.bind(spec)
     matrix = run.pack(*_given(spec, gen))
-    x, powers, added = (
-        torch.randn(70, 128, generator=gen).half(),
-        torch.rand(70, generator=gen),
-        torch.rand(70, 64),
-    )
+    x, powers = torch.randn(70, 128, generator=gen).half(), torch.rand(70, generator=gen)
+    added = torch.rand(70, 64)
     residual = added if epilogue is Epilogue.RESIDUAL else None
     whole, parts, sizes = torch.empty(70, 64), torch.empty(70, 64), []
     run.multiply(x, powers, matrix, whole, residual)

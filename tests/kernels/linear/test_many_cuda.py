@@ -247,10 +247,8 @@ def test_unpacked_rows_are_the_files_rounded_once(machine: Machine, type: GGMLTy
     packed = random_matrix(type, n_out, n_in, torch.Generator().manual_seed(1), machine.device)
     launch, want = UnpackLaunch(machine.device, type, gated), unpack(packed).half()
     for first, end in ((0, n_out), (272, 1024), (1024, n_out)):
-        out, own = (
-            torch.empty(end - first, n_in, dtype=torch.float16, device=machine.device),
-            want[first:end],
-        )
+        out = torch.empty(end - first, n_in, dtype=torch.float16, device=machine.device)
+        own = want[first:end]
         launch(packed, first, end, out)
         if gated:
             own = own.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)

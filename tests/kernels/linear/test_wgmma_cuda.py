@@ -159,10 +159,8 @@ def test_epilogues_equal_the_reference(
         spec = LinearSpec(machine.device, GGMLType.Q8_0, n_out, n_in, epilogue, limit)
         packed = matrix(spec)
         for n_row in n_rows:
-            x, want = (
-                torch.randn(n_row, n_in, device=machine.device) / 16,
-                torch.empty(n_row, n_out, device=machine.device),
-            )
+            x = torch.randn(n_row, n_in, device=machine.device) / 16
+            want = torch.empty(n_row, n_out, device=machine.device)
             residual = torch.randn_like(want) if epilogue is Epilogue.RESIDUAL else None
             linear_ref.bind(spec)(x, packed, want, residual)
             with machine.started():
@@ -209,10 +207,8 @@ def test_rows_with_nan_do_not_touch_others(machine: Machine, n_out: int, n_in: i
 @pytest.mark.parametrize("n_in", [32, 64, 96, 2688])
 def test_columns_of_a_cards_matrices_that_fill_no_chunk_add_nothing(machine: Machine, n_in: int) -> None:
     for type in (GGMLType.Q8_0, GGMLType.Q4_0):
-        spec, gen = (
-            LinearSpec(machine.device, type, 300, n_in),
-            torch.Generator().manual_seed(300 + n_in),
-        )
+        spec = LinearSpec(machine.device, type, 300, n_in)
+        gen = torch.Generator().manual_seed(300 + n_in)
         packed = random_matrix(type, 300, n_in, gen, machine.device)
         x = torch.randn(40, n_in, device=machine.device).bfloat16().float()
         assert off(product(spec, packed, x), exact(packed, x)) < 1e-3
@@ -251,11 +247,8 @@ def test_bits_of_large_matrices_do_not_depend_on_who_arrives_when(
 def test_a_captured_product_replays_with_new_rows(machine: Machine) -> None:
     spec = LinearSpec(machine.device, GGMLType.Q8_0, 5120, 1024)
     packed = matrix(spec)
-    launch, rows, out = (
-        WgmmaLaunch(spec),
-        prepare(torch.randn(64, 1024, device=machine.device)),
-        torch.empty(64, 5120, device=machine.device),
-    )
+    launch, rows = WgmmaLaunch(spec), prepare(torch.randn(64, 1024, device=machine.device))
+    out = torch.empty(64, 5120, device=machine.device)
     replay, _ = machine.captured(lambda: [launch.multiply(rows, packed, out) for _ in range(5)])
     for _ in range(20):
         x = torch.randn(64, 1024, device=machine.device)

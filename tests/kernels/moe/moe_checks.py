@@ -23,10 +23,8 @@ def drawn(
 ) -> tuple[Tensor, Tensor, Tensor, Added]:
     """Rows, chosen experts (of the first `crowd` rows one is the same), weights, and what else is added."""
     gen = torch.Generator().manual_seed(1)
-    x, weights = (
-        torch.randn(n_row, spec.n_in, generator=gen),
-        torch.rand(n_row, spec.n_used, generator=gen),
-    )
+    x = torch.randn(n_row, spec.n_in, generator=gen)
+    weights = torch.rand(n_row, spec.n_used, generator=gen)
     ids = torch.rand(n_row, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
     ids[:crowd, 0] = 0
     gate = torch.rand(n_row, 1, generator=gen).to(machine.device) if spec.pieces else None

@@ -23,6 +23,7 @@ from pyspec.cuda.ops.moe.builds import (
     OAI,
     PARTS,
     RELU2,
+    SITU,
     SPLIT_RESIDENT,
     SWIGLU,
     MoeBuild,
@@ -127,8 +128,12 @@ def test_activations_that_are_cut_compile_for_every_architecture(arch: str) -> N
     stages = [n_stages(type, pairs, CAPABILITIES[arch], True) for pairs, _ in BUILDS]
     for (pairs, listed), n_stage in zip(BUILDS, stages, strict=True):
         for n in residents(type, pairs, listed, True):
-            for act, biased in ((SWIGLU, False), (OAI, True)):
-                of = pairs, n_stage, act, True, listed, False, type, n, 10.0, False, biased
+            for act, biased, cut in (
+                (SWIGLU, False, 10.0),
+                (OAI, True, 10.0),
+                (SITU, False, (4.0, 25.0)),
+            ):
+                of = pairs, n_stage, act, True, listed, False, type, n, cut, False, biased
                 build = MoeBuild(type, *of)
                 found = compiled("moe", arch, build.defines())["moe"]
                 assert found.registers * 32 * GROUPS * n <= 65536

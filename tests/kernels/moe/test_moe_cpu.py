@@ -16,7 +16,7 @@ from pyspec.cuda.ops.linear.cpu import TYPES
 from pyspec.cuda.ops.moe import cpu
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Stacks
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, MoeSpec, Stacks
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType as G
 from pyspec.models.stacks import halves
@@ -29,6 +29,7 @@ SPECS = {
     "plain downs": MoeSpec(CPU, 2, 96, 13, "swiglu", G.Q8_0, G.BF16),
     "plain ups": MoeSpec(CPU, 2, 9, 64, "relu2", G.BF16, G.Q4_0),
     "cut behind silu": MoeSpec(CPU, 3, 320, 64, "swiglu", G.MXFP4, G.Q5_0, limit=-0.5),
+    "gates of kimi-k3": MoeSpec(CPU, 3, 320, 64, "situ", G.MXFP4, G.Q5_0, betas=(1.5, 2.0)),
     "cut": MoeSpec(CPU, 3, 320, 64, "swiglu", G.MXFP4, G.Q5_0, limit=1.0),
     "scaled": MoeSpec(CPU, 2, 128, 64, "relu2", G.NVFP4, G.NVFP4, scaled=True),
     "of two types": MoeSpec(CPU, 2, 256, 256, "swiglu", G.Q4_K, G.Q6_K, gate=G.Q5_K),
@@ -83,14 +84,10 @@ def test_a_check_finds_wrong_experts_and_wrong_sums() -> None:
     wrongs: list[Any] = [
         lambda s: lambda x, ids, *rest: right(s)(x, ids.flip(0), *rest),
         lambda s: lambda *given: right(s)(*given) * 1.001,
-        lambda s: (
-            lambda x, ids, weights, norm, added: right(s)(
-                x, ids, weights, norm, replace(added, residual=None)
-            )
-        ),
+        lambda s: (lambda x, ids, weights, norm, added: right(s)(x, ids, weights, norm, replace(added, residual=None))),
         lambda s: lambda x, ids, weights, norm, added: right(s)(x, ids, weights, None, added),
         lambda s: right(replace(s, gate=s.up)),
-    ]
+    ]  # fmt: skip
     for wrong in wrongs:
         assert "differ" in (cpu.check(wrong, right, spec) or "")
 
@@ -159,6 +156,31 @@ def test_ids_outside_read_nothing_outside() -> None:
     run, x, weights = cpu.bind(spec)(made), torch.randn(2, spec.n_in), torch.rand(2, 3)
     got = run(x, torch.tensor([[-5, 1, 2], [3, 1 << 30, 0]]).int(), weights)
     assert torch.equal(got, run(x, torch.tensor([[0, 1, 2], [3, N_EXPERT - 1, 0]]).int(), weights))
+
+
+@pytest.mark.parametrize("name", ["packed", "plain downs", "of two types"])
+def test_choices_of_none_add_nothing_and_change_no_other_bits(name: str) -> None:
+    spec, n_row = SPECS[name], 40
+    made = stacks(spec)
+    run, x = cpu.bind(spec)(made), size_of(made) * torch.randn(n_row, spec.n_in)
+    ids, weights = routed(spec, n_row)
+    none = torch.rand(n_row, spec.n_used) < 0.4
+    none[0], none[1], none[2:5] = True, False, torch.tensor([True] + [False] * (spec.n_used - 1))
+    few = torch.where(none, -1, ids)
+    added = Added(torch.randn(n_row, spec.n_in), torch.randn(n_row, spec.n_in), torch.rand(n_row, 1))
+    for around in (NOTHING, added):
+        got, whole = run(x, few, weights, None, around), run(x, ids, weights, None, around)
+        want = moe_ref.bind(spec)(made)(x, few, weights, None, around)
+        assert torch.allclose(got, want, atol=cpu.TOLERANCE * float(want.abs().amax()))
+        full = ~none.any(-1)
+        assert torch.equal(got[full], whole[full])
+        for r in (0, 2, 7, 39):
+            part = slice(r, r + 1)
+            alone = run(x[part], few[part], weights[part], None, around.part(part))
+            assert torch.equal(alone, got[part])
+    assert not run(x, few, weights)[0].any()
+    x[0] = torch.nan
+    assert torch.equal(run(x, few, weights), run(x.nan_to_num(0), few, weights)), "nobody reads that row"
 
 
 def test_fused_gates_and_ups_are_read_where_they_lie() -> None:

@@ -37,18 +37,15 @@ Q8_0, Q4_0 = GGMLType.Q8_0, GGMLType.Q4_0
 def test_sums_of_a_row_are_the_references_bit_by_bit(
     n_row: int, n_used: int, n: int, has_residual: bool, has_shared: bool
 ) -> None:
-    y, weights, out = (
-        torch.randn(n_row, n_used, n),
-        torch.randn(n_row, n_used),
-        torch.full((n_row, n), torch.nan),
-    )
+    y, weights = torch.randn(n_row, n_used, n), torch.randn(n_row, n_used)
+    out = torch.full((n_row, n), torch.nan)
     residual = torch.randn(n_row, n) if has_residual else None
     shared, gate = (torch.randn(n_row, n), torch.rand(n_row, 1)) if has_shared else (None, None)
     with emulated_gpu():
-        none = moe_cuda.np.int64(0)
+        none = None
         given = [none if t is None else t for t in (shared, gate, residual)]
-        sizes = [moe_cuda.np.int32(i) for i in (n_used, n // 4, int(has_shared))]
-        _, combine = moe_cuda._pair_kernels(CPU)
+        sizes = (n_used, n // 4, int(has_shared))
+        _, combine = moe_cuda.PAIRS.kernels(CPU, None)
         combine.launch((n_row, -(-n // 1024)), 256, (y, weights, *given, out, *sizes))
     assert torch.equal(out, moe_ref.combine(y, weights, Added(residual, shared, gate)))
 
@@ -63,10 +60,8 @@ def test_experts_norm_their_rows_and_add_what_else_there_is() -> None:
         want = moe_ref.bind(spec)(stacks)(x, ids, weights, norm, added)
         with emulated_gpu():
             run = moe_cuda.bind(spec)(stacks)
-            got, alone = (
-                run(x, ids, weights, norm, added),
-                run(x[4:5], ids[4:5], weights[4:5], norm, added.part(slice(4, 5))),
-            )
+            got = run(x, ids, weights, norm, added)
+            alone = run(x[4:5], ids[4:5], weights[4:5], norm, added.part(slice(4, 5)))
         assert (got - want).norm() < 1e-3 * want.norm() and torch.equal(alone[0], got[4])
 
 
@@ -80,13 +75,11 @@ def test_lists_name_every_pair_once_with_its_expert(
     ids[: n_row // 2] = ids[0]  # a crowd at some experts
     n_pair = n_row * n_used
     n_item = min(n_pair, n_expert + n_pair // per_item)
-    order, items = (
-        torch.full((n_pair,), -1, dtype=torch.int32),
-        torch.full((n_item, 4), -1, dtype=torch.int32),
-    )
+    order = torch.full((n_pair,), -1, dtype=torch.int32)
+    items = torch.full((n_item, 4), -1, dtype=torch.int32)
     with emulated_gpu(seed=3):
-        lists, _ = moe_cuda._pair_kernels(CPU)
-        sizes = [moe_cuda.np.int32(n) for n in (n_pair, n_expert, per_item, n_item)]
+        lists, _ = moe_cuda.PAIRS.kernels(CPU, None)
+        sizes = (n_pair, n_expert, per_item, n_item)
         lists.launch((1,), moe_cuda.MAX_EXPERT, (ids, order, items, *sizes))
     assert sorted(order.tolist()) == list(range(n_pair))
     covered = []
@@ -126,7 +119,17 @@ def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
         assert "differ" in str(moe_check.check(uncut, moe_ref.bind(spec), spec, n_rows=(1,)))
 
 
+OF_KIMI_K3 = MoeSpec(CPU, 2, 96, 64, "situ", *2 * (GGMLType.MXFP4,), betas=(1.5, 2.0))
 OF_GPT_OSS = MoeSpec(CPU, 2, 96, 64, "swiglu_oai", *2 * (GGMLType.MXFP4,), limit=7.0, biased=True)
+
+
+@pytest.mark.parametrize("linear", [2.0, 0.0])
+def test_gates_of_kimi_k3_are_the_references(linear: float) -> None:
+    spec = replace(OF_KIMI_K3, betas=(1.5, linear))
+    with emulated_gpu():
+        assert moe_check.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9)) is None
+        wrong = moe_ref.bind(replace(spec, betas=(1.6, linear)))
+        assert "differ" in str(moe_check.check(moe_cuda.bind(spec), wrong, spec, n_rows=(1,)))
 
 
 @pytest.mark.sampled(most=1)
@@ -195,7 +198,7 @@ def test_few_rows_find_those_that_took_the_same_expert(
     spec = MoeSpec(CPU, 22, n_in, n_ff, "relu2", type, type, pieces=pieces)
     stacks, x = packed(spec, 30), torch.randn(33, n_in, generator=torch.Generator().manual_seed(3))
     ids, weights = spread(33, 22, 30)
-    ids[:, 0], ids[4, 3], ids[30, 1] = 7, -1, 1000
+    ids[:, 0], ids[4, 3], ids[30, 1] = 7, -2, 1000
     found = []
     for seed, n_row in ((0, 33), (1, 32), (2, 31), (3, 9)):
         with emulated_gpu(seed=seed):
@@ -215,10 +218,8 @@ def test_sums_on_the_way_to_a_product_have_the_bits_of_those_made_before(
     n_in: int, n_used: int, n_row: int, pieces: int
 ) -> None:
     """With all that is added, and with nothing."""
-    spec, gen = (
-        MoeSpec(CPU, n_used, n_in, 32, "relu2", Q8_0, Q8_0, pieces=pieces),
-        torch.Generator().manual_seed(n_in),
-    )
+    spec = MoeSpec(CPU, n_used, n_in, 32, "relu2", Q8_0, Q8_0, pieces=pieces)
+    gen = torch.Generator().manual_seed(n_in)
     stacks, (ids, weights) = packed(spec, n_used + 2), spread(n_row, n_used, n_used + 2)
     x, residual, shared = (torch.randn(n_row, n_in, generator=gen) for _ in "xrs")
     gate = torch.rand(n_row, 1, generator=gen)
@@ -256,6 +257,28 @@ def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(
             up.plain.rows.summed(experts.shares(experts.x_rows(x), ids, weights)), residual=residual
         )
     assert torch.equal(got, want) and want.abs().amax() > 0
+
+
+@pytest.mark.parametrize("n_row", [1, 2, 5, 40])
+def test_a_choice_of_none_reads_nothing_and_writes_nothing(n_row: int) -> None:
+    """Found by others or listed: outputs of all other pairs have the bits that they have anyway; a record of no numbers is not read."""
+    spec, n_expert = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0), 6
+    stacks, (ids, weights) = packed(spec, n_expert), spread(n_row, 3, n_expert - 1)
+    x, none = torch.randn(n_row, 64), torch.rand(n_row, 3) < 0.4
+    none[0] = torch.tensor([False, True, True])
+    with emulated_gpu(seed=n_row):
+        run = moe_cuda.bind(spec)(stacks)
+        rows = run.x_rows(x)
+        want = run.shares(rows, ids, weights).y.view(n_row, 3, -1).clone()
+        run.inner.stack.records[n_expert - 1].fill_(0xFF)
+        run.down.stack.records[n_expert - 1].fill_(0xFF)
+        for other in (
+            ids,
+            torch.where(none, n_expert - 1, ids),
+        ):  # whoever took none may have another's id beside it
+            got = run.shares(rows, torch.where(none, -1, other), weights).y.view(n_row, 3, -1)
+            assert torch.equal(got[~none], want[~none]) and bool(got[none].isnan().all())
+        assert not run.shares(rows, torch.full_like(ids, -1), weights).y.isfinite().any()
 
 
 def test_tickets_are_back_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,11 +190,8 @@ def test_second_level_scales_multiply_products_before_the_activation() -> None:
     s = stacks(4, 16, 24, "relu2")
     scales = torch.tensor([1.0, 0.5, 2.0, 3.0])
     scaled = Stacks(None, replace(s.up, scale=scales), replace(s.down, scale=scales.flip(0)))
-    x, ids, weights = (
-        torch.randn(3, 16),
-        torch.tensor([[0, 1], [2, 3], [3, 1]], dtype=torch.int32),
-        torch.rand(3, 2),
-    )
+    x, ids = torch.randn(3, 16), torch.tensor([[0, 1], [2, 3], [3, 1]], dtype=torch.int32)
+    weights = torch.rand(3, 2)
     got = moe.bind(MoeSpec(CPU, 2, 16, 24, "relu2", None, None, scaled=True))(scaled)(x, ids, weights)
     want = torch.zeros(3, 16)
     for row in range(3):

@@ -23,19 +23,16 @@ Q4_K, Q6_K, Q8_0, NVFP4, MXFP4 = (GGMLType[n] for n in ("Q4_K", "Q6_K", "Q8_0", 
 SPECS = {
     "gated, a piece": MoeSpec(CPU, 2, 160, 96, "swiglu", Q8_0, Q8_0, pieces=1),
     "four bits, six": MoeSpec(CPU, 2, 256, 256, "swiglu", Q4_K, Q6_K),
-    "squares, two pieces, scaled": MoeSpec(
-        CPU, 2, 128, 64, "relu2", NVFP4, NVFP4, scaled=True, pieces=2
-    ),
+    "squares, two pieces, scaled": MoeSpec(CPU, 2, 128, 64, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
     "cut gates": MoeSpec(CPU, 3, 96, 64, "swiglu", MXFP4, Q8_0, limit=7.0),
-    "biases, gates of gpt-oss": MoeSpec(
-        CPU, 2, 96, 64, "swiglu_oai", MXFP4, MXFP4, limit=7.0, biased=True
-    ),
+    "biases, gates of gpt-oss": MoeSpec(CPU, 2, 96, 64, "swiglu_oai", MXFP4, MXFP4, limit=7.0, biased=True),
+    "gates of kimi-k3": MoeSpec(CPU, 2, 96, 64, "situ", MXFP4, Q8_0, betas=(1.5, 2.0)),
     "biases, tanh": MoeSpec(CPU, 2, 64, 96, "geglu", Q8_0, Q8_0, biased=True),
     "biases, squares": MoeSpec(CPU, 2, 64, 96, "relu2", Q8_0, Q8_0, biased=True),
     "lattices": MoeSpec(CPU, 2, 256, 256, "swiglu", GGMLType.IQ2_XXS, GGMLType.IQ3_XXS),
     "five bits, half a pair": MoeSpec(CPU, 2, 96, 160, "swiglu", GGMLType.Q5_1, GGMLType.Q5_0),
     "one of each row": MoeSpec(CPU, 1, 128, 32, "relu2", Q8_0, MXFP4),
-}
+}  # fmt: skip
 KEPT = ("biases, gates of gpt-oss",)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

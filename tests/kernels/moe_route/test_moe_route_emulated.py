@@ -46,20 +46,11 @@ def test_routes_are_the_references(kind: str) -> None:
 def route_of(spec: RouteSpec, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Routes:
     """Routes of given logits, which go around moe_scores."""
     n_row, n_thread = logits.shape[0], -(-spec.n_expert // 32) * 32
-    ids, weights = (
-        torch.full((n_row, spec.n_used), -1, dtype=torch.int32),
-        torch.full((n_row, spec.n_used), torch.nan),
-    )
+    ids = torch.full((n_row, spec.n_used), -1, dtype=torch.int32)
+    weights = torch.full((n_row, spec.n_used), torch.nan)
     with emulated_gpu():
-        _, choose = moe_route_cuda._kernels(CPU, spec)
-        args = (
-            logits,
-            logits if bias is None else bias,
-            ids,
-            weights,
-            logits,
-            moe_route_cuda.np.float32(spec.scale),
-        )
+        _, choose = moe_route_cuda.FILE.kernels(CPU, spec)
+        args = logits, logits if bias is None else bias, ids, weights, logits, spec.scale
         choose.launch((n_row,), n_thread, args)
     return Routes(ids, weights)
 
@@ -180,10 +171,8 @@ def test_a_row_is_routed_with_the_same_bits_alone_and_among_others(kind: str) ->
     gen = torch.Generator().manual_seed(6)
     x = torch.randn(37, spec.n_in, generator=gen)
     x[4] = torch.nan
-    norm, matrix = (
-        torch.rand(spec.n_in, generator=gen),
-        torch.randn(spec.n_expert + 1, spec.n_in, generator=gen),
-    )
+    norm = torch.rand(spec.n_in, generator=gen)
+    matrix = torch.randn(spec.n_expert + 1, spec.n_in, generator=gen)
     found = []
     for seed, rows in enumerate((slice(0, 37), slice(0, 9), slice(5, 6), slice(8, 9), slice(3, 20))):
         with emulated_gpu(seed=seed):

@@ -207,12 +207,8 @@ def played(
     Rows that are not taken hold noise, other slots have rows of their own if there are neighbours and stay as they are if not. `folds`: a
     fold without rows ends it.
     """
-    gen, w, layer, launch = (
-        torch.Generator().manual_seed(2),
-        op.weights(),
-        op.layer(4, width),
-        op.bind(**how),
-    )
+    gen, w, layer = torch.Generator().manual_seed(2), op.weights(), op.layer(4, width)
+    launch = op.bind(**how)
     text, outs, done, fold = op.rows(n, gen), [], 0, 0
     left = n - sum(taken for _, taken, _ in plan)
     for rows, taken, mode in [*plan, *([(left, left, KEEP)] if left or not folds else [])]:

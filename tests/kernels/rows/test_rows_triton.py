@@ -35,17 +35,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
         replace(GATED, gated=False, n_kv=0),
         replace(GATED, gated=False, norm_behind=True, dim=96, neox=False),
         replace(GATED, norm_behind=True, has_norm=False, norms_v=True),
-        pytest.param(
-            RopeKvSpec(CPU, 4, 2, 96, 96, neox=False, gated=False, has_norm=False, eps=1e-6),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            RopeKvSpec(CPU, 2, 1, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(RopeKvSpec(CPU, 4, 2, 96, 96, neox=False, gated=False, has_norm=False, eps=1e-6), marks=pytest.mark.slow),
+        pytest.param(RopeKvSpec(CPU, 2, 1, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5), marks=pytest.mark.slow),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_heads_are_normed_turned_and_kept_as_the_reference_does(spec: RopeKvSpec) -> None:
     mixed = KvFormat.named("f16", "q8_0"), KvFormat.named("f8_e4m3", "bf16")
     for kv in (*map(KvFormat.both, NUMBERS), *mixed):
@@ -86,7 +80,7 @@ def test_a_row_out_of_the_pool_is_reported_and_nothing_is_written_for_it(row: in
     fault = faults.record(CPU)
     tripped = fault.tolist()
     fault.zero_()
-    assert tripped == [1, rope_kv_triton.OP_ID, 0, row if row == 40 else -1, 40]
+    assert tripped == [1, rope_kv_triton.GUARD.number, 0, row if row == 40 else -1, 40]
     assert pool.v[3].any() and not pool.v[:3].any() and not pool.v[4:].any()
 
 

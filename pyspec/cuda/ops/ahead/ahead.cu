@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(32)
 //   is_moved   rows go on by n [seq], or by 1 if there is none; else they get next [row], and sequences last [seq] as out_rows
 //   next, last, goes, n: of ahead_accept; drafts [seq, ..], their steps in numbers; null: the first rows' tokens alone, or none of them
 extern "C" __global__ void __launch_bounds__(128)
-    ahead_move(i64* tokens, i64* positions, i64* kv_rows, i64* hi, i64* out_rows, int* fold, int* keep,
+    ahead_move(i64* tokens, i64* positions, i64* rope_at, i64* kv_rows, i64* hi, i64* out_rows, int* fold, int* keep,
                const int* starts, const int* row_seq, const i64* page_table, const int* n, const i64* next, const i64* last,
                const int* goes, const i64* drafts,
                i64 seq_step, i64 draft_step, int n_draft, int n_row, int n_seq, int n_next, int n_page, int page_size,
@@ -76,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(128)
   const i64 position = positions[row] + by;
   const int page = clamped(static_cast<int>(position / page_size), n_page, OP_AHEAD, s, fault);
   positions[row] = position;
+  rope_at[row] += by;
   hi[row] += by;
   kv_rows[row] = page_table[static_cast<i64>(s) * n_page + page] * page_size + position % page_size;
   if (!n) return;

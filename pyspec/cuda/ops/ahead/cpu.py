@@ -3,15 +3,14 @@ launched ahead, so the rest is the reference."""
 
 from __future__ import annotations
 
-from pyspec.cpu.kernels import CpuKernel, here, missing
+from pyspec.cpu.kernels import CpuKernel, here, on_cpu
 from pyspec.cuda.ops.ahead.ref import AheadSpec, TorchAhead, described
 from pyspec.slots.batch import Batch
 
-_STEP = CpuKernel("pyspec_ahead_step", "8q")
+_STEP = CpuKernel("pyspec_ahead_step", "9q")
 
 
-def limits(spec: AheadSpec) -> str | None:
-    return missing() if spec.device.type == "cpu" else "runs on CPUs only"
+limits = on_cpu
 
 
 class CpuAhead(TorchAhead):
@@ -22,6 +21,7 @@ class CpuAhead(TorchAhead):
         assert pages.stride(1) == 1 or pages.shape[1] == 1
         _STEP(
             batch.positions,
+            batch.rope_at,
             batch.kv_rows,
             batch.hi,
             pages,

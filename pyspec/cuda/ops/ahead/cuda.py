@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
 from pyspec.cuda.faults import record
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Kept
+from pyspec.cuda.jit import KernelFile, on_nvidia
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Buffers, Kept, moved
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.table import SlotTable
@@ -20,57 +18,27 @@ THREADS = 128
 WIDTHS = ((1,), (4,), (2, 1, 5), (17, 3, 1, 16, 40))  # of the check's sequences
 # More rows than a graph has, and a sequence for every slot of a large server
 MANY = ((3, 5) * 20, (17,) * 64)
-NULL = np.int64(0)
-
-
-def limits(spec: AheadSpec) -> str | None:
-    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
-
-
-@per_device
-def _kernels(device: torch.device) -> tuple[Kernel, Kernel]:
-    code = compile_cubin("ahead", arch_of(torch.cuda.get_device_capability(device)))
-    return code.kernel("ahead_accept", "ppppp" + "pppp" + "i"), code.kernel(
-        "ahead_move", "ppppppp" + "ppp" + "ppppp" + "ll" + "iiiiiii" + "p"
-    )
+ACCEPT = "ppppp" + "pppp" + "i"
+MOVE = "pppppppp" + "ppp" + "ppppp" + "ll" + "iiiiiii" + "p"
+FILE: KernelFile[AheadSpec] = KernelFile("ahead", {"ahead_accept": ACCEPT, "ahead_move": MOVE})
+limits, programs = on_nvidia, FILE.programs
 
 
 class AheadLaunch:
-    """Implements `Ahead`."""
+    """Implements `Ahead`, with result buffers of its own, because two engines may share a stream."""
 
     def __init__(self, spec: AheadSpec) -> None:
-        self.device = spec.device
-        self._make(spec.n_seq, spec.n_row)
-        self.overlap, self.fault = (
-            torch.cuda.get_device_capability(spec.device) >= (9, 0),
-            record(spec.device),
-        )
-        self.acceptor, self.mover = _kernels(spec.device)
-
-    def _make(self, n_seq: int, n_row: int) -> None:
-        """Buffers for the results of `accept` for so many sequences and rows."""
-        self.n = torch.ones(n_seq, dtype=torch.int32, device=self.device)
-        self.goes = torch.ones(n_seq, dtype=torch.int32, device=self.device)
-        self.last = torch.zeros(n_seq, dtype=torch.int64, device=self.device)
-        self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
+        self.buffers, self.fault = Buffers(spec), record(spec.device)
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.acceptor, self.mover = FILE.kernels(spec.device, spec)
 
     def accept(
         self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None
     ) -> Kept:
-        n_seq, n_row = len(batch.seqs), batch.n_row
-        if n_seq > len(self.n) or n_row > len(
-            self.tokens
-        ):  # more than was planned: graphs do not hold these buffers
-            self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
-        assert best.dtype == torch.float64
-        assert ends is None or (
-            ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous()
-        )
-        kept = Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
-        beside = (NULL if t is None else t for t in (ends, forced))
+        kept = self.buffers.room(best, batch, ends)
+        given = best[0], batch.tokens, batch.seq_start, ends, forced
         found = kept.n, kept.tokens, kept.last, kept.goes
-        args = (best[0], batch.tokens, batch.seq_start, *beside, *found, np.int32(n_row))
-        self.acceptor.launch((n_seq,), 32, args)
+        self.acceptor.launch((len(batch.seqs),), 32, (*given, *found, batch.n_row))
         return kept
 
     def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
@@ -85,36 +53,16 @@ class AheadLaunch:
         return batch
 
     def _launch(self, batch: Batch, kept: Kept | None, drafts: Tensor | None, is_moved: bool) -> None:
-        n_row, n_page = batch.positions.shape[0], batch.page_table.shape[1]
-        of_kept: list[Arg] = [NULL] * 4 if kept is None else [kept.n, kept.tokens, kept.last, kept.goes]
-        steps = (0, 0) if drafts is None else drafts.stride()
-        n_draft, n_next = (
-            0 if drafts is None else drafts.shape[1],
-            0 if kept is None else len(kept.tokens),
-        )
-        n_seq = batch.page_table.shape[0]
+        n_row, (n_seq, n_page) = len(batch.positions), batch.page_table.shape
+        of_kept = (None,) * 4 if kept is None else (kept.n, kept.tokens, kept.last, kept.goes)
+        steps, n_draft = ((0, 0), 0) if drafts is None else (drafts.stride(), drafts.shape[1])
+        n_next = 0 if kept is None else len(kept.tokens)
         sizes = n_draft, n_row, n_seq, n_next, n_page, batch.page_size, int(is_moved)
-        args: list[Arg] = [batch.tokens, batch.positions, batch.kv_rows, batch.hi, batch.out_rows]
-        args += [
-            batch.seq_fold,
-            batch.seq_keep,
-            batch.seq_start,
-            batch.row_seq,
-            batch.page_table,
-            *of_kept,
-            NULL if drafts is None else drafts,
-        ]
-        args += [np.int64(n) for n in steps] + [np.int32(n) for n in sizes] + [self.fault]
+        args = *moved(batch), *of_kept, drafts, *steps, *sizes, self.fault
         self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=self.overlap)
 
 
-def programs(spec: AheadSpec, target: GpuKind) -> list[Program]:
-    return [target.program("ahead")]
-
-
-def bind(spec: AheadSpec) -> AheadLaunch:
-    """Bind with result buffers of its own, because two engines may share a stream."""
-    return AheadLaunch(spec)
+bind = AheadLaunch
 
 
 def verify(
@@ -134,19 +82,9 @@ def verify(
 
 def _fields(batch: Batch) -> list[Tensor]:
     names = (
-        "tokens",
-        "positions",
-        "kv_rows",
-        "hi",
-        "lo",
-        "out_rows",
-        "seq_fold",
-        "seq_keep",
-        "seq_start",
-        "row_seq",
-        "page_table",
+        "tokens positions rope_at kv_rows hi lo out_rows seq_fold seq_keep seq_start row_seq page_table"
     )
-    return [getattr(batch, name).clone() for name in names]
+    return [getattr(batch, name).clone() for name in names.split()]
 
 
 def check(launch: Ahead, reference: Ahead, spec: AheadSpec) -> str | None:
@@ -191,11 +129,12 @@ def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) 
                 n_out=w,
                 n_fold=i % 2,
                 slack=q.width,
+                shift=i % 3,
             )
             for i, (q, w) in enumerate(zip(batch.seqs, widths_then, strict=True))
         ]
-        moved = op.move(lay_out(table, seqs, device, arena=arena, see_block=see_block), kept, others)
-        whole.append(_fields(moved))
+        then = op.move(lay_out(table, seqs, device, arena=arena, see_block=see_block), kept, others)
+        whole.append(_fields(then))
         if len(whole) == 2:
             again = [Seq(q.slot, q.n_past + 1, [0] * q.width, n_out=1) for q in batch.seqs]
             followed = lay_out(table, again, device, arena=arena)

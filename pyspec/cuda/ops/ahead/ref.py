@@ -100,6 +100,36 @@ def n_kept(
     return n + 1
 
 
+def moved(b: Batch) -> tuple[Tensor, ...]:
+    """What kernels that move a batch read and write of it, in their order."""
+    layout = b.tokens, b.positions, b.rope_at, b.kv_rows, b.hi, b.out_rows, b.seq_fold, b.seq_keep
+    return *layout, b.seq_start, b.row_seq, b.page_table
+
+
+class Buffers:
+    """Memory for the results of `accept`, of so many sequences and rows as were planned; more take new memory."""
+
+    def __init__(self, spec: AheadSpec) -> None:
+        self.device = spec.device
+        self._make(spec.n_seq, spec.n_row)
+
+    def _make(self, n_seq: int, n_row: int) -> None:
+        self.n = torch.ones(n_seq, dtype=torch.int32, device=self.device)
+        self.goes = torch.ones(n_seq, dtype=torch.int32, device=self.device)
+        self.last = torch.zeros(n_seq, dtype=torch.int64, device=self.device)
+        self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
+
+    def room(self, best: Tensor, batch: Batch, ends: Tensor | None) -> Kept:
+        """For the results of this batch. Asserts what kernels rely on."""
+        n_seq, n_row = len(batch.seqs), batch.n_row
+        if n_seq > len(self.n) or n_row > len(self.tokens):  # graphs do not hold these buffers
+            self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
+        assert best.dtype == torch.float64
+        assert ends is None or (ends.dtype == torch.int32 and ends.is_contiguous())
+        assert ends is None or ends.shape == (n_seq, MAX_ENDS)
+        return Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
+
+
 class TorchAhead:
     """Implements `Ahead`."""
 
@@ -158,6 +188,7 @@ class TorchAhead:
             torch.where(is_row, batch.page_table[seq, page] * size + moved % size, batch.kv_rows)
         )
         batch.hi.copy_(torch.where(is_row, batch.hi + by, batch.hi))
+        batch.rope_at.copy_(torch.where(is_row, batch.rope_at + by, batch.rope_at))
         positions.copy_(torch.where(is_row, moved, positions))
 
 

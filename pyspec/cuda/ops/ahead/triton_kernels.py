@@ -50,7 +50,7 @@ def ahead_accept(
 
 @kernel
 def ahead_move(
-    tokens, positions, kv_rows, hi, out_rows, fold, keep, starts, row_seq, page_table, n, following, last, goes, drafts, fault,
+    tokens, positions, rope_at, kv_rows, hi, out_rows, fold, keep, starts, row_seq, page_table, n, following, last, goes, drafts, fault,
     seq_step, draft_step, n_draft, n_row, n_seq, n_next, n_page,
     PAGE: tl.constexpr, MOVES: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_DRAFTS: tl.constexpr, ROWS: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
@@ -81,6 +81,7 @@ def ahead_move(
         index = tl.max(tl.where(row == first_bad, page, -1), 0)
         report(fault, OP, whose, tl.where(index > 0x7FFFFFFF, -1, index).to(tl.int32), n_page)
     tl.store(positions + row, position, mask=is_row)
+    tl.store(rope_at + row, tl.load(rope_at + row, mask=is_row, other=0) + by, mask=is_row)
     tl.store(hi + row, tl.load(hi + row, mask=is_row, other=0) + by, mask=is_row)
     own = tl.load(
         page_table + s.to(tl.int64) * n_page + tl.where(is_page, page, 0), mask=is_row, other=0

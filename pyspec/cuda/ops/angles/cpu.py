@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
 _RUN = CpuKernel("pyspec_angles", "6qd")
 
 
-def limits(spec: AnglesSpec) -> str | None:
-    return missing() if spec.device.type == "cpu" else "runs on CPUs only"
+limits = on_cpu
 
 
 def angles(positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import KernelFile, on_nvidia
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
 THREADS = 128
@@ -15,8 +14,8 @@ MAX_ROWS = 1 << 30
 OFF = 2.0**-22  # difference that two libraries may have at full precision
 
 
-def limits(spec: AnglesSpec) -> str | None:
-    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
+FILE: KernelFile[AnglesSpec] = KernelFile("angles", "pppp" + "iif")
+limits, programs = on_nvidia, FILE.programs
 
 
 def inverse_of(factor: float) -> np.float32:
@@ -24,38 +23,24 @@ def inverse_of(factor: float) -> np.float32:
     return np.float32(1.0) / np.float32(factor)
 
 
-@per_device
-def _kernel(device: torch.device) -> Kernel:
-    return compile_cubin("angles", arch_of(torch.cuda.get_device_capability(device))).kernel(
-        "angles", "pppp" + "iif"
-    )
-
-
 class AnglesLaunch:
     """Implements `Angles`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.kernel = _kernel(device)
+    def __init__(self, spec: AnglesSpec) -> None:
+        self.kernel = FILE.kernel(spec.device, spec)
 
     def __call__(self, positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         n_row, n = positions.shape[0], freq.shape[0]
         assert positions.dtype == torch.int64 and positions.is_contiguous() and n_row <= MAX_ROWS
         assert freq.dtype == torch.float32 and freq.is_contiguous()
-        cos, sin = (
-            torch.empty(n_row, 1, n, dtype=torch.float32, device=positions.device) for _ in range(2)
-        )
+        cos, sin = (freq.new_empty(n_row, 1, n) for _ in "cs")
         if n_row and n:
-            args = (positions, freq, cos, sin, np.int32(n_row), np.int32(n), inverse_of(factor))
+            args = positions, freq, cos, sin, n_row, n, inverse_of(factor)
             self.kernel.launch((-(-n_row * n // THREADS),), THREADS, args)
         return cos, sin
 
 
-def programs(spec: AnglesSpec, target: GpuKind) -> list[Program]:
-    return [target.program("angles")]
-
-
-def bind(spec: AnglesSpec) -> AnglesLaunch:
-    return AnglesLaunch(spec.device)
+bind = AnglesLaunch
 
 
 def frequencies(n: int, device: torch.device) -> Tensor:

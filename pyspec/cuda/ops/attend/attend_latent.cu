@@ -23,7 +23,8 @@
 // banks.
 // Bound by: products with 64 columns (1,088 multiply-adds of a column for the 1,152 bytes of a key); bytes with 16.
 //
-// Macros: DIM, N_VALUE, COLS (16, 32 or 64), WARPS (4 or 8), BUFFERS (1 or 2), K_KIND, OP_ID, SHARED_BYTES.
+// Macros: DIM, N_VALUE, COLS (16, 32 or 64), WARPS (4 or 8), BUFFERS (1 or 2), K_KIND, OP_ID, SHARED_BYTES; RUN: keys that lie one behind
+// another (16), 1 where each has a page of its own.
 #define V_KIND K_KIND
 #include "kv_types.cuh"
 #include "bounds.cuh"
@@ -31,6 +32,10 @@
 #include "mma.cuh"
 #include "matrices.cuh"
 #include "overlap.cuh"
+
+#ifndef RUN
+#define RUN 16
+#endif
 
 constexpr int THREADS = 32 * WARPS, KEYS = 64;
 constexpr int ROW = (DIM + 63) / 64 * 64;                     // values of a row in shared memory
@@ -61,7 +66,7 @@ struct alignas(16) Shared {
   u16 p[COLS][KEYS];
   float top[N_WARPS][COLS], sum[N_WARPS][COLS];
   float run_m[2][COLS], run_l[COLS];  // maxima before this tile and behind it, in turn
-  int row16[2][KEYS / 16];            // pool row of every 16th key of a tile
+  int rows[2][KEYS / RUN];            // pool row of the first key of every run of a tile
   int seq, tile;
   int hull[3];  // of the columns that see keys: least lo, largest and least hi
 };
@@ -143,18 +148,18 @@ __device__ __forceinline__ void find_hull(Shared& s, const Args& a, const Tile& 
     for (int i = 0; i < 3; i++) s.hull[i] = hull[i];
 }
 
-// Where the keys of a tile lie, by four threads. Pages that no column sees are not looked at.
+// Where the keys of a tile lie, a thread for each run of them. Pages that no column sees are not looked at.
 __device__ __forceinline__ void find_rows(Shared& s, const Args& a, const Tile& t, int base) {
   const int i = threadIdx.x;
-  if (i >= KEYS / 16) return;
-  const int p = base + 16 * i;
+  if (i >= KEYS / RUN) return;
+  const int p = base + RUN * i;
   int row = 0;
-  if (p < s.hull[1] && p + 16 > s.hull[0]) {
+  if (p < s.hull[1] && p + RUN > s.hull[0]) {
     const i64 page = a.page_table[static_cast<i64>(t.seq) * a.n_page_col + p / a.page_size];
     const int safe = clamped(page < 0 || page > 0x7fffffff ? -1 : static_cast<int>(page), a.n_page, OP_ID, t.seq, a.fault);
     row = safe * a.page_size + p % a.page_size;
   }
-  s.row16[base / KEYS % 2][i] = row;
+  s.rows[base / KEYS % 2][i] = row;
 }
 
 // The piece's place in a permuted row.
@@ -192,7 +197,7 @@ __device__ __forceinline__ void gather(Shared& s, const Args& a, int base, int b
 #pragma unroll 4
   for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
     const int key = i / PIECES, piece = i % PIECES;
-    const i64 row = s.row16[base / KEYS % 2][key / 16] + key % 16;
+    const i64 row = s.rows[base / KEYS % 2][key / RUN] + key % RUN;
     u16* const to = &s.keys[buffer][key][place(key, piece)];
     if (base + key < s.hull[0] || base + key >= s.hull[1] || (DIM % 16 != 0 && 8 * piece >= DIM)) {
       *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);

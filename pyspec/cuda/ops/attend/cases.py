@@ -17,6 +17,7 @@ from pyspec.slots.kv_types import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, KvType, type_of
 @dataclass(frozen=True, slots=True)
 class Case:
     """seqs: (n_past, width) each. `block`: rows see all rows of their sequence. pad: (rows, sequences) of padding.
+    pictures: (sequence, first, end) of positions whose rows see all of them.
     dtype: the type of keys, or its dtype where that tells it, and of values unless v_dtype is given.
 
     spare: pool pages without an owner; they, all rows beyond a sequence's end and all behind its window hold NaN.
@@ -38,6 +39,7 @@ class Case:
     keys_only: bool = False
     n_value: int = 0  # keys alone are kept, and are the values, too
     v_dtype: torch.dtype | KvType | None = None
+    pictures: Sequence[tuple[int, int, int]] = ()
 
     @property
     def kv(self) -> KvFormat:
@@ -61,6 +63,7 @@ class Made:
     sinks: Tensor | None
 
 
+PICTURES = ((1, 9, 40), (1, 40, 41), (1, 47, 99), (2, 1000, 1023), (2, 1024, 1049))
 CASES: dict[str, Case] = {
     "one row": Case(24, 4, 256, torch.float16, [(299, 1)]),
     "first token": Case(24, 4, 256, torch.float16, [(0, 1), (0, 5)]),
@@ -118,6 +121,18 @@ CASES: dict[str, Case] = {
     ),
     "capped f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, 50, pad=(2, 1), cap=2.0),
     "keys alone of 128": Case(16, 1, 128, torch.int8, [(0, 3), (300, 4), (127, 9)], 32, keys_only=True),
+    "pictures": Case(
+        8, 4, 256, torch.float16, [(70, 1), (9, 90), (1011, 40)], 16, pad=(5, 2), pictures=PICTURES
+    ),
+    "pictures in windows": Case(
+        8, 4, 64, torch.bfloat16, [(70, 1), (9, 90), (1011, 40)], 32, 7, pictures=PICTURES
+    ),
+    "pictures in q8_0": Case(
+        8, 2, 128, torch.int8, [(70, 1), (9, 90), (1011, 40)], 16, 20, pictures=PICTURES
+    ),
+    "pictures in f32": Case(
+        6, 2, 96, torch.float32, [(70, 1), (9, 90), (1011, 40)], 16, 11, pad=(2, 1), pictures=PICTURES
+    ),
 }
 MIXED: dict[str, Case] = {
     "f16 and q8_0": Case(
@@ -143,6 +158,7 @@ PACKED: dict[str, Case] = {
         24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2), v_dtype=Q4_0
     ),
     "q4_0, capped": Case(16, 4, 128, Q4_0, [(600, 5), (127, 2)], 16, cap=2.0),
+    "pictures in q4_0": Case(8, 2, 128, Q4_0, [(70, 1), (9, 90), (1011, 40)], 16, 20, pictures=PICTURES),
     "q5_1 and f16": Case(8, 2, 128, Q5_1, [(130, 4), (900, 1)], 16, 70, v_dtype=torch.float16),
     "bf16 and q5_0": Case(8, 2, 64, torch.bfloat16, [(70, 3), (300, 1)], 16, v_dtype=Q5_0),
     "f8 and q4_1": Case(6, 2, 96, torch.float8_e4m3fn, [(40, 5), (0, 1)], 16, sinks=True, v_dtype=Q4_1),
@@ -193,7 +209,9 @@ def usual(scale: float, dim: int) -> float:
 def spec_of(case: Case, device: torch.device) -> AttendSpec:
     scale = case.scale or case.dim**-0.5
     own = case.kv, case.sinks, case.n_value, case.cap
-    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, *own)
+    return AttendSpec(
+        device, case.n_head, case.n_kv, case.dim, scale, *own, scattered=case.page_size == 1
+    )
 
 
 def spoil(pool: KVPool, rows: Tensor | slice = slice(None)) -> None:
@@ -211,12 +229,13 @@ def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
     positions = [p for seq in seqs for p in range(seq.n_past, seq.n_past + seq.width)]
     his = [end for seq, end in zip(seqs, ends, strict=True) for _ in range(seq.width)]
     hi = torch.tensor(his if case.block else [p + 1 for p in positions])
+    for s, first, end in case.pictures:
+        for r in range(starts[s], starts[s + 1]):
+            hi[r] = min(end, ends[s]) if first <= positions[r] < end else hi[r]
     wide = max(len(own) for own in pages)
     table = torch.tensor([own + [own[0]] * (wide - len(own)) for own in pages])
-    none, zeros = (
-        torch.zeros(0, dtype=torch.int64, device=device),
-        torch.zeros(len(seqs), dtype=torch.int32, device=device),
-    )
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    zeros = torch.zeros(len(seqs), dtype=torch.int32, device=device)
     row_seq = torch.tensor(
         [i for i, seq in enumerate(seqs) for _ in range(seq.width)], dtype=torch.int32
     )
@@ -225,6 +244,7 @@ def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
         starts=starts,
         tokens=torch.zeros(starts[-1], dtype=torch.int64, device=device),
         positions=torch.tensor(positions).to(device),
+        rope_at=none,
         kv_rows=none,
         page_table=table.to(device),
         lo=torch.zeros(starts[-1], dtype=torch.int64, device=device),
@@ -237,7 +257,8 @@ def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
         row_seq=row_seq.to(device),
         page_size=case.page_size,
         max_hi=ends,
-        causal=not case.block,
+        causal=not (case.block or case.pictures),
+        ahead=max((end - first - 1 for _, first, end in case.pictures), default=0),
     )
 
 

@@ -12,14 +12,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.attend import latent
-from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
+from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec, check_given
 from pyspec.cuda.ops.attend.shared import MAX_SEQ, room_of, workspace
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
@@ -27,13 +26,10 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.kv_types import Q8_0, KvFormat, KvType
 
-OP_ID = GUARD.number
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
-WIDEST, ITS_TILES = (
-    512,
-    (1, 2, 3),
-)  # heads that only much shared memory holds, in fewer builds: others would spill
+# Heads that only much shared memory holds, in fewer builds: others would spill
+WIDEST, ITS_TILES = 512, (1, 2, 3)
 SPLIT, STEP_BYTES, SCALE_BYTES = 1024, 2048, 256  # as in attend_fold.cuh and attend.cu
 # Rows of a prompt's piece that run here however many splits they see; more do while rows times splits are up to MANY.
 FEW, MANY = 16, 192
@@ -43,12 +39,8 @@ NARROW, ITS_BLOCKS = 4, 4
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
 # Merges that find out which partials there are while the others are made, in place of reading it behind them: 1 thin, 2 long, 4 wide
 MERGE_FINDS = 1
-WAITING = (
-    "sm_80",
-    "sm_86",
-    "sm_87",
-    "sm_89",
-)  # where no kernel starts before its predecessor is over: no merge finds anything
+# Where no kernel starts before its predecessor is over: no merge finds anything
+WAITING = ("sm_80", "sm_86", "sm_87", "sm_89")
 SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "pi"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
@@ -61,6 +53,8 @@ def limits(spec: AttendSpec) -> str | None:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if spec.n_value:
         return latent.limits(spec)
+    if spec.scattered:
+        return "keys in pages of their own are values, too, in this kernel"
     if spec.head_dim % 32 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
     return None
@@ -113,7 +107,7 @@ class AttendBuild:
         """Blocks that run at once on a multiprocessor."""
         return min(self.blocks, room_of(self.arch) // (self.shared_bytes + 1024))
 
-    def defines(self) -> dict[str, int | str]:
+    def defines(self) -> jit.Macros:
         return {
             "DIM": self.dim,
             "N_TILE": self.n_tile,
@@ -124,7 +118,7 @@ class AttendBuild:
             "HAS_SINKS": int(self.has_sinks),
             "CAP": f"{self.cap:#.9g}f",
             "DEPTH": self.depth,
-            "OP_ID": OP_ID,
+            "OP_ID": GUARD.number,
             "MIN_BLOCKS": self.blocks,
             "SHARED_BYTES": self.shared_bytes,
             "L2_FETCH": f'"{self.fetch}B"',
@@ -226,34 +220,37 @@ def n_scales(kv: KvFormat) -> int:
     return sum(of.n_factor > 0 for of in (kv.k, kv.v))
 
 
+def _entries(shape: AttendBuild) -> dict[str, str]:
+    planes, sinks = _letters(shape.kv, shape.has_sinks)
+    merges = {
+        f"attend_merge_{name}": MERGE_ARGS.format(sinks=sinks) for name in ("thin", "long", "wide")
+    }
+    return {"attend_split": SPLIT_ARGS.format(planes=planes)} | merges
+
+
 @per_device
 def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     code = jit.compile_cubin("attend", shape.arch, shape.defines())
-    planes, sinks = _letters(shape.kv, shape.has_sinks)
-    split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(
-        shape.shared_bytes
-    )
+    split, thin, long, wide = (code.kernel(*entry) for entry in _entries(shape).items())
     n_sm = torch.cuda.get_device_properties(device).multi_processor_count
-    thin, long, wide = (
-        code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks))
-        for name in ("thin", "long", "wide")
+    return Kernels(
+        split.allow_shared(shape.shared_bytes), thin, long, wide, n_sm * shape.resident, shape
     )
-    return Kernels(split, thin, long, wide, n_sm * shape.resident, shape)
 
 
-def plain_defines(spec: AttendSpec) -> dict[str, int | str]:
+def plain_defines(spec: AttendSpec) -> jit.Macros:
     """Macros of attend_plain.cu."""
     kinds = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind}
-    own = {"DIM": spec.head_dim, "HAS_SINKS": int(spec.has_sinks), "OP_ID": OP_ID}
+    own = {"DIM": spec.head_dim, "HAS_SINKS": int(spec.has_sinks), "OP_ID": GUARD.number}
     return {**kinds, **own, "CAP": f"{spec.cap:#.9g}f"}
 
 
-@per_device
-def _plain(device: torch.device, spec: AttendSpec) -> jit.Kernel:
-    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+def _plain_signature(spec: AttendSpec) -> str:
     planes, sinks = _letters(spec.kv, spec.has_sinks)
-    code = jit.compile_cubin("attend_plain", arch, plain_defines(spec))
-    return code.kernel("attend_plain", PLAIN_ARGS.format(planes=planes, sinks=sinks))
+    return PLAIN_ARGS.format(planes=planes, sinks=sinks)
+
+
+PLAIN = jit.KernelFile("attend_plain", _plain_signature, plain_defines)
 
 
 def n_items(spec: AttendSpec, columns: int, grid: int, seqs: Iterable[tuple[int, int]]) -> int:
@@ -306,19 +303,6 @@ def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str,
     return most
 
 
-def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
-    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
-    assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
-    assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv_head, spec.head_dim, spec.kv)
-    assert all(plane.is_contiguous() for plane in pool.planes)
-    assert (sinks is not None) == spec.has_sinks
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
-    assert batch.page_size % 16 == 0 and pool.n_row % batch.page_size == 0
-    for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
-        assert t.dtype == torch.int64 and t.is_contiguous()
-    assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
-
-
 class AttendLaunch:
     """The kernels of one spec; called as attend_ref's. `shape` fixes the build."""
 
@@ -330,8 +314,7 @@ class AttendLaunch:
         capability = torch.cuda.get_device_capability(spec.device)
         self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
-        self.heads = [np.int32(spec.n_head), np.int32(spec.n_kv_head)]
-        self.scale = np.float32(spec.scale * math.log2(math.e))
+        self.heads, self.scale = (spec.n_head, spec.n_kv_head), spec.scale * math.log2(math.e)
         self.narrow = narrow_for(spec, self.arch) if shape is None else None
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         usual = 0 if self.narrow is None else n_sm * usual_for(spec, 1, self.arch).resident
@@ -347,14 +330,14 @@ class AttendLaunch:
         after: Tensor | None = None,
     ) -> Tensor:
         """`after`: the weights of the product that reads the result."""
-        spec, i32 = self.spec, np.int32
-        _check(q, pool, batch, sinks, spec)
+        spec = self.spec
+        check_given(q, pool, batch, sinks, spec)
         sink = [] if sinks is None else [sinks]
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
         if not n_row:
             return torch.empty_like(q)
         tiles = tiles_of(spec, self.arch)
-        if not tiles or n_seq > MAX_SEQ:
+        if not tiles or n_seq > MAX_SEQ or batch.page_size % 16:
             return self._plain(q, pool, batch, window, sink)
         group = spec.n_head // spec.n_kv_head
         kernels = self._build(batch, group)
@@ -372,28 +355,17 @@ class AttendLaunch:
         space = self.spaces.take(n_part + n_ml)
         part, part_ml, plan = space[:n_part], space[n_part:], self.spaces.plan
         out = torch.empty_like(q)
-        seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
-        pages = [i32(n_col), i32(batch.page_size), i32(pool.n_row // batch.page_size)]
-        args: list[jit.Arg] = [
-            q,
-            *pool.read_planes,
-            batch.page_table,
-            *seen,
-            *rows,
-            part,
-            part_ml,
-            plan,
-            self.fault,
-        ]
-        args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
-        args += prefetch_args(after, n_row)
-        grid = min(kernels.grid, n_item)
+        seen, rows = (batch.positions, batch.lo, batch.hi), (batch.row_seq, batch.seq_start)
+        pages = n_col, batch.page_size, pool.n_row // batch.page_size
+        read = q, *pool.read_planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault
+        sizes = n_row, n_seq, *self.heads, *pages, window, n_item, self.scale
+        grid, args = min(kernels.grid, n_item), (*read, *sizes, *prefetch_args(after, n_row))
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
-        args = [part, part_ml, plan, *seen, *rows, *sink, out, i32(n_seq), *self.heads]
-        args += [i32(n_key), i32(window), i32(n_item), self.fault, i32(grid)]
+        counts = n_seq, *self.heads, n_key, window, n_item
+        made = part, part_ml, plan, *seen, *rows, *sink, out, *counts, self.fault, grid
         merge, own = kernels.merge(n_row * spec.n_head, spec.head_dim)
         pieces = -(-spec.head_dim // own)
-        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=self.overlap)
+        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, made, overlap=self.overlap)
         return out
 
     def _build(self, batch: Batch, group: int) -> Kernels:
@@ -408,22 +380,11 @@ class AttendLaunch:
         return self.builds[n_tile]
 
     def _plain(self, q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: list[Tensor]) -> Tensor:
-        spec, i32, out = self.spec, np.int32, torch.empty_like(q)
-        n_seq, n_col = batch.page_table.shape
-        rows = [
-            batch.page_table,
-            batch.positions,
-            batch.lo,
-            batch.hi,
-            batch.row_seq,
-            *sinks,
-            out,
-            self.fault,
-        ]
-        sizes = [n_col, batch.page_size, pool.n_row // batch.page_size, window]
-        counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
-        kernel = _plain(spec.device, spec)
-        kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.read_planes, *rows, *counts, self.scale])
+        spec, out, (n_seq, n_col), b = self.spec, torch.empty_like(q), batch.page_table.shape, batch
+        read = q, *pool.read_planes, b.page_table, b.positions, b.lo, b.hi, b.row_seq
+        sizes = n_seq, *self.heads, n_col, b.page_size, pool.n_row // b.page_size, window
+        args = *read, *sinks, out, self.fault, *sizes, self.scale
+        PLAIN.kernel(spec.device, spec).launch((len(q), spec.n_head), 128, args)
         return out
 
 
@@ -432,7 +393,7 @@ def programs(spec: AttendSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
         yield from latent.programs(spec, target)
         return
     if not tiles_of(spec, target.arch):
-        yield target.program("attend_plain", plain_defines(spec))
+        yield from PLAIN.programs(spec, target)
         return
     for shape in shapes_of(spec, target.arch):
         yield target.program("attend", shape.defines())

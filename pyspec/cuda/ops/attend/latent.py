@@ -12,14 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.context import per_device
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
+from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec, check_given
 from pyspec.cuda.ops.attend.shared import room_of, workspace
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -27,6 +25,7 @@ from pyspec.slots.kv_types import KvType
 
 COLUMNS = (16, 32, 64)  # of a tile
 KEYS = 64  # in shared memory at once, for each buffer
+RUN = 16  # keys that lie one behind another in every page
 LEAST = 128  # keys of a part
 PARTS = 64  # of a row of one tile, at most; rows of more tiles have fewer
 SPLIT = 128 * COLUMNS[-1]  # columns of a launch whose rows are cut into parts
@@ -40,13 +39,14 @@ MERGE_ARGS = "pp" + "ppp" + "pp" + "pp" + "iii" + "ii" + "ii" + "iii"
 
 @dataclass(frozen=True, slots=True)
 class LatentBuild:
-    """One build of attend_latent.cu. columns: of a tile; buffers: tiles of keys in shared memory."""
+    """One build of attend_latent.cu. columns: of a tile; buffers: tiles of keys in shared memory; run: keys that lie one behind another."""
 
     dim: int
     n_value: int
     columns: int
     buffers: int
     key: KvType
+    run: int = RUN
 
     @property
     def warps(self) -> int:
@@ -57,7 +57,7 @@ class LatentBuild:
         """sizeof(Shared) in attend_latent.cu."""
         row = -(-self.dim // 64) * 64
         halves = (self.columns + self.buffers * KEYS) * row + self.columns * KEYS
-        size = 2 * halves + 4 * (11 * self.columns + KEYS // 8 + 5)
+        size = 2 * halves + 4 * (11 * self.columns + 2 * KEYS // self.run + 5)
         return -(-size // 16) * 16
 
     @property
@@ -65,8 +65,9 @@ class LatentBuild:
         """Floats of a part of a tile."""
         return self.columns * (self.n_value + 2)
 
-    def defines(self) -> dict[str, int | str]:
-        return {
+    def defines(self) -> jit.Macros:
+        own: jit.Macros = {} if self.run == RUN else {"RUN": self.run}
+        return own | {
             "DIM": self.dim,
             "N_VALUE": self.n_value,
             "COLS": self.columns,
@@ -80,10 +81,10 @@ class LatentBuild:
 
 def builds(spec: AttendSpec, arch: str) -> list[LatentBuild]:
     """Those that fit a GPU's shared memory, the fewest columns first; two buffers where there is room. All give the same bits."""
-    found, room = [], room_of(arch) - 1024
+    found, room, run = [], room_of(arch) - 1024, 1 if spec.scattered else RUN
     for columns in COLUMNS:
         ways = [
-            LatentBuild(spec.head_dim, spec.n_value, columns, n, spec.kv.k)
+            LatentBuild(spec.head_dim, spec.n_value, columns, n, spec.kv.k, run)
             for n in ((2, 1) if spec.kv.k.is_float else (1,))
         ]
         if (build := next((x for x in ways if x.shared_bytes <= room), None)) is not None:
@@ -139,13 +140,16 @@ def most_floats(spec: AttendSpec, arch: str, n_seq: int, n_key: int, n_row: int)
     return max((max(FEWEST_FLOATS, min(n, at_once(size)) * size) for n, size in tiles), default=0)
 
 
-@per_device
-def _kernels(device: torch.device, build: LatentBuild) -> tuple[jit.Kernel, jit.Kernel]:
-    arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    code = jit.compile_cubin("attend_latent", arch, build.defines())
+def _entries(build: LatentBuild) -> dict[str, str]:
     scale = "p" if build.key.n_factor else ""
-    parts = code.kernel("attend_latent_parts", PARTS_ARGS.format(scale=scale))
-    merge = code.kernel("attend_latent_merge", MERGE_ARGS)
+    return {"attend_latent_parts": PARTS_ARGS.format(scale=scale), "attend_latent_merge": MERGE_ARGS}
+
+
+FILE = jit.KernelFile("attend_latent", _entries, LatentBuild.defines)
+
+
+def _kernels(device: torch.device, build: LatentBuild) -> tuple[jit.Kernel, jit.Kernel]:
+    parts, merge = FILE.kernels(device, build)
     return parts.allow_shared(build.shared_bytes), merge
 
 
@@ -160,13 +164,14 @@ class LatentLaunch:
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.exact, self.most_part = current().is_exact, parts_of(spec)
-        self.scale = np.float32(spec.scale * math.log2(math.e))
+        self.scale = spec.scale * math.log2(math.e)
 
     def __call__(
         self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
-        spec, i32 = self.spec, np.int32
-        self._check(q, pool, batch, sinks)
+        spec = self.spec
+        check_given(q, pool, batch, sinks, spec)
+        assert batch.page_size % self.builds[0].run == 0
         n_row, (n_seq, n_col) = len(q), batch.page_table.shape
         out = q.new_empty(n_row, spec.n_head, spec.n_value)
         if not n_row:
@@ -187,38 +192,25 @@ class LatentLaunch:
         n_sum = n_once * max_part * build.columns * spec.n_value
         part, part_ml = space[:n_sum], space[n_sum:]
         n_prog = min(max_part, max(1, -(-PER_SM * self.n_sm // n_once)))
-        seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
-        counts = [i32(n_row), i32(n_seq), i32(spec.n_head)]
-        pages = [i32(n_col), i32(batch.page_size), i32(pool.n_row // batch.page_size)]
-        cut = [i32(window), i32(self.most_part), i32(least)]
-        keys: list[jit.Arg] = [pool.k, *([] if pool.k_scale is None else [pool.k_scale])]
+        seen, rows = (batch.positions, batch.lo, batch.hi), (batch.row_seq, batch.seq_start)
+        counts, cut = (n_row, n_seq, spec.n_head), (window, self.most_part, least)
+        pages = n_col, batch.page_size, pool.n_row // batch.page_size
+        keys = (pool.k,) if pool.k_scale is None else (pool.k, pool.k_scale)
         merge_grid = n_row, -(-spec.n_head * -(-spec.n_value // 128) // 4)
         for first in range(0, max(1, n_tile), n_once):
             n = min(n_once, n_tile - first)
-            args: list[jit.Arg] = [q, *keys, batch.page_table, *seen, *rows, part, part_ml, self.fault]
-            args += [*counts, *pages, *cut, i32(first), i32(max_part), self.scale]
+            read = q, *keys, batch.page_table, *seen, *rows, part, part_ml, self.fault
+            args = *read, *counts, *pages, *cut, first, max_part, self.scale
             grid = n_prog, max(1, n)
             parts.launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
-            args = [part, part_ml, *seen, *rows, out, self.fault, *counts, i32(n_key), *cut]
-            args += [i32(first), i32(n), i32(max_part)]
-            merge.launch(merge_grid, 128, args, overlap=self.overlap)
+            made = part, part_ml, *seen, *rows, out, self.fault
+            merging = *made, *counts, n_key, *cut, first, n, max_part
+            merge.launch(merge_grid, 128, merging, overlap=self.overlap)
         return out
-
-    def _check(self, q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None) -> None:
-        """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
-        spec = self.spec
-        assert q.dtype == torch.float32 and q.is_contiguous()
-        assert q.shape[1:] == (spec.n_head, spec.head_dim) and sinks is None
-        assert (pool.n_head, pool.head_dim, pool.kv) == (1, spec.head_dim, spec.kv)
-        assert all(plane.is_contiguous() for plane in pool.planes)
-        assert batch.page_size % 16 == 0 and pool.n_row % batch.page_size == 0
-        for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
-            assert t.dtype == torch.int64 and t.is_contiguous()
-        assert all(len(t) == len(q) for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
 
 
 def programs(spec: AttendSpec, target: jit.GpuKind) -> list[jit.Program]:
-    return [target.program("attend_latent", b.defines()) for b in builds(spec, target.arch)]
+    return [program for b in builds(spec, target.arch) for program in FILE.programs(b, target)]
 
 
 def bind(spec: AttendSpec, *, build: LatentBuild | None = None) -> LatentLaunch:

@@ -120,16 +120,15 @@ attend_prompt: Op[AttendSpec, Run] = Op(  # without the library, `attend` takes 
     named="attend",
     shapes=shapes,
 )
-attend_blocks: Op[AttendSpec, Run] = (
-    Op(  # the same behind many keys; without it the library takes those, too
-        "attend_blocks",
-        Impl("attend", reference),
-        [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
-        check_blocks,
-        home="pyspec.cuda.ops.attend.prompt:attend_blocks",
-        named="attend",
-        shapes=shapes,
-    )
+# The same behind many keys; without it the library takes those, too
+attend_blocks: Op[AttendSpec, Run] = Op(
+    "attend_blocks",
+    Impl("attend", reference),
+    [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
+    check_blocks,
+    home="pyspec.cuda.ops.attend.prompt:attend_blocks",
+    named="attend",
+    shapes=shapes,
 )
 
 
@@ -181,18 +180,33 @@ def in_pieces(own: Attend) -> Attend:
         sinks: Tensor | None = None,
         **more: Tensor | None,
     ) -> Tensor:
-        long = _long(batch) if batch.bucket is None and batch.causal else []
+        is_cut = batch.bucket is None and (batch.causal or batch.ahead > 0)
+        long = _long(batch) if is_cut else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
-        out = torch.empty_like(q)
-        if (others := _others(q.device).of(batch, long)) is not None:
-            out[others.rows] = own(q[others.rows], pool, others.batch, window, sinks)
+        out = _of_others(own, q, pool, batch, long, window, sinks)
         for i in long:
             for part, few in _pieces(q.device).of(batch, i, window):
                 out[part] = own(q[part], pool, few, window, sinks)
         return out
 
     return attend
+
+
+def _of_others(
+    own: Attend,
+    q: Tensor,
+    pool: KVPool,
+    batch: Batch,
+    long: Sequence[int],
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Outputs of all rows, those of long sequences still empty."""
+    out = torch.empty_like(q)
+    if (others := _others(q.device).of(batch, long)) is not None:
+        out[others.rows] = own(q[others.rows], pool, others.batch, window, sinks)
+    return out
 
 
 class _Pieces:
@@ -208,7 +222,7 @@ class _Pieces:
             self.whole, self.found = batch, {}
         if (i, window) not in self.found:
             width, start = batch.seqs[i].width, batch.starts[i]
-            step = piece_rows(batch.max_hi[i], window, batch.page_size)
+            step = piece_rows(batch.max_hi[i], window, batch.page_size, batch.ahead)
             cuts = [(first, min(step, width - first)) for first in range(0, width, step)]
             self.found[i, window] = [
                 (slice(start + first, start + first + n), piece(batch, i, first, n, window))
@@ -220,10 +234,10 @@ class _Pieces:
 _pieces = per_device(_Pieces)
 
 
-def piece_rows(n_key: int, window: int, page_size: int) -> int:
-    """Rows of a piece whose partial sums have room, of a sequence of `n_key` keys."""
+def piece_rows(n_key: int, window: int, page_size: int, ahead: int = 0) -> int:
+    """Rows of a piece whose partial sums have room, of a sequence of `n_key` keys. ahead: as of the batch."""
     if window and not current().is_exact:  # what such a piece sees, from the first of its pages on
-        n_key = min(n_key, abs(window) + _step(window, page_size) + MANY)
+        n_key = min(n_key, abs(window) + _step(window, page_size) + MANY + ahead)
     return max(FEW, MANY // -(-n_key // SPLIT))
 
 
@@ -251,7 +265,7 @@ def piece(batch: Batch, i: int, first: int, n: int, window: int = 0) -> Batch:
         page_table=batch.page_table[i : i + 1, past // batch.page_size :],
         seq_start=torch.tensor([0, n], dtype=torch.int32, device=device),
         row_seq=torch.zeros(n, dtype=torch.int32, device=device),
-        max_hi=[at + n + seq.slack - past],
+        max_hi=[min(at + n + seq.slack + batch.ahead, batch.max_hi[i]) - past],
     )
 
 
@@ -269,7 +283,7 @@ def beside(own: Attend, prompt: Run) -> Attend:
         if batch.prompt:
             assert window == 0, "a model with windows has no graphs of prompts"
             return prompt(q, *own_keys(pool, batch)).contiguous()
-        if window or sinks is not None:
+        if window or sinks is not None or batch.ahead:
             return cut(q, pool, batch, window, sinks, **more)
         takes = batch.causal and batch.bucket is None
         long = _long(batch) if takes and not pool.kv.has_f32 else []
@@ -277,9 +291,7 @@ def beside(own: Attend, prompt: Run) -> Attend:
             return own(q, pool, batch, window, sinks, **more)
         if len(batch.seqs) == 1:
             return prompt(q, *keys_of(pool, batch, 0)).contiguous()
-        out = torch.empty_like(q)
-        if (others := _others(q.device).of(batch, long)) is not None:
-            out[others.rows] = own(q[others.rows], pool, others.batch, window, None)
+        out = _of_others(own, q, pool, batch, long, window, None)
         for i in long:
             rows = slice(batch.starts[i], batch.starts[i + 1])
             out[rows] = prompt(q[rows], *keys_of(pool, batch, i))

@@ -48,6 +48,20 @@ def first_seen(position: P, window: int) -> P:
     return position - (window - 1) if window > 0 else position - position % -window
 
 
+def check_given(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
+    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
+    assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
+    assert (pool.n_head, pool.head_dim, pool.kv) == (spec.n_kv_head, spec.head_dim, spec.kv)
+    assert all(plane.is_contiguous() for plane in pool.planes)
+    assert (sinks is not None) == spec.has_sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
+    assert sinks is None or sinks.shape == (spec.n_head,)
+    assert pool.n_row % batch.page_size == 0 and batch.row_seq.dtype == torch.int32
+    for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
+        assert t.dtype == torch.int64 and t.is_contiguous()
+    assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
+
+
 def bind(spec: AttendSpec) -> Attend:
     group = spec.n_head // spec.n_kv_head
 
@@ -68,9 +82,8 @@ def bind(spec: AttendSpec) -> Attend:
         lo = batch.lo if window == 0 else torch.maximum(batch.lo, first_seen(batch.positions, window))
         for s, seq in enumerate(batch.seqs):
             rows = slice(batch.starts[s], batch.starts[s + 1])
-            first = (
-                max(0, first_seen(seq.n_past, window)) if window else 0
-            )  # keys before it are not read
+            # Keys before it are not read
+            first = max(0, first_seen(seq.n_past, window)) if window else 0
             k, v = pool.read(key_rows(batch, s, first), q.dtype)
             v = v[..., : spec.value_dim]
             if current().is_exact and q.device.type == "cpu":

@@ -15,6 +15,7 @@ class AttendSpec:
 
     cap      scores are cap * tanh(score / cap) before the mask; 0: as they are
     n_value  keys are the values, too: that many of their first dims. 0: values stand apart, and are as wide
+    scattered  pages hold one key each (op `seen_pages`)
     """
 
     device: torch.device
@@ -26,6 +27,7 @@ class AttendSpec:
     has_sinks: bool = False
     n_value: int = 0
     cap: float = 0.0
+    scattered: bool = False
 
     @property
     def value_dim(self) -> int:

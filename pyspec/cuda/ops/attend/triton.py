@@ -17,17 +17,13 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.attend import latent_triton
 from pyspec.cuda.ops.attend.cuda import MANY
-from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec
+from pyspec.cuda.ops.attend.ref import GUARD, AttendSpec, check_given
 from pyspec.cuda.ops.attend.shared import AttendTiles, planes_of, workspace
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-OP_ID = GUARD.number
-SHORT, LONG, FAR = (
-    256,
-    1024,
-    16384,
-)  # keys of a partial sum: in sequences of up to FAR keys, and in longer ones
+# Keys of a partial sum: in sequences of up to FAR keys, and in longer ones
+SHORT, LONG, FAR = 256, 1024, 16384
 COLUMNS = (16, 32, 64)  # of a tile: rows of a sequence times heads of a group
 MOST_SUMS = 64 * 256  # of a tile: columns times dims, which registers hold
 PER_SM = 4  # programs of a multiprocessor that a launch has about
@@ -117,16 +113,15 @@ class AttendTriton:
         self.spec, self.tiles, self.group = spec, tiles, spec.n_head // spec.n_kv_head
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.scale = spec.scale * math.log2(math.e)
-        self.built = set[
-            tuple[int, int]
-        ]()  # page sizes and sequences that have a build for every number of columns
+        # Page sizes and sequences that have a build for every number of columns
+        self.built = set[tuple[int, int]]()
         self.native = tri.has_f8(spec.device)
         self.large, self.n_sm = tri.has_large_shared(spec.device), tri.n_multiprocessor(spec.device)
 
     def __call__(
         self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None
     ) -> Tensor:
-        _check(q, pool, batch, sinks, self.spec)
+        check_given(q, pool, batch, sinks, self.spec)
         out = q.new_empty(len(q), self.spec.n_head, self.spec.value_dim)
         if not q.shape[0]:
             return out
@@ -170,10 +165,8 @@ class AttendTriton:
         n_split = n_splits(n_key)
         size = tile_floats(spec, cols, n_split)
         n_once = min(n_tile, at_once(size, self.spaces.room))
-        space, n_part = (
-            self.spaces.take(n_once * size),
-            n_once * size // (spec.value_dim + 2) * spec.value_dim,
-        )
+        space = self.spaces.take(n_once * size)
+        n_part = n_once * size // (spec.value_dim + 2) * spec.value_dim
         n_prog = min(n_split, max(1, PER_SM * self.n_sm // (n_once * spec.n_kv_head)))
         part, ml = space[:n_part], space[n_part:]
         pages = n_seq, n_col, pool.n_row // batch.page_size
@@ -182,7 +175,7 @@ class AttendTriton:
         cut = {"COLS": cols, "SHORT": SHORT, "LONG": LONG, "FAR_KEYS": FAR, "N_SEQ": seqs_of(n_seq)}
         shape = {"N_KV": spec.n_kv_head, "GROUP": group, "DIM": spec.value_dim, **cut}
         layout = batch.page_table, *seen, batch.seq_start
-        build = {"KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": OP_ID}
+        build = {"KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": GUARD.number}
         if spec.n_value:
             split, planes, kind = latent_triton.kernel_of(spec, pool)
             constants = {**cut, **build, **kind, "NATIVE": self.native}
@@ -224,19 +217,6 @@ class AttendTriton:
                 {**shape, "PIECE": piece, "AT_ONCE": 16, "HAS_SINKS": sinks is not None},
                 4,
             )
-
-
-def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
-    """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
-    assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
-    assert (pool.n_head, pool.head_dim) == (spec.n_kv_head, spec.head_dim)
-    assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
-    assert (sinks is not None) == spec.has_sinks
-    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
-    assert pool.n_row % batch.page_size == 0
-    for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
-        assert t.dtype == torch.int64 and t.is_contiguous()
-    assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
 
 
 def bind(spec: AttendSpec, *, tiles: AttendTiles | None = None) -> AttendTriton:

@@ -15,11 +15,8 @@ from pyspec.cuda.tri_guards import kernel, report
 
 FAR = tl.constexpr(1 << 30)
 LOG2E = tl.constexpr(1.4426950408889634)
-F32, Q8_0, F8 = (
-    tl.constexpr(0),
-    tl.constexpr(3),
-    tl.constexpr(4),
-)  # KIND of cuda.py's KINDS: the others are plain numbers
+# KIND of cuda.py's KINDS: the others are plain numbers
+F32, Q8_0, F8 = tl.constexpr(0), tl.constexpr(3), tl.constexpr(4)
 
 
 @triton.jit
@@ -77,9 +74,8 @@ def values(
         block = FIRST // 32 + tl.arange(0, BLOCKS)
         is_there = (tl.max(mask.to(tl.int32), 1) != 0)[:, None] & (block < DIM // 32)[None, :]
         scale = tl.load(scales + at[:, None] * (DIM // 32) + block[None, :], mask=is_there, other=0.0)
-        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(
-            tl.uint16
-        ) | 0x6400  # 1024 and the code, 128 above
+        # 1024 and the code, 128 above
+        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         whole = tl.reshape(bits.to(tl.float16, bitcast=True) - 1152.0, [at.shape[0], BLOCKS, 32])
         return tl.reshape(whole * scale[:, :, None], [at.shape[0], BLOCKS * 32]).to(HALF)
     if KIND == F8 and NATIVE:

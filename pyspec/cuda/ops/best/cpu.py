@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
 from pyspec.cuda.ops.best.ref import Best, BestSpec, IntoMemory
 
 _RUN = CpuKernel("pyspec_best", "6q")
 
 
-def limits(spec: BestSpec) -> str | None:
-    return missing() if spec.device.type == "cpu" else "runs on CPUs only"
+limits = on_cpu
 
 
 class CpuBest(IntoMemory):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import KernelFile, Macros, on_nvidia
 from pyspec.cuda.ops.best.ref import Best, BestSpec, IntoMemory
 
 THREADS = 256  # of a CTA; as many parts a row has at most
@@ -20,23 +19,17 @@ PER_SM = 2  # CTAs of a multiprocessor: enough loads under way, and few to wait 
 LEAST = 2 * 4 * THREADS  # columns that are worth a CTA: two loads a thread
 MAX_ROWS = 1024  # of a launch
 MAX_VOCAB = 1 << 30  # columns are counted in 32 bits
-SIZES = (
-    (1, 248_320),
-    (9, 151_937),
-    (4, 300_000),
-    (133, 2_050),
-    (12, 5),
-    (12, 1),
-)  # rows, columns of the check
+# Rows, columns of the check
+SIZES = (1, 248_320), (9, 151_937), (4, 300_000), (133, 2_050), (12, 5), (12, 1)
 
 
-def limits(spec: BestSpec) -> str | None:
-    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
-
-
-def defines() -> dict[str, int | str]:
+def defines(spec: BestSpec | None = None) -> Macros:
     """Macros of best.cu."""
     return {"THREADS": THREADS}
+
+
+FILE: KernelFile[BestSpec] = KernelFile("best", "pppppiii", defines)
+limits, programs = on_nvidia, FILE.programs
 
 
 def n_parts(n_row: int, n_vocab: int, n_multiprocessor: int) -> int:
@@ -51,15 +44,10 @@ def _workspace(device: torch.device, n_multiprocessor: int) -> tuple[Tensor, Ten
     return shares, torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
 
-@per_device
-def _kernel(device: torch.device) -> Kernel:
-    code = compile_cubin("best", arch_of(torch.cuda.get_device_capability(device)), defines())
-    return code.kernel("best", "pppppiii")
-
-
 class BestLaunch(IntoMemory):
     def __init__(self, device: torch.device) -> None:
-        self.kernel, self.overlap = _kernel(device), torch.cuda.get_device_capability(device) >= (9, 0)
+        self.kernel = FILE.kernel(device, BestSpec(device))
+        self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
         self.shares, self.tickets = _workspace(device, self.n_multiprocessor)
 
@@ -68,23 +56,19 @@ class BestLaunch(IntoMemory):
         assert logits.dtype == torch.float32 and 0 < n_vocab <= MAX_VOCAB
         for first in range(0, n_row, MAX_ROWS):
             n = min(MAX_ROWS, n_row - first)
-            into = (
-                np.int64(0) if tokens is None else tokens[first:],
-                np.int64(0) if pairs is None else pairs.view(-1)[first:],
-            )
             n_part = n_parts(n, n_vocab, self.n_multiprocessor)
-            sizes = np.int32(n_vocab), np.int32(-(-(n_vocab // 4) // n_part)), np.int32(n_row)
-            args = (logits[first:], self.shares, self.tickets, *into, *sizes)
+            own = logits[first:], self.shares, self.tickets
+            into = (
+                None if tokens is None else tokens[first:],
+                None if pairs is None else pairs.view(-1)[first:],
+            )
+            args = *own, *into, n_vocab, -(-(n_vocab // 4) // n_part), n_row
             self.kernel.launch((n_part, n), THREADS, args, overlap=self.overlap)
 
 
 @per_device
 def _launch(device: torch.device) -> BestLaunch:
     return BestLaunch(device)
-
-
-def programs(spec: BestSpec, target: GpuKind) -> list[Program]:
-    return [target.program("best", defines())]
 
 
 def bind(spec: BestSpec) -> BestLaunch:

@@ -22,10 +22,8 @@ def limits(spec: BestSpec) -> str | None:
 
 class BestTriton(IntoMemory):
     def __init__(self, device: torch.device) -> None:
-        self.n_sm, self.none = (
-            tri.n_multiprocessor(device),
-            torch.zeros(1, dtype=torch.int64, device=device),
-        )
+        self.n_sm = tri.n_multiprocessor(device)
+        self.none = torch.zeros(1, dtype=torch.int64, device=device)
 
     def _run(self, logits: Tensor, tokens: Tensor | None, pairs: Tensor | None) -> None:
         from pyspec.cuda.ops.best import triton_kernels as kernels

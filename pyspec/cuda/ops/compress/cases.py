@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.compress.ref import SCORES, VALUES, Compress, CompressSpec
-from pyspec.cuda.ops.index_rows.cases import Placed, Ragged, only, place, pool_for
+from pyspec.cuda.ops.index_rows.cases import PlacedCase, Ragged, only, place, pool_for
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.ring import RingRows
@@ -29,7 +29,7 @@ ROUNDED = {
 class Given:
     """Inputs of `compress`; NaN in padded rows, and in ring rows that hold nothing which still counts."""
 
-    placed: Placed
+    placed: PlacedCase
     values: Tensor
     scores: Tensor
     places: Tensor
@@ -70,11 +70,8 @@ class Given:
 
 def make(case: Ragged, spec: CompressSpec, seed: int = 0, slack: int = 8, shift: int = 0) -> Given:
     """`shift`: added to all positions, while the pages stay those of early ones."""
-    gen, placed, device = (
-        torch.Generator().manual_seed(seed),
-        place(case, spec.device, seed),
-        spec.device,
-    )
+    gen, placed = torch.Generator().manual_seed(seed), place(case, spec.device, seed)
+    device = spec.device
     if shift:
         seqs = [replace(seq, n_past=seq.n_past + shift) for seq in placed.plain.seqs]
         batch, plain = (
@@ -92,9 +89,8 @@ def make(case: Ragged, spec: CompressSpec, seed: int = 0, slack: int = 8, shift:
             name: 3 * torch.randn(seq.n_past - first, width, generator=gen).to(device) for name in NAMES
         }
         ring.write(seq.slot, first, drawn)
-    products = torch.full(
-        (n + case.pad[0], 2 * width + 4), torch.nan
-    )  # values and scores lie in rows of more
+    # Values and scores lie in rows of more
+    products = torch.full((n + case.pad[0], 2 * width + 4), torch.nan)
     products[:n] = 3 * torch.randn(n, 2 * width + 4, generator=gen)
     values, scores, _ = products.to(device).split([width, width, 4], -1)
     places = torch.randn(spec.ratio, width, generator=gen).to(device)

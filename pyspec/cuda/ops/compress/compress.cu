@@ -1,7 +1,8 @@
 // compress: rows that stand for RATIO tokens each, made when their last token runs; and what the tokens gave, kept in rings.
 //
 //   values, scores  [row, (1 + OVERLAPS) * DIM]      f32  of the batch's tokens; rows lie `value_step`, `score_step` apart
-//   places          [RATIO, (1 + OVERLAPS) * DIM]    f32  the scores' bias, by a token's place in its block; in rings they have it
+//   places          [RATIO, (1 + OVERLAPS) * DIM]    f32  the scores' bias, by a token's place in its block; in rings they have it.
+//                                                         Without WEIGHED there are neither, and all tokens of a block count alike
 //   norm, freq      [DIM], [n_rot / 2]               f32, f64
 //   ring_values, ring_scores  [slot, n_ring, (1 + OVERLAPS) * DIM]  f32  of the tokens before
 //   rows            [pool row, DIM]                  KV   KV_KIND 0: f32, 1: f16, 2: bf16, 4: f8_e4m3
@@ -19,12 +20,13 @@
 // beside: this runs beside a product that reads nothing of it and lets it start when all before the product is over (linear_pair.cu,
 // `late`). So it reads at once, and is not over before the product is. What tokens gave is read past L1: nobody may have waited for it.
 //
-// Macros: ROW_DIM and ROW_GROUPS (DIM and GROUPS of what a build makes), RATIO, OVERLAPS, N_ROT, KV_KIND, OP_ID; where two are made at once
+// Macros: ROW_DIM and ROW_GROUPS (DIM and GROUPS of what a build makes), RATIO, OVERLAPS, N_ROT, WEIGHED, KV_KIND, OP_ID; where two are made at once
 // BESIDE_DIM, BESIDE_GROUPS.
 #include "kv_types.cuh"
 #include "bounds.cuh"
 #include "overlap.cuh"
 #include "partial.cuh"
+#include "ring_rows.cuh"
 #include "turns.cuh"
 
 #ifndef BESIDE_DIM
@@ -38,23 +40,6 @@ struct Given {  // what the tokens gave: in the batch, and in the rings
   int n_ring;
 };
 
-struct Own {  // a row and its sequence
-  int seq, slot, start, n;
-  i64 at, n_past;
-};
-
-__device__ __forceinline__ Own own_of(int row, int n_all, int n_slot, const i64* positions, const int* row_seq, const int* seq_start,
-                                      const int* seq_slot, int* fault) {
-  Own o = {row_seq[row], 0, 0, 0, 0, 0};
-  if (o.seq < 0) return o;
-  o.slot = seq_slot[o.seq], o.start = seq_start[o.seq], o.at = positions[row];
-  if (clamped(o.start, row + 1, OP_ID, o.seq, fault) != o.start || clamped(o.slot, n_slot, OP_ID, o.seq, fault) != o.slot) return {-1};
-  o.n = min(seq_start[o.seq + 1], n_all) - o.start, o.n_past = positions[o.start];
-  const bool fits = o.at >= 0 && o.at < 0x7fffffff && o.at - o.n_past == row - o.start;
-  if (clamped(fits ? 0 : -1, n_all, OP_ID, o.seq, fault) != (fits ? 0 : -1)) return {-1};
-  return o;
-}
-
 // Rows of DIM channels; GROUPS share a block's tokens.
 template <int DIM, int GROUPS>
 struct Compressor {
@@ -63,6 +48,7 @@ struct Compressor {
   static_assert(DIM % 4 == 0 && TOKENS % GROUPS == 0 && THREADS <= 1024 && THREADS % 32 == 0 && N_ROT % 2 == 0, "tokens do not divide");
 
   static __device__ __forceinline__ float4 biased(const Given& given, i64 row, i64 at, int channel) {
+    if (!WEIGHED) return make_float4(0.f, 0.f, 0.f, 0.f);
     const float4 s = __ldcg(reinterpret_cast<const float4*>(given.scores + row * given.score_step + channel));
     const float4 p = *reinterpret_cast<const float4*>(given.places + at % RATIO * WIDTH + channel);
     return make_float4(s.x + p.x, s.y + p.y, s.z + p.z, s.w + p.w);
@@ -73,7 +59,7 @@ struct Compressor {
     for (int i = threadIdx.x * 4; i < WIDTH; i += n_thread * 4) {
       const float4 v = __ldcg(reinterpret_cast<const float4*>(given.values + row * given.value_step + i));
       *reinterpret_cast<float4*>(given.ring_values + to + i) = v;
-      *reinterpret_cast<float4*>(given.ring_scores + to + i) = biased(given, row, o.at, i);
+      if (WEIGHED) *reinterpret_cast<float4*>(given.ring_scores + to + i) = biased(given, row, o.at, i);
     }
   }
 
@@ -102,7 +88,7 @@ struct Compressor {
         v[i] = __ldcg(reinterpret_cast<const float4*>(given.values + row * given.value_step + channel));
       } else if (at >= 0) {
         const i64 from = (static_cast<i64>(o.slot) * given.n_ring + at % given.n_ring) * WIDTH + channel;
-        s[i] = __ldcg(reinterpret_cast<const float4*>(given.ring_scores + from));
+        s[i] = WEIGHED ? __ldcg(reinterpret_cast<const float4*>(given.ring_scores + from)) : make_float4(0.f, 0.f, 0.f, 0.f);
         v[i] = __ldcg(reinterpret_cast<const float4*>(given.ring_values + from));
       }
     }
@@ -244,10 +230,6 @@ compress_both(const float* values, const float* scores, const float* places, con
 
 // Grid (row), block KEEPERS: rows of sequences that are not kept at once; of more than the ring has the last ones stay.
 constexpr int KEEPERS = 128;
-
-__device__ __forceinline__ bool stays(const Own& o, int row, int n_ring, int n_direct) {
-  return o.seq >= 0 && o.n > n_direct && o.start + o.n - row <= n_ring;
-}
 
 extern "C" __global__ void __launch_bounds__(KEEPERS)
 compress_keep(const float* values, const float* scores, const float* places, float* ring_values, float* ring_scores, const i64* positions, const int* row_seq,

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
-from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, CompressSpec
+from pyspec.cuda.jit import Arg, KernelFile, Macros, missing
+from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, CompressSpec, Given
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.kv_types import name_of
 from pyspec.slots.parts import rows_per_page
 from pyspec.slots.ring import RingRows
 
-OP_ID = GUARD.number
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 4}
 MOST_THREADS, KEEPERS = 512, 128
 FEW = 128  # rows up to which two compressors share a launch
@@ -33,9 +30,8 @@ BOTH = {
     "compress_both": 2 * "ppppppp" + "p" + "ppppp" + "p" + "l" + "iiiiiiii" + "f",
     "compress_keep_both": 2 * "ppppp" + "pppp" + "p" + "l" + "iiii",
 }
-Given = tuple[
-    Tensor, Tensor, Tensor, Tensor, RingRows, KVPool
-]  # a call's arguments but for freq and the batch
+# A call's arguments but for freq and the batch
+Own = tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]
 
 
 def n_group(spec: CompressSpec) -> int:
@@ -63,28 +59,25 @@ def limits(spec: CompressSpec) -> str | None:
     return None
 
 
-def defines(spec: CompressSpec) -> dict[str, int | str]:
+def defines(spec: CompressSpec) -> Macros:
     """Macros of compress.cu."""
     names = {
         "ROW_DIM": spec.dim,
         "RATIO": spec.ratio,
         "OVERLAPS": int(spec.overlaps),
         "N_ROT": spec.n_rot,
+        "WEIGHED": int(spec.weighed),
     }
-    return {**names, "ROW_GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+    return {**names, "ROW_GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": GUARD.number}
 
 
-@per_device
-def _both(device: torch.device, spec: CompressSpec, beside: CompressSpec) -> dict[str, Kernel]:
-    arch, more = arch_of(torch.cuda.get_device_capability(device)), {"BESIDE_DIM": beside.dim}
-    code = compile_cubin("compress", arch, defines(spec) | more | {"BESIDE_GROUPS": n_group(beside)})
-    return {name: code.kernel(name, form) for name, form in BOTH.items()}
+def _both(specs: tuple[CompressSpec, CompressSpec]) -> Macros:
+    spec, beside = specs
+    return defines(spec) | {"BESIDE_DIM": beside.dim, "BESIDE_GROUPS": n_group(beside)}
 
 
-@per_device
-def _kernels(device: torch.device, spec: CompressSpec) -> dict[str, Kernel]:
-    code = compile_cubin("compress", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
-    return {name: code.kernel(name, form) for name, form in FORMS.items()}
+FILE, FILE_OF_BOTH = KernelFile("compress", FORMS, defines), KernelFile("compress", BOTH, _both)
+programs = FILE.programs
 
 
 class CompressLaunch:
@@ -93,11 +86,8 @@ class CompressLaunch:
     runs_beside = True
 
     def __init__(self, spec: CompressSpec) -> None:
-        self.spec, self.kernels, self.width = (
-            spec,
-            _kernels(spec.device, spec),
-            (1 + spec.overlaps) * spec.dim,
-        )
+        self.spec, self.width = spec, (1 + spec.overlaps) * spec.dim
+        self.rows, self.keep = FILE.kernels(spec.device, spec)
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.threads, self.fault = n_group(spec) * spec.dim // 4, faults.record(spec.device)
 
@@ -106,77 +96,42 @@ class CompressLaunch:
         is_like = replace(self.spec, dim=beside.spec.dim) == beside.spec
         return BothLaunch(self, beside) if is_like else None
 
-    def __call__(
-        self,
-        values: Tensor,
-        scores: Tensor,
-        places: Tensor,
-        norm: Tensor,
-        freq: Tensor,
-        ring: RingRows,
-        pool: KVPool,
-        batch: Batch,
-        beside: bool = False,
-    ) -> None:
-        values, scores, i32 = self._rows(values), self._rows(scores), np.int32
+    def __call__(self, *given: *Given, beside: bool = False) -> None:
+        values, scores, places, norm, freq, ring, pool, batch = given
+        if not self.spec.weighed:  # its build reads none
+            scores, places = values, values.new_empty(self.spec.ratio, self.width)
+        assert scores is not None and places is not None
+        values, scores = self._rows(values), self._rows(scores)
         self._check((values, scores, places), norm, freq, ring, pool, batch)
-        n_row, planes = len(values), [ring.rows[VALUES], ring.rows[SCORES]]
+        n_row, planes = len(values), self._planes(ring)
         if not n_row:
             return
         per_page, n_direct = rows_per_page(batch.page_size, self.spec.ratio), ring.slack + 1
         n_page = pool.k.shape[0] // per_page
-        seqs, steps = (
-            [batch.row_seq, batch.seq_start, batch.seq_slot],
-            [np.int64(values.stride(0)), np.int64(scores.stride(0))],
-        )
-        slots = list(map(i32, (planes[0].shape[0], ring.n_row, n_direct, n_row)))
-        args: list[Arg] = [
-            values,
-            scores,
-            places,
-            norm,
-            freq,
-            *planes,
-            pool.k,
-            batch.positions,
-            batch.kv_rows,
-            *seqs,
-            self.fault,
-            *steps,
-            *slots,
-        ]
-        args += [*map(i32, (batch.page_size, per_page, n_page, beside)), np.float32(self.spec.eps)]
-        self.kernels["compress_rows"].launch((n_row,), self.threads, args, overlap=self.overlap)
+        read = values, scores, places, norm, freq, *planes, pool.k, batch.positions, batch.kv_rows
+        seqs = batch.row_seq, batch.seq_start, batch.seq_slot, self.fault
+        sizes = values.stride(0), scores.stride(0), len(planes[0]), ring.n_row, n_direct, n_row
+        args = *read, *seqs, *sizes, batch.page_size, per_page, n_page, int(beside), self.spec.eps
+        self.rows.launch((n_row,), self.threads, args, overlap=self.overlap)
         if n_row > n_direct:  # some sequence may have more
             self._keep((values, scores, places), ring, batch)
 
     def _keep(self, given: tuple[Tensor, Tensor, Tensor], ring: RingRows, batch: Batch) -> None:
         """Keep the tokens' values, for sequences of more rows than the first launch keeps."""
-        values, scores, places = given
-        planes, steps = (
-            [ring.rows[VALUES], ring.rows[SCORES]],
-            [np.int64(x.stride(0)) for x in (values, scores)],
-        )
-        slots = [np.int32(n) for n in (planes[0].shape[0], ring.n_row, ring.slack + 1, len(values))]
-        args = [
-            values,
-            scores,
-            places,
-            *planes,
-            batch.positions,
-            batch.row_seq,
-            batch.seq_start,
-            batch.seq_slot,
-        ]
-        self.kernels["compress_keep"].launch(
-            (len(values),), KEEPERS, [*args, self.fault, *steps, *slots], overlap=self.overlap
-        )
+        values, scores, _ = given
+        planes, n_row, b = self._planes(ring), len(values), batch
+        read = *given, *planes, b.positions, b.row_seq, b.seq_start, b.seq_slot, self.fault
+        sizes = values.stride(0), scores.stride(0), len(planes[0]), ring.n_row, ring.slack + 1, n_row
+        self.keep.launch((n_row,), KEEPERS, (*read, *sizes), overlap=self.overlap)
+
+    def _planes(self, ring: RingRows) -> list[Tensor]:
+        """Values and scores; values alone stand for both where there are no scores."""
+        return [ring.rows[name] for name in (VALUES, SCORES if self.spec.weighed else VALUES)]
 
     def _rows(self, x: Tensor) -> Tensor:
         """Rows that begin at 16 bytes; they may lie apart."""
-        return (
-            x if x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-        )
+        is_fit = x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0
+        return x if is_fit else x.contiguous()
 
     def _check(
         self,
@@ -189,24 +144,14 @@ class CompressLaunch:
     ) -> None:
         """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
         (values, scores, places), spec, n = given, self.spec, len(given[0])
-        assert (
-            places.shape == (spec.ratio, self.width)
-            and places.is_contiguous()
-            and places.dtype == torch.float32
-        )
-        assert values.dtype == scores.dtype == norm.dtype == torch.float32
-        assert (
-            values.shape == scores.shape == (n, self.width)
-            and norm.shape == (spec.dim,)
-            and norm.is_contiguous()
-        )
+        assert places.shape == (spec.ratio, self.width) and norm.shape == (spec.dim,)
+        assert values.shape == scores.shape == (n, self.width)
+        assert all(x.dtype == torch.float32 for x in (values, scores, places, norm))
+        assert places.is_contiguous() and norm.is_contiguous()
         assert freq.dtype == torch.float64 and freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()
-        for plane in (ring.rows[VALUES], ring.rows[SCORES]):
-            assert (
-                plane.dtype == torch.float32
-                and plane.is_contiguous()
-                and plane.shape[2:] == (self.width,)
-            )
+        for plane in self._planes(ring):
+            assert plane.dtype == torch.float32 and plane.is_contiguous()
+            assert plane.shape[2:] == (self.width,)
         assert ring.window >= (1 + spec.overlaps) * spec.ratio
         assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio
@@ -217,17 +162,12 @@ class BothLaunch:
     """Two compressors of the same tokens, where rows are few; others run one after the other."""
 
     def __init__(self, main: CompressLaunch, beside: CompressLaunch) -> None:
-        self.main, self.beside, self.kernels = (
-            main,
-            beside,
-            _both(main.spec.device, main.spec, beside.spec),
-        )
+        self.main, self.beside = main, beside
+        self.rows, self.keep = FILE_OF_BOTH.kernels(main.spec.device, (main.spec, beside.spec))
         self.threads = max(main.threads, beside.threads)
 
-    def __call__(
-        self, one: Given, other: Given, freq: Tensor, batch: Batch, beside: bool = False
-    ) -> None:
-        i32, launches, given = np.int32, (self.main, self.beside), (one, other)
+    def __call__(self, one: Own, other: Own, freq: Tensor, batch: Batch, beside: bool = False) -> None:
+        launches, given = (self.main, self.beside), (one, other)
         pointers: list[Arg] = []
         kept: list[Arg] = []
         steps, sizes, n_row = set(), set(), len(one[0])
@@ -245,25 +185,16 @@ class BothLaunch:
         n_slot, n_ring, n_direct, per_page, n_page = next(iter(sizes))
         if not 0 < n_row <= FEW or len(steps) > 1 or len(sizes) > 1:
             for launch, (values, scores, places, norm, ring, pool) in zip(launches, given, strict=True):
-                launch(values, scores, places, norm, freq, ring, pool, batch, beside)
+                launch(values, scores, places, norm, freq, ring, pool, batch, beside=beside)
             return
-        b, step, slots = batch, np.int64(next(iter(steps))), (n_slot, n_ring, n_direct, n_row)
-        seqs: list[Arg] = [b.row_seq, b.seq_start, b.seq_slot, self.main.fault, step, *map(i32, slots)]
-        pages: list[Arg] = [
-            *map(i32, (b.page_size, per_page, n_page, beside)),
-            np.float32(self.main.spec.eps),
-        ]
-        overlap, args = self.main.overlap, [*pointers, freq, b.positions, b.kv_rows, *seqs, *pages]
-        self.kernels["compress_both"].launch((n_row, 2), self.threads, args, overlap=overlap)
+        b, overlap, step = batch, self.main.overlap, next(iter(steps))
+        seqs = b.row_seq, b.seq_start, b.seq_slot, self.main.fault
+        counts = step, n_slot, n_ring, n_direct, n_row
+        pages = b.page_size, per_page, n_page, int(beside), self.main.spec.eps
+        args = *pointers, freq, b.positions, b.kv_rows, *seqs, *counts, *pages
+        self.rows.launch((n_row, 2), self.threads, args, overlap=overlap)
         if n_row > n_direct:  # some sequence may have more
-            self.kernels["compress_keep_both"].launch(
-                (n_row, 2), KEEPERS, [*kept, b.positions, *seqs], overlap=overlap
-            )
+            self.keep.launch((n_row, 2), KEEPERS, (*kept, b.positions, *seqs, *counts), overlap=overlap)
 
 
-def programs(spec: CompressSpec, target: GpuKind) -> list[Program]:
-    return [target.program("compress", defines(spec))]
-
-
-def bind(spec: CompressSpec) -> CompressLaunch:
-    return CompressLaunch(spec)
+bind = CompressLaunch

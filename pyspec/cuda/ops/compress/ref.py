@@ -1,6 +1,6 @@
 """Reference of `compress` in plain torch: one row for every `ratio` tokens, a weighted sum of the tokens' values.
 
-    values, scores  [row, (1 + overlaps) * dim]  f32  of the batch's tokens
+    values, scores  [row, (1 + overlaps) * dim]  f32  of the batch's tokens; without scores (`weighed`) all tokens of a block count alike
     places          [ratio, (1 + overlaps) * dim] f32 the scores' bias, by a token's place in its block
     ring            the same of the tokens before, for every slot (slots.ring); scores with their bias
     pool            where the rows go, one for each block of `ratio` tokens (slots.kv, keys only)
@@ -33,7 +33,7 @@ VALUES, SCORES = "values", "scores"  # names of the ring's rows
 
 @dataclass(frozen=True, slots=True)
 class CompressSpec:
-    """`dim`: of a compressed row; the last `n_rot` of it are roped."""
+    """`dim`: of a compressed row; the last `n_rot` of it are roped. weighed: tokens have scores; otherwise rings have none."""
 
     device: torch.device
     ratio: int
@@ -42,9 +42,11 @@ class CompressSpec:
     n_rot: int
     eps: float
     kv: torch.dtype
+    weighed: bool = True
 
 
-Compress = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, RingRows, KVPool, Batch], None]
+Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, RingRows, KVPool, Batch]
+Compress = Callable[[*Given], None]
 """compress(values, scores, places, norm [dim], freq [n_rot / 2], ring, pool, batch): makes the rows, then keeps the tokens' in the ring."""
 
 
@@ -55,23 +57,19 @@ def bind(spec: CompressSpec) -> Compress:
         """values, scores [block, token, dim] -> [block, dim]; a score of -inf does not count."""
         return (scores.softmax(1) * values).sum(1)
 
-    def compress(
-        values: Tensor,
-        scores: Tensor,
-        places: Tensor,
-        norm: Tensor,
-        freq: Tensor,
-        ring: RingRows,
-        pool: KVPool,
-        batch: Batch,
-    ) -> None:
-        scores = scores + places[batch.positions % ratio]
+    def compress(*given: *Given) -> None:
+        values, scores, places, norm, freq, ring, pool, batch = given
+        if not spec.weighed:
+            scores = torch.zeros_like(values)
+        else:
+            assert scores is not None and places is not None
+            scores = scores + places[batch.positions % ratio]
         for s, seq in enumerate(batch.seqs):
             here, n_past = slice(batch.starts[s], batch.starts[s + 1]), seq.n_past
-            new = {VALUES: values[here], SCORES: scores[here]}
+            new = {VALUES: values[here]} | ({SCORES: scores[here]} if spec.weighed else {})
             first, end = n_past // ratio, (n_past + seq.width) // ratio  # blocks that are completed
             if end > first:
-                blocks = _sources(first, end, seq.slot, n_past, new, ring)
+                blocks = _sources(first, end, seq.slot, n_past, new | {SCORES: scores[here]}, ring)
                 (made,) = by_row(lambda *own: (F.rms_norm(rows(*own), (dim,), norm, spec.eps),), *blocks)
                 made = rope_tail(made, ratio * torch.arange(first, end, device=made.device), freq)
                 lasts = batch.kv_rows[here][
@@ -86,6 +84,8 @@ def bind(spec: CompressSpec) -> Compress:
         """Values and scores of each block's sources [block, token, dim]: its own tokens, behind those of the block before."""
         start = max(0, (first - spec.overlaps) * ratio)
         old = ring.read(slot, start, n_past) if start < n_past else {}
+        if old and not spec.weighed:
+            old[SCORES] = torch.zeros_like(old[VALUES])
         found = []
         for name, nothing in ((VALUES, 0.0), (SCORES, -torch.inf)):
             whole = torch.cat((old[name], new[name])) if old else new[name][start - n_past :]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
-from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec, check_args
+from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec, Given, check_args
 
 THREADS = 128
 MAX_TAPS = 16  # weights of a thread's columns stand in its registers
@@ -24,58 +22,37 @@ def limits(spec: ConvolveSpec) -> str | None:
     return None if spec.n_tap <= MAX_TAPS else f"{spec.n_tap} taps; the kernel has up to {MAX_TAPS}"
 
 
-def defines(spec: ConvolveSpec) -> dict[str, int | str]:
+def defines(spec: ConvolveSpec) -> Macros:
     """Macros of convolve.cu."""
     return {"COLUMNS": spec.n, "TAPS": spec.n_tap, "GROUP": spec.group, "THREADS": THREADS}
 
 
-@per_device
-def _kernel(device: torch.device, spec: ConvolveSpec) -> Kernel:
-    code = compile_cubin("convolve", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
-    return code.kernel("convolve", "pppppp")
+FILE = KernelFile("convolve", "pppppp", defines)
+programs = FILE.programs
 
 
 class ConvolveLaunch:
     """Implements `Convolve`."""
 
     def __init__(self, spec: ConvolveSpec) -> None:
-        self.spec, self.kernel = spec, _kernel(spec.device, spec)
+        self.spec, self.kernel = spec, FILE.kernel(spec.device, spec)
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_part = -(-spec.n // (4 * THREADS))
 
-    def __call__(
-        self,
-        x: Tensor,
-        given: Tensor,
-        base: Tensor,
-        row_seq: Tensor,
-        side: int,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, *args: *Given) -> Tensor:
+        check_args(self.spec, *args)
+        x, given, base, row_seq, side, residual = args
         s, n_row = self.spec, len(x)
-        check_args(s, x, given, base, row_seq, residual)
         assert n_row <= MAX_ROWS
         out = torch.empty_like(x)
         if n_row:
-            own, rest = (
-                given[:, side * s.n_tap * s.n_group :],
-                np.int64(0) if residual is None else residual,
-            )
-            self.kernel.launch(
-                (self.n_part, n_row),
-                THREADS,
-                (x, own, base[side], row_seq, rest, out),
-                overlap=self.overlap,
-            )
+            own = given[:, side * s.n_tap * s.n_group :]
+            read = x, own, base[side], row_seq, residual, out
+            self.kernel.launch((self.n_part, n_row), THREADS, read, overlap=self.overlap)
         return out
 
 
-def programs(spec: ConvolveSpec, target: GpuKind) -> list[Program]:
-    return [target.program("convolve", defines(spec))]
-
-
-def bind(spec: ConvolveSpec) -> Convolve:
-    return ConvolveLaunch(spec)
+bind = ConvolveLaunch
 
 
 def check(launch: Convolve, reference: Convolve, spec: ConvolveSpec) -> str | None:
@@ -94,8 +71,8 @@ def check(launch: Convolve, reference: Convolve, spec: ConvolveSpec) -> str | No
             if not off < OFF:
                 return f"{n_row} rows of side {side} differ from the reference by {off:.2g}"
         first = lengths[0]
-        alone = launch(x[:first], given[:first], base, row_seq[:first], 0)
+        alone = launch(x[:first], given[:first], base, row_seq[:first], 0, None)
         x[first:], given[first:] = torch.nan, torch.nan
-        if not torch.equal(launch(x, given, base, row_seq, 0)[:first], alone):
+        if not torch.equal(launch(x, given, base, row_seq, 0, None)[:first], alone):
             return f"{first} rows have other bits alone than with others"
     return None

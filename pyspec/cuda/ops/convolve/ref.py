@@ -6,8 +6,8 @@ have none before them: rows of another sequence are never read. Source: llama.cp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,35 +27,31 @@ class ConvolveSpec:
         return self.n // self.group
 
 
-class Convolve(Protocol):
-    """The launch that the op binds. A row's bits depend on its sequence alone."""
+Given = tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor | None]
+Convolve = Callable[[*Given], Tensor]
+"""convolve(x, given, base, row_seq, side, residual): residual + sum over taps t of (base[side, t] + given[row, side, t, group]) * x[row - t],
+[row, n] f32. A row's bits depend on its sequence alone.
 
-    def __call__(
-        self,
-        x: Tensor,
-        given: Tensor,
-        base: Tensor,
-        row_seq: Tensor,
-        side: int,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """residual + sum over taps t of (base[side, t] + given[row, side, t, group]) * x[row - t], [row, n] f32.
-
-        x, residual  [row, n] f32
-        given        [row, 2 * n_tap * n_group] f32, by side, tap and group
-        base         [2, n_tap, n] f32
-        row_seq      [row] int32, the sequence of each row
-        """
-        ...
+x, residual  [row, n] f32
+given        [row, 2 * n_tap * n_group] f32, by side, tap and group
+base         [2, n_tap, n] f32
+row_seq      [row] int32, the sequence of each row
+"""
 
 
 def check_args(
-    spec: ConvolveSpec, x: Tensor, given: Tensor, base: Tensor, row_seq: Tensor, residual: Tensor | None
+    spec: ConvolveSpec,
+    x: Tensor,
+    given: Tensor,
+    base: Tensor,
+    row_seq: Tensor,
+    side: int,
+    residual: Tensor | None,
 ) -> None:
     """Assert what kernels rely on, which read memory by the spec alone."""
     n_row = len(x)
     assert x.shape == (n_row, spec.n) and given.shape == (n_row, 2 * spec.n_tap * spec.n_group)
-    assert base.shape == (2, spec.n_tap, spec.n)
+    assert base.shape == (2, spec.n_tap, spec.n) and side in (0, 1)
     assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (x, given, base))
     assert row_seq.shape == (n_row,) and row_seq.dtype == torch.int32 and row_seq.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
@@ -67,15 +63,8 @@ class TorchConvolve:
     def __init__(self, spec: ConvolveSpec) -> None:
         self.spec = spec
 
-    def __call__(
-        self,
-        x: Tensor,
-        given: Tensor,
-        base: Tensor,
-        row_seq: Tensor,
-        side: int,
-        residual: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, *args: *Given) -> Tensor:
+        x, given, base, row_seq, side, residual = args
         s, n_row = self.spec, len(x)
         own = given.view(n_row, 2, s.n_tap, s.n_group, 1)[:, side]
         weights = (base[side].view(s.n_tap, s.n_group, s.group) + own).view(n_row, s.n_tap, s.n)
@@ -86,5 +75,4 @@ class TorchConvolve:
         return y if residual is None else residual + y
 
 
-def bind(spec: ConvolveSpec) -> TorchConvolve:
-    return TorchConvolve(spec)
+bind = TorchConvolve

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty, missing
 from pyspec.cuda.ops.angles.cpu import angles
-from pyspec.cuda.ops.embed.ref import Embed, EmbedSpec
+from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.cpu import TYPES, table_of
 
 _RUN = CpuKernel("pyspec_embed", "9q")
@@ -46,5 +46,4 @@ class CpuEmbed:
         return self.rows(raw, tokens), angles(positions, freq, factor)
 
 
-def bind(spec: EmbedSpec) -> Embed:
-    return CpuEmbed(spec)
+bind = CpuEmbed

@@ -5,20 +5,17 @@ A token that does not exist is reported (cuda/faults.py, the batch's row) and re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, GpuKind, KernelFile, Macros, Program
 from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.embed.ref import GUARD, Embed, EmbedSpec
 from pyspec.gguf import GGMLType
 
-OP_ID = GUARD.number
 THREADS = 256  # of a CTA, 4 columns each
 MAX_TOKENS = (1 << 31) - 1
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K)
@@ -37,15 +34,12 @@ def limits(spec: EmbedSpec) -> str | None:
     return None
 
 
-def defines(type: GGMLType) -> dict[str, int | str]:
+def defines(type: GGMLType) -> Macros:
     """Macros of embed.cu."""
-    return {"TYPE": int(type), "THREADS": THREADS, "OP_ID": OP_ID}
+    return {"TYPE": int(type), "THREADS": THREADS, "OP_ID": GUARD.number}
 
 
-@per_device
-def _kernel(device: torch.device, type: GGMLType) -> Kernel:
-    code = compile_cubin("embed", arch_of(torch.cuda.get_device_capability(device)), defines(type))
-    return code.kernel("embed", "plippi" + "ppppif" + "p")
+FILE = KernelFile("embed", "plippi" + "ppppif" + "p", defines)
 
 
 class EmbedLaunch:
@@ -53,29 +47,22 @@ class EmbedLaunch:
 
     def __init__(self, spec: EmbedSpec) -> None:
         self.n_in, self.row_bytes = spec.n_in, spec.n_in // spec.type.block_size * spec.type.type_size
-        self.kernel, self.fault = _kernel(spec.device, spec.type), faults.record(spec.device)
+        self.kernel, self.fault = FILE.kernel(spec.device, spec.type), faults.record(spec.device)
 
     def rows(self, raw: Tensor, tokens: Tensor) -> Tensor:
-        none = np.int64(0)
-        return self._run(raw, tokens, (none, none, none, none, np.int32(0), np.float32(1.0)))
+        return self._run(raw, tokens, (None, None, None, None, 0, 1.0))
 
     def rows_and_angles(
         self, raw: Tensor, tokens: Tensor, positions: Tensor, freq: Tensor, factor: float
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        assert (
-            positions.dtype == torch.int64
-            and positions.is_contiguous()
-            and positions.shape == tokens.shape
-        )
+        assert positions.dtype == torch.int64 and positions.is_contiguous()
+        assert positions.shape == tokens.shape
         assert freq.dtype == torch.float32 and freq.is_contiguous()
-        shape = (tokens.shape[0], 1, freq.shape[0])
-        cos, sin = (torch.empty(shape, dtype=torch.float32, device=tokens.device) for _ in range(2))
-        rope = (positions, freq, cos, sin, np.int32(freq.shape[0]), angles_cuda.inverse_of(factor))
+        cos, sin = (freq.new_empty(len(tokens), 1, len(freq)) for _ in "cs")
+        rope = positions, freq, cos, sin, len(freq), angles_cuda.inverse_of(factor)
         return self._run(raw, tokens, rope), (cos, sin)
 
-    def _run(
-        self, raw: Tensor, tokens: Tensor, rope: tuple[Tensor | np.int64 | np.int32 | np.float32, ...]
-    ) -> Tensor:
+    def _run(self, raw: Tensor, tokens: Tensor, rope: Sequence[Arg]) -> Tensor:
         n_token, n_row = raw.shape[0], tokens.shape[0]
         assert raw.dtype == torch.uint8 and raw.is_contiguous() and raw.shape[1] == self.row_bytes
         assert 0 < n_token <= MAX_TOKENS and raw.data_ptr() % 16 == 0
@@ -83,17 +70,16 @@ class EmbedLaunch:
         x = torch.empty(n_row, self.n_in, dtype=torch.float32, device=tokens.device)
         if n_row:
             n_part = -(-self.n_in // (4 * THREADS)) + int(rope[4] != 0)
-            args = (raw, np.int64(self.row_bytes), np.int32(n_token), tokens, x, np.int32(self.n_in))
+            args = raw, self.row_bytes, n_token, tokens, x, self.n_in
             self.kernel.launch((n_row, n_part), THREADS, (*args, *rope, self.fault))
         return x
 
 
 def programs(spec: EmbedSpec, target: GpuKind) -> list[Program]:
-    return [target.program("embed", defines(spec.type))]
+    return FILE.programs(spec.type, target)
 
 
-def bind(spec: EmbedSpec) -> EmbedLaunch:
-    return EmbedLaunch(spec)
+bind = EmbedLaunch
 
 
 def any_bytes(type: GGMLType, n_in: int, n_token: int, gen: torch.Generator) -> Tensor:

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import torch
-
-from pyspec.cuda.op import Impl, Op
-from pyspec.cuda.ops.embed import cpu as embed_cpu
-from pyspec.cuda.ops.embed import cuda as embed_cuda
-from pyspec.cuda.ops.embed import ref as embed_ref
+from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.ops.embed import cpu, cuda, ref
 from pyspec.cuda.ops.linear.ref import USUAL_TYPES
 
-
-def shapes(device: torch.device) -> list[embed_ref.EmbedSpec]:
-    """27B in its usual types."""
-    return [embed_ref.EmbedSpec(device, type, 5120) for type in USUAL_TYPES]
-
-
-embed: Op[embed_ref.EmbedSpec, embed_ref.Embed] = Op(
+embed: Op[ref.EmbedSpec, ref.Embed] = Op(
     "embed",
-    Impl("torch", embed_ref.bind, capturable=True),
-    [
-        Impl("cuda", embed_cuda.bind, embed_cuda.limits, capturable=True, programs=embed_cuda.programs),
-        Impl("cpu", embed_cpu.bind, embed_cpu.limits, capturable=True),
-    ],
-    embed_cuda.check,
-    guard=embed_ref.GUARD,
-    shapes=shapes,
+    Impl("torch", ref.bind, capturable=True),
+    implemented(cuda, cpu),
+    cuda.check,
+    guard=ref.GUARD,
+    # 27B in its usual types
+    shapes=lambda device: [ref.EmbedSpec(device, type, 5120) for type in USUAL_TYPES],
 )

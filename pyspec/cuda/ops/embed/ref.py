@@ -54,5 +54,4 @@ class TorchEmbed:
         return self.rows(raw, tokens), angles(positions, freq, factor)
 
 
-def bind(spec: EmbedSpec) -> TorchEmbed:
-    return TorchEmbed(spec)
+bind = TorchEmbed

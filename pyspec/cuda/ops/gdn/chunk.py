@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +27,8 @@ def key_stages(arch: str) -> int:
     return 1 if arch.startswith(("sm_86", "sm_89", "sm_12")) else 2
 
 
-def defines(shape: GdnShape, arch: str) -> dict[str, int | str]:
-    macros: dict[str, int | str] = {"N_K": shape.n_k_head, "N_V": shape.n_v_head}
+def defines(shape: GdnShape, arch: str) -> jit.Macros:
+    macros: jit.Macros = {"N_K": shape.n_k_head, "N_V": shape.n_v_head}
     return macros | {"KEY_STAGES": key_stages(arch)} | shape.macros()
 
 
@@ -50,18 +49,15 @@ class GdnChunks:
         old: Sequence[Tensor],
         rows: Sequence[Tensor],
         batch: Division,
-        eps: np.float32,
+        eps: float,
     ) -> Tensor:
         """The convolution; rows are v, g, b. Returns the f16 queries and keys (high halves, low halves)."""
         (conv, _, _, g, beta), (_, _, e, b), v = records, old, rows[0]
         n_row = v.numel() // (self.shape.n_v_head * DIM)
         qk = torch.empty(3, n_row, self.shape.n_k_head * DIM, dtype=torch.float16, device=v.device)
         grid = (2 * self.shape.n_k_head + self.shape.n_v_head, batch.n_chunk)
-        self.conv.launch(
-            grid,
-            THREADS,
-            [*inputs, conv, g, beta, e, b, *qk, *rows, *batch.chunk_counts, eps, batch.fault],
-        )
+        args = [*inputs, conv, g, beta, e, b, *qk, *rows, *batch.chunk_counts, eps, batch.fault]
+        self.conv.launch(grid, THREADS, args)
         return qk
 
     def run(
@@ -80,7 +76,7 @@ class GdnChunks:
         solved = torch.empty(n_chunk * n_v * RECORD, dtype=torch.uint8, device=v.device)
         args = [*qk, g, b, solved, *batch.chunk_counts, batch.fault]
         self.solve.launch((n_v, n_chunk), THREADS, args, 3 * KEYS, overlap=overlap[0])
-        args = [state, *qk, v, solved, out, *batch.chunk_counts, np.int32(n_chunk), batch.fault]
+        args = [state, *qk, v, solved, out, *batch.chunk_counts, n_chunk, batch.fault]
         self.state.launch(
             (n_v, DIM // VALUES, batch.n_seq), THREADS, args, self.shared, overlap=overlap[1]
         )

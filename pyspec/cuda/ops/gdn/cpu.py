@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty
-from pyspec.cuda.ops.gdn import ref as gdn_ref
-from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec, Given
 from pyspec.cuda.ops.recurrent import cpu as recurrent
 from pyspec.cuda.ops.recurrent.launch import Fold
 from pyspec.cuda.ops.recurrent.ref import check_seqs
-from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 GDN = CpuKernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "5q" + "dd")
@@ -41,17 +39,8 @@ class CpuGdn:
         heads = shape.n_k_head, shape.n_v_head, shape.dim
         self.sizes = *heads, shape.grouped, shape.by_key, shape.floor, spec.eps
 
-    def __call__(
-        self,
-        m: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        a: Tensor,
-        dt_bias: Tensor,
-        conv_w: Tensor,
-        layer: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
+    def __call__(self, *given: *Given) -> Tensor:
+        m, alpha, beta, a, dt_bias, conv_w, layer, batch = given
         check_seqs(batch, layer)
         assert m.dtype == alpha.dtype == beta.dtype == torch.float32, "gdn takes float32"
         assert alpha.stride(1) == beta.stride(1) == 1 and a.is_contiguous() and dt_bias.is_contiguous()
@@ -59,24 +48,17 @@ class CpuGdn:
         out = empty(n_row, shape.n_v_head, shape.dim)
         conv = recurrent.conv_args(m, self.taps(conv_w), None, layer)
         gates = alpha, beta, a, dt_bias, alpha.stride(0), beta.stride(0)
-        GDN(
-            *conv,
-            *recurrent.batch_args(batch, layer, n_row, gdn_ref.GUARD),
-            *gates,
-            *_kept(layer),
-            out,
-            *self.sizes,
-        )
+        seqs = recurrent.batch_args(batch, layer, n_row, GUARD)
+        GDN(*conv, *seqs, *gates, *_kept(layer), out, *self.sizes)
         return out
 
     def folder(self) -> Fold:
         """Like gdn_ref.flush, to the bits of this launch."""
-        return recurrent.folder(GDN, gdn_ref.GUARD, 6, _kept, self.sizes)
+        return recurrent.folder(GDN, GUARD, 6, _kept, self.sizes)
 
 
 def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
     return layer.state, layer.k, layer.v, layer.g, layer.beta
 
 
-def bind(spec: GdnSpec) -> CpuGdn:
-    return CpuGdn(spec)
+bind = CpuGdn

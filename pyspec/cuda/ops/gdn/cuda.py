@@ -18,16 +18,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.context import per_device
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import ref as gdn_ref
-from pyspec.cuda.ops.gdn.ref import Gdn, GdnSpec
+from pyspec.cuda.ops.gdn.ref import Gdn, GdnSpec, Given
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
@@ -86,7 +84,7 @@ def limits(spec: GdnSpec) -> str | None:
     return None
 
 
-def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
+def defines(shape: GdnShape, arch: str, columns: int) -> jit.Macros:
     """Macros of gdn.cu for 2 or 4 columns a lane; both give the same bits."""
     blocks = blocks_for(arch, columns) - shape.by_key  # decays of keys take registers
     is_roomy = arch == "sm_90a" and columns == 2 and not shape.by_key
@@ -114,54 +112,40 @@ def columns_for(
     return 4 if four <= 1 < two else 2
 
 
-@per_device
+ENTRIES = {"gdn_conv": CONV_ARGS, "gdn_conv_many": CONV_ARGS + "i", "gdn_rows": ROWS_ARGS + OUT_ARGS}
+INTO = ENTRIES | {"gdn_rows_into": ROWS_ARGS + INTO_ARGS}
+FILE, CLUSTERED = (
+    jit.KernelFile[tuple[GdnShape, str, int]]("gdn", entries, lambda key: defines(*key))
+    for entries in (ENTRIES, INTO)
+)
+
+
 def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.Kernel, ...]:
     """gdn_conv, gdn_conv_many, gdn_rows and, on GPUs with clusters, gdn_rows_into."""
     capability = torch.cuda.get_device_capability(device)
-    arch = jit.arch_of(capability)
-    code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
-    has_into = capability >= (9, 0) and not shape.by_key
-    into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if has_into else []
-    convs = code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_conv_many", CONV_ARGS + "i")
-    return *convs, code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
-
-
-Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch]  # arguments of a call
+    file = CLUSTERED if capability >= (9, 0) and not shape.by_key else FILE
+    return file.kernels(device, (shape, jit.arch_of(capability), columns))
 
 
 class GdnLaunch:
     """The kernels of one spec; called as gdn_ref's."""
 
     def __init__(self, spec: GdnSpec, columns: int | None, chunked: int) -> None:
-        self.shape, self.columns, self.chunked, self.eps = (
-            spec.shape,
-            columns,
-            chunked,
-            np.float32(spec.eps),
-        )
+        self.spec, self.shape, self.eps = spec, spec.shape, spec.eps
+        self.columns, self.chunked, self.many = columns, chunked, (MANY, MANY_ROWS)
         capability = torch.cuda.get_device_capability(spec.device)
         self.overlap = capability >= (9, 0)
         self.prepares = self.overlap and not self.shape.by_key
         self.arch = jit.arch_of(capability)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self.spec, self.many = spec, (MANY, MANY_ROWS)
         ways = [columns] if columns else COLUMNS
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.fault = faults.record(spec.device)
         self.chunks = None if self.shape.by_key else gdn_chunk.kernels(spec.device, spec.shape)
         self.seen: tuple[Tensor, StateLayer] | None = None  # of the layer called last
 
-    def __call__(
-        self,
-        m: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        a: Tensor,
-        dt_bias: Tensor,
-        conv_w: Tensor,
-        layer: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
+    def __call__(self, *given: *Given) -> Tensor:
+        m, alpha, beta, a, dt_bias, conv_w, layer, batch = given
         out = m.new_empty(m.shape[0], self.shape.n_v_head, DIM)
         if m.shape[0]:
             self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, out)
@@ -206,7 +190,7 @@ class GdnLaunch:
         )
         conv, many, rows, *rows_into = self.kernels[cols]
         old, new = buffers(m, shape, own.n_seq * layer.width, n_row)
-        of_rows = (x for t in raw for x in (t, np.int64(t.stride(0))))
+        of_rows = (x for t in raw for x in (t, t.stride(0)))
         inputs: list[jit.Arg] = [*of_rows, a, dt_bias, conv_w]
         if not own.only_long:
             grid = (shape.n_k_head + n_v, own.n_seq, stretches(n_row, own.n_seq, layer.width))
@@ -214,7 +198,7 @@ class GdnLaunch:
             few = self.many[1] if layer.width <= self.many[1] else FEW_ROWS
             if not own.n_long and own.n_seq >= self.many[0] and n_row <= few * own.n_seq:
                 grid = (grid[0], -(-own.n_seq // (CONV_THREADS // 32)), 1)
-                many.launch(grid, CONV_THREADS, [*args, np.int32(own.n_seq)], overlap=self.overlap)
+                many.launch(grid, CONV_THREADS, (*args, own.n_seq), overlap=self.overlap)
             else:
                 conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
         if own.n_long and self.chunks is not None:
@@ -259,32 +243,17 @@ def _place(into: GatedRowBuffer, n_row: int, n_in: int) -> list[jit.Arg]:
     """Further arguments of gdn_rows_into, after those of gdn_rows."""
     prep, rows = into.prep, into.rows.room(n_row)
     gate = aligned(prep.gate)
-    assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (
-        n_in,
-        BLOCKED,
-        DIM,
-    ) and gate.shape == (n_row, n_in)
-    assert gate.dtype == prep.weight.dtype == torch.float32 and prep.weight.data_ptr() % 16 == 0
-    of_head: list[jit.Arg] = [
-        gate,
-        np.int64(gate.stride(0)),
-        prep.weight,
-        np.float32(prep.eps),
-        np.float32(prep.power),
-    ]
-    return [
-        *of_head,
-        rows.blocks,
-        rows.sums,
-        rows.powers,
-        np.int32(rows.pad),
-        *prefetch_args(into.weights, n_row),
-    ]
+    assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (n_in, BLOCKED, DIM)
+    assert gate.shape == (n_row, n_in) and gate.dtype == prep.weight.dtype == torch.float32
+    assert prep.weight.data_ptr() % 16 == 0
+    of_head = gate, gate.stride(0), prep.weight, prep.eps, prep.power
+    to = rows.blocks, rows.sums, rows.powers, rows.pad
+    return [*of_head, *to, *prefetch_args(into.weights, n_row)]
 
 
 def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
     for columns in COLUMNS:
-        yield target.program("gdn", defines(spec.shape, target.arch, columns))
+        yield from FILE.programs((spec.shape, target.arch, columns), target)
     if spec.shape.by_key:
         return
     yield target.program("gdn_chunk", gdn_chunk.defines(spec.shape, target.arch))
@@ -306,15 +275,12 @@ def folder(spec: GdnSpec) -> Fold:
     overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     conv, _, rows, *_ = _kernels(device, shape, COLUMNS[0])
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
-    inputs: list[jit.Arg] = [*(unread, np.int64(0)) * 3, unread, unread, unread]
+    inputs: list[jit.Arg] = [*(unread, 0) * 3, unread, unread, unread]
 
     def run(layer: StateLayer, meta: Meta) -> None:
-        (old, _), new, counts = (
-            buffers(unread, shape, layer.width, 0),
-            [unread] * 6,
-            counts_of(meta, layer),
-        )
-        args = conv_args(inputs, layer, old, new, counts, np.float32(spec.eps), fault)
+        (old, _), new = buffers(unread, shape, layer.width, 0), [unread] * 6
+        counts = counts_of(meta, layer)
+        args = conv_args(inputs, layer, old, new, counts, spec.eps, fault)
         conv.launch((shape.n_k_head + shape.n_v_head, 1, 1), CONV_THREADS, args)
         args = [*rows_args(layer, old, new, counts, fault), unread]
         rows.launch(rows_grid(shape.n_v_head, DIM, COLUMNS[0], 1), THREADS, args, overlap=overlap)
@@ -335,10 +301,8 @@ def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     if spec.shape.by_key:
         return None
     n_in, gen = spec.shape.n_v_head * DIM, torch.Generator().manual_seed(1)
-    rows, norm = (
-        RowsLaunch(spec.device, n_in, (8, 16, 256)),
-        1 + 0.1 * torch.randn(DIM, generator=gen).to(spec.device),
-    )
+    rows = RowsLaunch(spec.device, n_in, (8, 16, 256))
+    norm = 1 + 0.1 * torch.randn(DIM, generator=gen).to(spec.device)
 
     def prep_of(m: Tensor) -> HeadNorm:
         return HeadNorm(norm, spec.eps, m[:, -n_in:])
@@ -346,9 +310,8 @@ def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     prepared: Callable[..., Rows] = launch.prepared
 
     def got(*args: Any) -> Tensor:
-        return torch.cat(
-            values_of(prepared(*args, into=GatedRowBuffer(rows, prep_of(args[0]))), n_in), 1
-        )
+        into = GatedRowBuffer(rows, prep_of(args[0]))
+        return torch.cat(values_of(prepared(*args, into=into), n_in), 1)
 
     def want(*args: Any) -> Tensor:
         x = prep_of(args[0])(reference(*args).flatten(1))

@@ -32,20 +32,15 @@ from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.recurrent import ref as recurrent
 from pyspec.cuda.ops.recurrent.check import layers_of, prompts, run_rounds
-from pyspec.cuda.ops.recurrent.ref import (
-    CHUNK,
-    Recurrence,
-    check_seqs,
-    convolve,
-    run_rows,
-    softplus,
-)
+from pyspec.cuda.ops.recurrent.ref import CHUNK, Recurrence, check_seqs, convolve, run_rows, softplus
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 GUARD = Guard(3, FaultPlace.SLOT)
 
-Gdn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch]
+Gdn = Callable[[*Given], Tensor]
+"""gdn(m, alpha, beta, a, dt_bias, conv_w, layer, batch) -> out"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +121,8 @@ def bind(spec: GdnSpec) -> Gdn:
     kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
     scale, recurrence = dim**-0.5, recurrence_of(n_v, shape.grouped)
 
-    def gdn(
-        m: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        a: Tensor,
-        dt_bias: Tensor,
-        conv_w: Tensor,
-        layer: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
+    def gdn(*given: *Given) -> Tensor:
+        m, alpha, beta, a, dt_bias, conv_w, layer, batch = given
         check_seqs(batch, layer)
         g, beta = gates(alpha, beta, a, dt_bias, shape)
         c = convolve(m, conv_w, layer, batch, taps)

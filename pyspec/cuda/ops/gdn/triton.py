@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec
+from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec, Given
 from pyspec.cuda.ops.recurrent.launch import (
     TAPS,
     Fold,
@@ -22,10 +22,8 @@ from pyspec.cuda.ops.recurrent.launch import (
     meta_of,
     stretches,
 )
-from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-OP_ID = GUARD.number
 ROWS = 16  # of a step of the convolution
 COLUMNS, WARPS = 16, 2  # of a program of gdn_rows
 
@@ -47,25 +45,12 @@ class GdnTriton:
     """The kernels of one spec; called as gdn_ref's."""
 
     def __init__(self, spec: GdnSpec, columns: int, warps: int) -> None:
-        self.spec, self.columns, self.warps, self.fault = (
-            spec,
-            columns,
-            warps,
-            faults.record(spec.device),
-        )
+        self.spec, self.columns, self.warps = spec, columns, warps
+        self.fault = faults.record(spec.device)
         self.unread = torch.zeros(4, device=spec.device)
 
-    def __call__(
-        self,
-        m: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        a: Tensor,
-        dt_bias: Tensor,
-        conv_w: Tensor,
-        layer: StateLayer,
-        batch: Batch,
-    ) -> Tensor:
+    def __call__(self, *given: *Given) -> Tensor:
+        m, alpha, beta, a, dt_bias, conv_w, layer, batch = given
         shape = self.spec.shape
         out = m.new_empty(m.shape[0], shape.n_v_head, shape.dim)
         if m.shape[0]:
@@ -91,36 +76,26 @@ class GdnTriton:
         from pyspec.cuda.ops.gdn import triton_kernels as kernels
 
         shape, (m, alpha, beta), n_seq = self.spec.shape, rows, meta[0].shape[0]
-        n_row, kd, vd, n_v = (
-            m.shape[0],
-            shape.n_k_head * shape.dim,
-            shape.n_v_head * shape.dim,
-            shape.n_v_head,
-        )
+        n_row, n_v = len(m), shape.n_v_head
+        kd, vd = shape.n_k_head * shape.dim, n_v * shape.dim
         n_all = n_seq * layer.width + n_row
         sizes = [n_row * kd, n_all * kd, n_all * vd, n_all * n_v * shape.n_decay, n_all * n_v]
         buffers = layer.state.new_empty(sum(sizes)).split(sizes)
         counts = (n_seq, layer.state.shape[0], layer.width, n_row)
         strides, eps = [t.stride(0) for t in rows], self.spec.eps
-        heads = {"N_K": shape.n_k_head, "N_V": n_v, "DIM": shape.dim, "OP": OP_ID, "N_D": shape.n_decay}
+        heads = {
+            "N_K": shape.n_k_head,
+            "N_V": n_v,
+            "DIM": shape.dim,
+            "OP": GUARD.number,
+            "N_D": shape.n_decay,
+        }
         of_rows = {**heads, "GROUPED": shape.grouped}
+        rest = *buffers, *meta, self.fault
         tri.launch(
             kernels.gdn_conv,
             (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width)),
-            (
-                m,
-                alpha,
-                beta,
-                *weights,
-                layer.conv,
-                *layer.records(),
-                *buffers,
-                *meta,
-                self.fault,
-                *strides,
-                *counts,
-                eps,
-            ),
+            (m, alpha, beta, *weights, layer.conv, *layer.records(), *rest, *strides, *counts, eps),
             {**heads, "FLOOR": shape.floor, "ROWS": ROWS},
             4,
         )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import KernelFile, Macros
 from pyspec.cuda.ops.heads.ref import Heads, HeadsRun, HeadsSpec
 from pyspec.gguf import GGMLType
 
@@ -43,7 +41,7 @@ def warps_of(spec: HeadsSpec) -> int:
     return 2 if 32 * pitch_of(spec) <= SHARED else 1
 
 
-def defines(spec: HeadsSpec) -> dict[str, int | str]:
+def defines(spec: HeadsSpec) -> Macros:
     """Macros of heads.cu."""
     return {
         "TYPE": int(spec.type),
@@ -55,19 +53,14 @@ def defines(spec: HeadsSpec) -> dict[str, int | str]:
     }
 
 
-@per_device
-def _kernels(device: torch.device, spec: HeadsSpec) -> dict[int, Kernel]:
-    code = compile_cubin("heads", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
-    return {n: code.kernel(f"heads_{n}", "pllppii") for n in TILES}
-
-
-def programs(spec: HeadsSpec, target: GpuKind) -> list[Program]:
-    return [target.program("heads", defines(spec))]
+FILE = KernelFile("heads", {f"heads_{n}": "pllppii" for n in TILES}, defines)
+programs = FILE.programs
 
 
 def bind(spec: HeadsSpec) -> Heads:
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-    kernels, n_out = _kernels(spec.device, spec), 16 * warps_of(spec)
+    kernels = dict(zip(TILES, FILE.kernels(spec.device, spec), strict=True))
+    n_out = 16 * warps_of(spec)
 
     def load(data: Tensor) -> HeadsRun:
         data = data.view(torch.uint8).reshape(-1)
@@ -83,8 +76,7 @@ def bind(spec: HeadsSpec) -> Heads:
                 return out
             tiles = next((t for t in TILES if n <= 8 * t), TILES[-1])
             grid = (-(-spec.n_out // n_out), spec.n_head, -(-n // (8 * tiles)))
-            steps = np.int64(x.stride(0)), np.int64(x.stride(1))
-            args = (x, *steps, data, out, np.int32(n), np.int32(spec.n_head))
+            args = x, x.stride(0), x.stride(1), data, out, n, spec.n_head
             kernels[tiles].launch(grid, 2 * n_out, args, overlap=overlap)
             return out
 

@@ -7,11 +7,8 @@ from dataclasses import replace
 import torch
 
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.op import Impl, Op
-from pyspec.cuda.ops.heads import cpu as heads_cpu
-from pyspec.cuda.ops.heads import cuda as heads_cuda
-from pyspec.cuda.ops.heads import ref as heads_ref
-from pyspec.cuda.ops.heads import triton as heads_triton
+from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.ops.heads import cpu, cuda, ref, triton
 from pyspec.cuda.ops.heads.ref import Heads, HeadsSpec
 from pyspec.gguf import GGMLType, TensorInfo
 
@@ -32,15 +29,7 @@ def shapes(device: torch.device) -> list[HeadsSpec]:
 
 
 heads: Op[HeadsSpec, Heads] = Op(
-    "heads",
-    Impl("torch", heads_ref.bind),
-    [
-        Impl("cuda", heads_cuda.bind, heads_cuda.limits, capturable=True, programs=heads_cuda.programs),
-        Impl("triton", heads_triton.bind, heads_triton.limits, capturable=True),
-        Impl("cpu", heads_cpu.bind, heads_cpu.limits, capturable=True),
-    ],
-    heads_ref.check,
-    shapes=shapes,
+    "heads", Impl("torch", ref.bind), implemented(cuda, triton, cpu), ref.check, shapes=shapes
 )
 
 
@@ -53,11 +42,11 @@ def ways(spec: HeadsSpec) -> list[HeadsSpec]:
 def asked(spec: HeadsSpec) -> HeadsSpec:
     """The way that a load will most likely choose, before any check."""
     found = ways(spec)
-    keeps = current().wanted("heads") != "triton" and heads_cuda.limits(spec) is None
+    keeps = current().wanted("heads") != "triton" and cuda.limits(spec) is None
     return found[0] if keeps else found[-1]
 
 
 def kept_bytes(info: TensorInfo) -> int:
     """Bytes of the matrices [head, n_out, n_in] on a GPU."""
-    keeps = current().wanted("heads") != "triton" and info.type in heads_cuda.TYPES
+    keeps = current().wanted("heads") != "triton" and info.type in cuda.TYPES
     return info.n_bytes if keeps or info.type in PLAIN else 2 * info.n_elements

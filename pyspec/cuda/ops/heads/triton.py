@@ -12,11 +12,7 @@ from pyspec.cuda import tri
 from pyspec.cuda.ops.heads.ref import Heads, HeadsRun, HeadsSpec
 from pyspec.gguf import GGMLType
 
-DTYPES = {
-    GGMLType.F32: torch.float32,
-    GGMLType.F16: torch.float16,
-    GGMLType.BF16: torch.bfloat16,
-}
+DTYPES = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF16: torch.bfloat16}
 ROWS, OUTPUTS, STEP = 16, 64, 64  # rows and outputs of a program, columns of a turn
 
 

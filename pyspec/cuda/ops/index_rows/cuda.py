@@ -10,19 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import GpuKind, KernelFile, Macros, Program, missing
 from pyspec.cuda.ops.index_rows.ref import GUARD, IndexSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.parts import rows_per_page
 
-OP_ID = GUARD.number
 KINDS = {torch.float16: 1, torch.bfloat16: 2}
 MAX_SEQ, PACKERS, CHOOSERS, HELD = 128, 128, 1024, 16 * 1024  # as in index_rows.cu
 PADS = 8, 16, 32, 48, 64  # heads that products of warpgroups take
@@ -61,7 +58,7 @@ class Scorer:
     resident: int  # CTAs on a multiprocessor
     shared_bytes: int
 
-    def defines(self) -> dict[str, int | str]:
+    def defines(self) -> Macros:
         return {"PAD": self.pad, "RING": RING} if self.pad else {}
 
 
@@ -101,23 +98,13 @@ def scratch_bytes(spec: IndexSpec, n_row: int, n_token: int) -> int:
     return rows_at_once(spec, n_row, n_key) * (record_bytes(spec) + 4 * n_key)
 
 
-def defines(spec: IndexSpec, scorer: Scorer) -> dict[str, int | str]:
+def defines(spec: IndexSpec, scorer: Scorer) -> Macros:
     """Macros of index_rows.cu."""
-    own: dict[str, int | str] = {"HEADS": spec.n_head, "DIM": spec.dim, "N_ROT": spec.n_rot}
-    return own | {"KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID} | scorer.defines()
+    own: Macros = {"HEADS": spec.n_head, "DIM": spec.dim, "N_ROT": spec.n_rot}
+    return own | {"KV_KIND": KINDS[spec.kv], "OP_ID": GUARD.number} | scorer.defines()
 
 
-@per_device
-def _kernels(device: torch.device, spec: IndexSpec, scorer: Scorer) -> dict[str, Kernel]:
-    code = compile_cubin(
-        "index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec, scorer)
-    )
-    found = {name: code.kernel(name, form) for name, form in FORMS.items()}
-    sizes = {
-        "index_rows_scores": scorer.shared_bytes,
-        "index_rows_choose": ALONE if scorer.pad else 4 * HELD,
-    }
-    return found | {name: found[name].allow_shared(n) for name, n in sizes.items()}
+FILE = KernelFile[tuple[IndexSpec, Scorer]]("index_rows", FORMS, lambda key: defines(*key))
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -132,17 +119,15 @@ class IndexLaunch:
     def __init__(self, spec: IndexSpec) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
         self.spec, self.scorer, self.overlap = spec, scorer_of(spec, capability), capability >= (9, 0)
-        self.kernels = _kernels(spec.device, spec, self.scorer)
-        self.n_alone = (
-            torch.cuda.get_device_properties(spec.device).multi_processor_count if self.scorer.pad else 0
-        )
-        self.grid = (
-            self.scorer.resident * torch.cuda.get_device_properties(spec.device).multi_processor_count
-        )
+        self.pack, score, choose = FILE.kernels(spec.device, (spec, self.scorer))
+        self.score = score.allow_shared(self.scorer.shared_bytes)
+        self.choose = choose.allow_shared(ALONE if self.scorer.pad else 4 * HELD)
+        n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self.n_alone, self.grid = n_sm if self.scorer.pad else 0, self.scorer.resident * n_sm
         self.fault = faults.record(spec.device)
 
-    def __call__(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
-        q, w = aligned(q), w if w.stride(1) == 1 else w.contiguous()
+    def __call__(self, q: Tensor, w: Tensor | None, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+        q, w = aligned(q), w if w is None or w.stride(1) == 1 else w.contiguous()
         self._check(q, w, freq, pool, batch)
         n_row, n_col = q.shape[0], batch.page_table.shape[1]
         out = torch.empty(n_row, self.spec.top_k, dtype=torch.int32, device=q.device)
@@ -156,14 +141,13 @@ class IndexLaunch:
         packed = torch.empty(per * record_bytes(self.spec), dtype=torch.uint8, device=q.device)
         scores = torch.empty(per * n_key, dtype=torch.float32, device=q.device)
         for first in range(0, n_row, per):
-            self._rows(
-                (q, w, freq), pool, batch, (packed, scores, out), (first, min(per, n_row - first), n_key)
-            )
+            size = first, min(per, n_row - first), n_key
+            self._rows((q, w, freq), pool, batch, (packed, scores, out), size)
         return out
 
     def _rows(
         self,
-        given: tuple[Tensor, Tensor, Tensor],
+        given: tuple[Tensor, Tensor | None, Tensor],
         pool: KVPool,
         batch: Batch,
         space: tuple[Tensor, Tensor, Tensor],
@@ -172,47 +156,33 @@ class IndexLaunch:
         """Some rows of the batch: those whose scores fit at once."""
         (packed, scores, out), (first, n, n_key), (q, w, freq) = space, size, given
         spec, scorer = self.spec, self.scorer
-        i32, (n_seq, n_col), n_row = np.int32, batch.page_table.shape, q.shape[0]
-        per_page = rows_per_page(batch.page_size, spec.ratio)
-        pages = [
-            n_col,
-            batch.page_size,
-            spec.ratio,
-            per_page,
-            pool.k.shape[0] // per_page,
-            spec.top_k,
-            first,
-        ]
-        places = list(map(i32, pages))
-        layout, rows = [batch.page_table, batch.positions], batch.row_seq
-        args: list[Arg]
+        (n_seq, n_col), n_row, ratio = batch.page_table.shape, q.shape[0], spec.ratio
+        per_page = rows_per_page(batch.page_size, ratio)
+        n_page = pool.k.shape[0] // per_page
+        places = n_col, batch.page_size, ratio, per_page, n_page, spec.top_k, first
+        layout, rows, overlap = (batch.page_table, batch.positions), batch.row_seq, self.overlap
         if n_key > spec.top_k:  # otherwise no row has to choose
             grid = (n, -(-record_bytes(spec) // (16 * PACKERS)))
-            pack, score = self.kernels["index_rows_pack"], self.kernels["index_rows_scores"]
-            steps = np.int64(q.stride(0)), np.int64(w.stride(0))
-            args = [q, w, freq, *layout, rows, packed, self.fault, *steps, *places]
-            pack.launch(grid, PACKERS, args, overlap=self.overlap)
-            ctas = (min(self.grid, n * -(-n_key // scorer.keys)),)
-            args = [packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places]
+            steps = q.stride(0), 0 if w is None else w.stride(0)
+            packing = q, w, freq, *layout, rows, packed, self.fault, *steps, *places
+            self.pack.launch(grid, PACKERS, packing, overlap=overlap)
+            ctas, shared = (min(self.grid, n * -(-n_key // scorer.keys)),), scorer.shared_bytes
+            read = packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places, n, n_row
             for first_seq in range(0, n_seq, MAX_SEQ):
-                sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
-                score.launch(
-                    ctas, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap
-                )
-        choose, args = (
-            self.kernels["index_rows_choose"],
-            [scores, *layout, rows, out, self.fault, *places, i32(n_key)],
-        )
+                args = *read, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key
+                self.score.launch(ctas, scorer.threads, args, shared, overlap=overlap)
+        choosing = scores, *layout, rows, out, self.fault, *places, n_key
         # two rows on a multiprocessor would take twice as long, so each gets one of its own if there are free ones
         room = ALONE if 1 < n <= self.n_alone else 4 * min(HELD, n_key)
-        choose.launch((n,), CHOOSERS, args, room, overlap=self.overlap)
+        self.choose.launch((n,), CHOOSERS, choosing, room, overlap=overlap)
 
-    def _check(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> None:
+    def _check(self, q: Tensor, w: Tensor | None, freq: Tensor, pool: KVPool, batch: Batch) -> None:
         """Assert dtypes, shapes and layouts, which only our own code can get wrong."""
         spec, n = self.spec, q.shape[0]
-        assert q.dtype == w.dtype == torch.float32 and freq.dtype == torch.float64
+        assert q.dtype == torch.float32 and freq.dtype == torch.float64
         assert freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()
-        assert q.shape[1:] == (spec.n_head, spec.dim) and w.shape == (n, spec.n_head)
+        assert q.shape[1:] == (spec.n_head, spec.dim)
+        assert w is None or (w.shape == (n, spec.n_head) and w.dtype == torch.float32)
         assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio
         assert all(
@@ -222,8 +192,7 @@ class IndexLaunch:
 
 
 def programs(spec: IndexSpec, target: GpuKind) -> list[Program]:
-    return [target.program("index_rows", defines(spec, scorer_of(spec, target.capability)))]
+    return FILE.programs((spec, scorer_of(spec, target.capability)), target)
 
 
-def bind(spec: IndexSpec) -> IndexLaunch:
-    return IndexLaunch(spec)
+bind = IndexLaunch

@@ -1,7 +1,7 @@
 // index_rows: which compressed rows each token attends to. Three launches: rows of queries become operands; every key is scored; the best
 // are chosen.
 //
-//   q, w         [row, HEADS, DIM], [row, HEADS]  f32  as products give them, rows `q_step` and `w_step` apart
+//   q, w         [row, HEADS, DIM], [row, HEADS]  f32  as products give them, rows `q_step` and `w_step` apart; no w: all weights are one
 //   freq         [N_ROT / 2]                f64    of the turn of queries' last dims
 //   keys         [pool row, DIM]            T      KV_KIND 1: f16, 2: bf16
 //   page_table   [seq, n_col]               int64
@@ -115,7 +115,7 @@ index_rows_pack(const float* q, const float* w, const double* freq, const i64* t
   }
   if (blockIdx.y == 0)
     for (int i = threadIdx.x; i < PADDED; i += PACKERS)
-      reinterpret_cast<float*>(to + QUERY_BYTES)[i] = i < HEADS ? w[row * w_step + i] : 0.f;
+      reinterpret_cast<float*>(to + QUERY_BYTES)[i] = i >= HEADS ? 0.f : w == nullptr ? 1.f : w[row * w_step + i];
 }
 
 #include "index_rows_choose.cuh"

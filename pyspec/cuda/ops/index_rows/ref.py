@@ -1,7 +1,7 @@
 """The compressed rows that a token attends to: a small network scores all rows, and the best are taken. Reference in plain torch.
 
     q       [row, head, dim]   f32    their last dims are turned here
-    w       [row, head]        f32    weight of each head's score; a factor shared by all heads of a row changes no choice
+    w       [row, head]        f32    weight of each head's score; a factor shared by all heads of a row changes no choice. None: all one
     freq    [n_rot / 2]        f64    angles of one position
     pool    the indexer's own compressed rows, keys only
     out     [row, top_k]       int32  ascending; -1 behind the last one
@@ -39,7 +39,7 @@ class IndexSpec:
     n_rot: int
 
 
-IndexRows = Callable[[Tensor, Tensor, Tensor, KVPool, Batch], Tensor]
+IndexRows = Callable[[Tensor, "Tensor | None", Tensor, KVPool, Batch], Tensor]
 
 
 def block_rows(pool: KVPool, batch: Batch, seq: int, n_block: int) -> Tensor:
@@ -56,7 +56,8 @@ def scored(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
 
 
 def bind(spec: IndexSpec) -> IndexRows:
-    def index_rows(q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+    def index_rows(q: Tensor, w: Tensor | None, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+        w = torch.ones(q.shape[:2], device=q.device) if w is None else w
         out = torch.full((q.shape[0], spec.top_k), -1, dtype=torch.int32, device=q.device)
         for s, seq in enumerate(batch.seqs):
             n_block = (seq.n_past + seq.width) // spec.ratio
@@ -68,9 +69,8 @@ def bind(spec: IndexSpec) -> IndexRows:
                 continue
             keys = pool.read(block_rows(pool, batch, s, n_block), torch.float32)[0][:, 0]
             own = rope_tail(q[here], batch.positions[here], freq)
-            if (
-                current().is_exact and q.device.type == "cpu"
-            ):  # each row alone, with the blocks that it sees
+            # Each row alone, with the blocks that it sees
+            if current().is_exact and q.device.type == "cpu":
                 each = [
                     scored(row, weights, keys[:n])
                     for row, weights, n in zip(own, w[here], seen.tolist(), strict=True)

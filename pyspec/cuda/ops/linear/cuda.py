@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import GpuKind, Kernel, Macros, Program, arch_of, compile_cubin
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import quantize
@@ -34,14 +33,8 @@ HANDED_ROWS = 32  # rows up to which a product writes the next one's rows
 LATE_ROWS = 8  # rows up to which a product leaves room for other kernels: the smallest build
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
-_SHARED = {
-    (8, 0): 163,
-    (8, 7): 163,
-    (9, 0): 227,
-    (10, 0): 227,
-    (10, 3): 227,
-    (11, 0): 227,
-}  # KiB a block may have
+# KiB a block may have
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and the driver's
 
 
@@ -151,8 +144,8 @@ class Build:
     part_tiles: int = 0
     hands: float = 0.0
 
-    def defines(self) -> dict[str, int | str]:
-        parts: dict[str, int | str] = {"PART_TILES": self.part_tiles} if self.part_tiles else {}
+    def defines(self) -> Macros:
+        parts: Macros = {"PART_TILES": self.part_tiles} if self.part_tiles else {}
         return parts | epilogue_macros(self.epilogue, self.limit, self.hands)
 
 
@@ -162,7 +155,7 @@ def build_of(spec: LinearSpec) -> Build:
     )
 
 
-def defines(type: GGMLType, shape: Tiling, stages: int, build: Build | Epilogue) -> dict[str, int | str]:
+def defines(type: GGMLType, shape: Tiling, stages: int, build: Build | Epilogue) -> Macros:
     """Macros of linear.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -218,6 +211,15 @@ def bind_rows(device: torch.device, type: GGMLType, n_in: int) -> RowsLaunch:
     return RowsLaunch(device, n_in, pads)
 
 
+def check_product(
+    spec: LinearSpec, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None
+) -> None:
+    """Assert what kernels rely on."""
+    assert out.is_contiguous() and out.shape == (rows.n_row, spec.n_out) and out.dtype == torch.float32
+    assert (packed.n_out, packed.n_in, packed.type) == (spec.n_weight_row, spec.n_in, spec.type)
+    assert (residual is not None) == (spec.epilogue is Epilogue.RESIDUAL)
+
+
 class LinearLaunch:
     """Multiplies rows with one matrix of `spec`."""
 
@@ -229,7 +231,7 @@ class LinearLaunch:
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         self.grid = (n_cta(n_tiles(spec) * n_chunk, n_sm),)
         self.partial, self.tickets = _workspace(spec.device, n_sm)
-        self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
+        self.sizes = spec.n_out, n_group, n_chunk
         shared = n_shared(torch.cuda.get_device_capability(spec.device))
         self.pairs = {  # pairs sum in another order and can not take every number of rows
             pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
@@ -252,17 +254,7 @@ class LinearLaunch:
         self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None, late: bool = False
     ) -> None:
         """The product alone, for rows that several matrices share. late: see PairLaunch."""
-        assert (
-            out.is_contiguous()
-            and out.shape == (rows.n_row, self.spec.n_out)
-            and out.dtype == torch.float32
-        )
-        assert (packed.n_out, packed.n_in, packed.type) == (
-            self.spec.n_weight_row,
-            self.spec.n_in,
-            self.spec.type,
-        )
-        assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
+        check_product(self.spec, rows, packed, out, residual)
         if rows.pad in self.pairs:
             return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap, late)
         self._whole(rows, packed, out if residual is None else residual, out, late)
@@ -270,12 +262,8 @@ class LinearLaunch:
     def hand(self, rows: Rows, packed: Packed, into: RowsLaunch) -> Rows:
         """The product alone, into the next one's rows, over `spec.hands`."""
         to = into.room(rows.n_row)
-        assert (
-            self.spec.hands
-            and to.pad == rows.pad
-            and to.layout == BLOCKED
-            and into.n_in == self.spec.n_out
-        )
+        assert self.spec.hands and to.pad == rows.pad and to.layout == BLOCKED
+        assert into.n_in == self.spec.n_out
         if rows.pad in self.pairs:
             self.pairs[rows.pad](rows, packed, to.blocks, to.powers, self.rows.overlap)
         else:
@@ -286,18 +274,9 @@ class LinearLaunch:
         self, rows: Rows, packed: Packed, residual: Tensor, out: Tensor, late: bool = False
     ) -> None:
         run = self.steps[rows.pad]
-        args = (
-            packed.data,
-            rows.blocks,
-            rows.sums,
-            rows.powers,
-            residual,
-            out,
-            self.partial,
-            self.tickets,
-        )
-        sizes = (np.int32(rows.n_row), *self.sizes, np.int32(late))
-        run.kernel.launch(self.grid, run.threads, (*args, *sizes), run.shared, overlap=self.rows.overlap)
+        read = packed.data, rows.blocks, rows.sums, rows.powers, residual, out
+        args = *read, self.partial, self.tickets, rows.n_row, *self.sizes, int(late)
+        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
 
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
@@ -319,10 +298,7 @@ def bind(spec: LinearSpec) -> LinearLaunch:
 
 
 def check(
-    launch: Linear,
-    reference: Linear,
-    spec: LinearSpec,
-    n_rows: Sequence[int] = (1, 9, 33, 100),
+    launch: Linear, reference: Linear, spec: LinearSpec, n_rows: Sequence[int] = (1, 9, 33, 100)
 ) -> str | None:
     """Compare ragged row counts; a sentence if outputs differ."""
     gen, pack = torch.Generator().manual_seed(0), getattr(launch, "pack", None)
@@ -373,10 +349,8 @@ def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -
     n_block = CHUNKS[type] * 32 // type.block_size
     # All behind E2M1 codes
     at = 0 if type in HALVES else -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type])
-    if type in (
-        GGMLType.Q4_K,
-        GGMLType.Q5_K,
-    ):  # before them scales and minima of each row and block, of six bits
+    # Before them scales and minima of each row and block, of six bits
+    if type in (GGMLType.Q4_K, GGMLType.Q5_K):
         records[:, at - 32 * CHUNKS[type] : at] &= 0x3F
     floats = records[:, at:]
     floats &= 0x1F

@@ -20,9 +20,8 @@ from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 
 ATOL = RTOL = 0.0  # float32 results are exact
-CPU_CHUNK = (
-    1 << 20
-)  # weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
+# Weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
+CPU_CHUNK = 1 << 20
 GPU_CHUNK = 1 << 26  # weights per step: bounds the temporaries to about 1 GB
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -346,9 +345,8 @@ def _to_q8_0(x: Tensor) -> Tensor:
     scaled = x * _inverse(scale)
     size = scaled.abs()
     whole = size.floor()
-    rounded = scaled.sign() * (
-        whole + (2 * (size - whole)).floor()
-    )  # half away from zero, as C's roundf
+    # Half away from zero, as C's roundf
+    rounded = scaled.sign() * (whole + (2 * (size - whole)).floor())
     return torch.cat((scale.half().view(torch.uint8), rounded.to(torch.int8).view(torch.uint8)), 1)
 
 

@@ -59,9 +59,8 @@ def fit_q4(x: Tensor, type: GGMLType) -> Tensor:
     for value in kind.largest:
         q = kind.nearest(blocks * torch.where(largest == 0, 0.0, value / largest))
         tried = values[q]
-        best = (blocks * tried).sum(1, keepdim=True) / tried.square().sum(
-            1, keepdim=True
-        )  # for these codes
+        # For these codes
+        best = (blocks * tried).sum(1, keepdim=True) / tried.square().sum(1, keepdim=True)
         best = best.half().float()
         error = (blocks - best * tried).square_().sum(1, keepdim=True)
         better = error < least  # never true for NaN

@@ -21,9 +21,8 @@ from pyspec.cuda.ops.linear.dequant import E2M1, IQ4, e8m0, ue4m3
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
-MXFP4_LARGEST = (
-    127 + 7
-)  # code of the scale 2^7, the largest of linear_wgmma's f16 weights; no model comes near it
+# Code of the scale 2^7, the largest of linear_wgmma's f16 weights; no model comes near it
+MXFP4_LARGEST = 127 + 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +37,7 @@ class Format:
     minima  weights are scale * code - minimum: the kernels need sums of the rows, too
     scaled  a second scale for each row
     split   the file's rows [row, block, type_size] -> the rows that are encoded, and the factor of each
+    moved   as `encode`, but for the bytes of a record from `raised` on, which are higher by one there; None: `encode` is that
     """
 
     code: int
@@ -48,6 +48,8 @@ class Format:
     minima: bool = False
     scaled: bool = False
     split: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    moved: Callable[[Tensor], Tensor] | None = None
+    raised: int = 0
 
 
 def _nibbles(x: Tensor) -> Tensor:
@@ -164,20 +166,16 @@ def _six_bit_scales(x: Tensor) -> Tensor:
 
 def _encode_q4_k(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)  # one block of 256 is one chunk
-    lanes, scales = (
-        planes.by_lane(_eight_blocks(x[..., 16:])),
-        planes.pairs_in(_six_bit_scales(x[..., 4:16])),
-    )
+    lanes = planes.by_lane(_eight_blocks(x[..., 16:]))
+    scales = planes.pairs_in(_six_bit_scales(x[..., 4:16]))
     return torch.cat((planes.nibbles_in(lanes), scales, planes.pairs_in(x[..., :4])), -1)
 
 
 def _encode_q5_k(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)
     high = torch.stack([x[..., 16:48] >> i & 1 for i in range(8)], -2)
-    lanes, scales = (
-        planes.by_lane(_eight_blocks(x[..., 48:]) | high << 4),
-        planes.pairs_in(_six_bit_scales(x[..., 4:16])),
-    )
+    lanes = planes.by_lane(_eight_blocks(x[..., 48:]) | high << 4)
+    scales = planes.pairs_in(_six_bit_scales(x[..., 4:16]))
     return torch.cat(
         (planes.nibbles_in(lanes), planes.bits_in(lanes), scales, planes.pairs_in(x[..., :4])), -1
     )
@@ -349,9 +347,16 @@ def _encode_mxfp4(blocks: Tensor) -> Tensor:
         raise ModelError(
             f"an MXFP4 scale of 2^{int(blocks[..., 0].max()) - 127}; up to 2^7 the kernels can hold"
         )
+    records = _moved_mxfp4(blocks)
+    # So that the smallest scale, a denormal number in f32, is a normal one as well
+    records[..., 1024:] += 1
+    return records
+
+
+def _moved_mxfp4(blocks: Tensor) -> Tensor:
+    """Scales as they are in the file, of any size."""
     lanes = planes.by_lane(_nibbles(blocks[..., 1:]))
-    # one higher, so that the smallest scale, a denormal number in f32, is a normal one as well
-    return torch.cat((planes.e2m1_in(lanes), planes.bytes_in(blocks[..., 0] + 1)), -1)
+    return torch.cat((planes.e2m1_in(lanes), planes.bytes_in(blocks[..., 0])), -1)
 
 
 def _decode_mxfp4(records: Tensor) -> Tensor:
@@ -363,9 +368,8 @@ def _decode_mxfp4(records: Tensor) -> Tensor:
 
 def _encode_nvfp4(blocks: Tensor) -> Tensor:
     scales = blocks[..., :4]
-    scales = torch.where(
-        scales == 0x7F, 0, scales & 0x7F
-    )  # 0x7f counts as zero; 0xff, of no use, as 480
+    # 0x7f counts as zero; 0xff, of no use, as 480
+    scales = torch.where(scales == 0x7F, 0, scales & 0x7F)
     codes = _nibbles(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-2)  # two blocks of 32
     lanes = planes.by_lane(codes.unflatten(-1, (2, 32)).flatten(-3, -2))
     scales = planes.pairs_in(_e5m3(scales).unflatten(-1, (2, 2)).flatten(-3, -2))
@@ -395,7 +399,7 @@ FORMATS: dict[GGMLType, Format] = {
     GGMLType.Q6_K: Format(7, 8, 3360, _encode_q6_k, _decode_q6_k),
     GGMLType.IQ4_NL: Format(8, 4, 1152, _encode_q4(1, planes.NATURAL), _decode_iq4_nl),
     GGMLType.IQ4_XS: Format(9, 8, 2208, _encode_iq4_xs, _decode_iq4_xs),
-    GGMLType.MXFP4: Format(10, 4, 1088, _encode_mxfp4, _decode_mxfp4),
+    GGMLType.MXFP4: Format(10, 4, 1088, _encode_mxfp4, _decode_mxfp4, moved=_moved_mxfp4, raised=1024),
     GGMLType.NVFP4: Format(11, 4, 1152, _encode_nvfp4, _decode_nvfp4, scaled=True),
     GGMLType.F16: Format(12, 2, 2048, _encode_f16, _decode_f16),
     GGMLType.Q2_K: Format(14, 8, 1344, _encode_q2_k, _decode_q2_k),

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import KernelFile, Macros
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import Packed, n_chunks, n_groups, packed_bytes
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import Rows
 from pyspec.gguf import GGMLType
 
-GROUPS = {
-    8: 8,
-    16: 8,
-    24: 4,
-    32: 4,
-    48: 4,
-}  # for each pad that is taken: 16-row groups of a band at most
+# For each pad that is taken: 16-row groups of a band at most
+GROUPS = {8: 8, 16: 8, 24: 4, 32: 4, 48: 4}
 WAYS_M = 2  # warps that share a band's groups, for each of the four that share its columns
 COPIERS, LANES = 2, 2  # warps that fetch weights, and lanes of each that do
 ROW_LANES = 4  # lanes of a warp that fetch rows
 FETCHERS = COPIERS * LANES
 MAX_SLOTS = 48
-EARLY, STEADY = (
-    35_000,
-    52_000,
-)  # bytes of weights in flight to a CTA, before and after the end of its predecessor
+# Bytes of weights in flight to a CTA, before and after the end of its predecessor
+EARLY, STEADY = 35_000, 52_000
 # Of a matrix: larger ones stream better in whole tiles (linear_sm90.cu), whose end is a smaller part (docs/log.md).
 MOST_BYTES = 30_000_000
 LEAST_SHARED = 200 * 1024  # with less, slots are too few
@@ -87,7 +77,7 @@ def takes(spec: LinearSpec, pad: int, n_shared: int) -> bool:
 
 def defines(
     type: GGMLType, pad: int, epilogue: Epilogue, limit: float = 0.0, hands: float = 0.0
-) -> dict[str, int | str]:
+) -> Macros:
     """Macros of linear_pair.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -103,10 +93,8 @@ def defines(
     } | epilogue_macros(epilogue, limit, hands)
 
 
-@per_device
-def _kernel(device: torch.device, macros: tuple[tuple[str, int | str], ...], n_shared: int) -> Kernel:
-    code = compile_cubin("linear_pair", arch_of(torch.cuda.get_device_capability(device)), dict(macros))
-    return code.kernel("linear_pair", "ppppppiiiiiiiii").allow_shared(n_shared)
+FILE = KernelFile[tuple[tuple[str, int | str], ...]]("linear_pair", "ppppppiiiiiiiii", dict)
+"""By macros."""
 
 
 class PairLaunch:
@@ -117,10 +105,10 @@ class PairLaunch:
         n_pair = max(1, min(n_sm // 2, n_group))
         ring_ = ring(spec.type, pad, n_group, n_pair, n_shared)
         macros = defines(spec.type, pad, spec.epilogue, spec.limit, spec.hands)
-        self.kernel = _kernel(spec.device, tuple(macros.items()), n_shared)
+        self.kernel = FILE.kernel(spec.device, tuple(macros.items())).allow_shared(n_shared)
         self.grid, self.n_bytes = (2 * n_pair,), ring_.n_bytes
-        sizes = (spec.n_out, n_group, n_chunk, ring_.n_slot, ring_.weights, ring_.early, ring_.steady)
-        self.sizes = tuple(np.int32(n) for n in sizes)
+        slots = ring_.n_slot, ring_.weights, ring_.early, ring_.steady
+        self.sizes = spec.n_out, n_group, n_chunk, *slots
 
     def __call__(
         self,
@@ -132,15 +120,7 @@ class PairLaunch:
         late: bool = False,
     ) -> None:
         """late: the next launch begins when all launches before this product are over, and may use their results without a wait."""
-        tensors = (
-            packed.data,
-            rows.blocks,
-            rows.sums,
-            rows.powers,
-            out if residual is None else residual,
-            out,
-        )
-        args: tuple[Arg, ...] = (*tensors, np.int32(rows.n_row), *self.sizes, np.int32(late))
-        self.kernel.launch(
-            self.grid, 32 * (4 * WAYS_M + COPIERS + 1), args, self.n_bytes, overlap=overlap
-        )
+        add = out if residual is None else residual
+        read = packed.data, rows.blocks, rows.sums, rows.powers, add, out
+        args, threads = (*read, rows.n_row, *self.sizes, int(late)), 32 * (4 * WAYS_M + COPIERS + 1)
+        self.kernel.launch(self.grid, threads, args, self.n_bytes, overlap=overlap)

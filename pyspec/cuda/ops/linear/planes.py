@@ -17,12 +17,8 @@ SPREAD = (0, 2, 4, 6, 1, 3, 5, 7)
 NATURAL = (0, 1, 2, 3, 4, 5, 6, 7)
 PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # as rows of whole numbers lie (prepared.cuh)
 _UNPAIRED = (0, 2, 4, 6, 1, 3, 5, 7)
-_SIGNS = (
-    15,
-    12,
-    14,
-    13,
-)  # where the sign of each pair lies in its half of a word; the other bits at 9, 6, 3 and 0
+# Where the sign of each pair lies in its half of a word; the other bits at 9, 6, 3 and 0
+_SIGNS = 15, 12, 14, 13
 
 
 def by_lane(codes: Tensor) -> Tensor:
@@ -104,9 +100,8 @@ def crumbs_in(lanes: Tensor, low: int = 4) -> Tensor:
 
 
 def crumbs_out(plane: Tensor) -> Tensor:
-    x = (
-        plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
-    )  # ... lane odd h
+    # ... lane odd h
+    x = plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
     return torch.stack([x[..., k % 2, :] >> (k // 4 * 2 + k // 2 % 2 * 4) & 3 for k in range(8)], -1)
 
 
@@ -115,9 +110,8 @@ def bits_in(lanes: Tensor, bit: int = 4) -> Tensor:
 
     Byte 2 e + b is of block b and of the codes k % 2 == e; bit 4 l + 2 r + h in it is of row r, code 4 h + 2 l + e.
     """
-    x = (
-        (lanes >> bit & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
-    )  # group chunk two b lane r h l e
+    # Group chunk two b lane r h l e
+    x = (lanes >> bit & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
     x = x.permute(0, 1, 2, 4, 8, 3, 7, 5, 6).flatten(-3)
     return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
 
@@ -146,9 +140,8 @@ def levels_in(lanes: Tensor) -> Tensor:
 
 
 def levels_out(plane: Tensor) -> Tensor:
-    x = (
-        plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
-    )  # ... lane row byte
+    # ... lane row byte
+    x = plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
     nibbles = torch.stack((x & 15, x >> 4), -1).flatten(-2)
     return torch.cat((nibbles & 3, nibbles >> 2), -1)[..., _UNPAIRED]
 
@@ -156,9 +149,8 @@ def levels_out(plane: Tensor) -> Tensor:
 def signs_in(lanes: Tensor) -> Tensor:
     """Bit 2 of each code, 16 bytes a lane for eight blocks: a word has two blocks, bit 16 r + 4 i + 2 b + h of it is of row r, block b
     and code PAIRED[4 h + i]."""
-    x = (
-        (lanes[..., PAIRED] >> 2 & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
-    )  # group chunk two b lane r h i i
+    # Group chunk two b lane r h i i
+    x = (lanes[..., PAIRED] >> 2 & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
     x = x.permute(0, 1, 4, 2, 5, 7, 8, 3, 6).flatten(-3)
     return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
 

@@ -156,10 +156,8 @@ def drawn(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> TiledM
         return torch.empty(n_tile, n, ROWS, width, dtype=torch.uint8, device=device).random_()
 
     def equal(n: int, bits: int, is_float: bool) -> Tensor:
-        whole, field = (
-            {16: torch.int16, 32: torch.int32, 64: torch.int64}[bits],
-            0x3C00 if is_float else 0x7F7F,
-        )
+        whole = {16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
+        field = 0x3C00 if is_float else 0x7F7F
         return torch.full((n_tile, n, ROWS), field * ((1 << bits) // 0xFFFF), dtype=whole, device=device)
 
     return TiledMatrix(
@@ -371,9 +369,8 @@ def _k_scales(rows: Tensor, layout: type[BlockLayout]) -> tuple[Tensor, Tensor]:
 
 def _k_four(layout: type[BlockLayout]) -> Callable[[Tensor], Codes]:
     def split(rows: Tensor) -> Codes:
-        q = _fields(_field(rows, layout, "qs").unflatten(-1, (4, 32)), 4).flatten(
-            -3, -2
-        )  # [row, block, 8, 32]
+        # [row, block, 8, 32]
+        q = _fields(_field(rows, layout, "qs").unflatten(-1, (4, 32)), 4).flatten(-3, -2)
         if hasattr(layout, "qh"):
             q = q | _fields(_field(rows, layout, "qh"), 1) << 4
         return Codes(
@@ -438,10 +435,8 @@ def _iq2_xxs(rows: Tensor) -> Codes:
 
 def _iq3_xxs(rows: Tensor) -> Codes:
     layout = blocks.BlockIQ3_XXS
-    points, words = (
-        _field(rows, layout, "qs").unflatten(-1, (8, 8)),
-        _field(rows, layout, "signs").unflatten(-1, (8, 4)),
-    )
+    points = _field(rows, layout, "qs").unflatten(-1, (8, 8))
+    words = _field(rows, layout, "signs").unflatten(-1, (8, 4))
     q, scales = lattice(points, iq3_levels(rows.device), words, 8)
     return Codes(q.flatten(1), scales.flatten(1), None, _half(rows, layout, "d"))
 

@@ -153,9 +153,8 @@ class LinearTriton:
         )
         self.n_split = -(-n_step // per)
         is_gated = spec.epilogue is Epilogue.GATED
-        self.n_unit = (
-            self.n_tile // 2 if is_gated else self.n_tile
-        )  # units of work, each with a last program
+        # Units of work, each with a last program
+        self.n_unit = self.n_tile // 2 if is_gated else self.n_tile
         self.fuses = not is_gated or spec.n_out % ROWS == 0
         self.tickets = tickets_of(spec.device)
         self.constants = constants(spec.device, spec.type, spec.n_in) | {
@@ -192,12 +191,8 @@ class LinearTriton:
     ) -> None:
         """x [row, n_in] f16, whose rows are to be multiplied with `powers`; out and residual contiguous; residual may be `out`."""
         s, n_row = self.spec, x.shape[0]
-        assert (
-            x.is_contiguous()
-            and x.dtype == torch.float16
-            and out.is_contiguous()
-            and out.dtype == torch.float32
-        )
+        assert x.is_contiguous() and x.dtype == torch.float16 and out.is_contiguous()
+        assert out.dtype == torch.float32
         assert (matrix.n_out, matrix.n_in, matrix.type) == (s.n_weight_row, s.n_in, s.type)
         assert (residual is not None) == (s.epilogue is Epilogue.RESIDUAL)
         step = self.at_once
@@ -223,18 +218,15 @@ class LinearTriton:
         part = torch.empty(self.n_split * n_row * n_wide, dtype=torch.float32, device=x.device)
         tri.launch(*self._product(x, matrix, part, ends, out, n_row))
         if not self._fuses(n_row):
-            grid, given = (
-                (n_row, -(-self.spec.n_out // STRETCH)),
-                [self.none if t is None else t for t in ends],
-            )
+            grid = (n_row, -(-self.spec.n_out // STRETCH))
+            given = [self.none if t is None else t for t in ends]
             tri.launch(kernels.finish, grid, (part, *given, out, n_row, n_wide), self._ending(ends), 4)
 
     def compile_ahead(self, matrix: TiledMatrix, most: int) -> None:
         """Compile in other threads, while a load goes on, the builds that rounds of up to `most` rows are likely to launch."""
         some = torch.empty(4, dtype=torch.float32, device=self.spec.device)
-        end = (
-            some if self.spec.epilogue is Epilogue.RESIDUAL else None
-        )  # others' rows come from a norm, without powers
+        # Others' rows come from a norm, without powers
+        end = some if self.spec.epilogue is Epilogue.RESIDUAL else None
         for n_row in (n for n in BLOCKS if n <= block_of(most)[0]):
             tri.compile_ahead(
                 self._product(some.half(), matrix, some, (end, matrix.row_scales, end), some, n_row)
@@ -284,5 +276,4 @@ class LinearTriton:
         return rows.bind(RowsSpec(self.spec.device, self.spec.n_in, kind, dim))(x, prep)
 
 
-def bind(spec: LinearSpec) -> LinearTriton:
-    return LinearTriton(spec)
+bind = LinearTriton

@@ -30,9 +30,8 @@ def number(packed, NTH: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, L
         elif KIND == E8M0:
             found = (code << 23).to(tl.float32, bitcast=True) * 0.5
         else:
-            found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (
-                8388608.0 + LESS
-            )  # a conversion takes longer
+            # A conversion takes longer
+            found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,11 +16,11 @@ from torch import Tensor
 from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.cut import cut_gates
-from pyspec.cuda.jit import HOPPER, GpuKind, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import HOPPER, GpuKind, KernelFile, Macros, Program, arch_of
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.rows.cuda import ROW_MAJOR, WideRows
+from pyspec.cuda.ops.rows.cuda import FINISH, ROW_MAJOR, WideRows
 from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind
 from pyspec.gguf import GGMLType
@@ -32,27 +31,20 @@ SCRATCH_BYTES = 64 << 20  # of unpacked rows
 UNSUITED = (GGMLType.BF16,)  # its numbers have exponents that f16 has not
 
 
-def defines(type: GGMLType, gated: bool) -> dict[str, int | str]:
+def defines(type: GGMLType, gated: bool) -> Macros:
     """Macros of linear_unpack.cu."""
-    return {
-        "TYPE": FORMATS[type].code,
-        "CHUNK": CHUNKS[type],
-        "RECORD": RECORDS[type],
-        "GATED": int(gated),
-    }
+    code = FORMATS[type].code
+    return {"TYPE": code, "CHUNK": CHUNKS[type], "RECORD": RECORDS[type], "GATED": int(gated)}
 
 
-@per_device
-def _kernel(device: torch.device, type: GGMLType, gated: bool) -> jit.Kernel:
-    arch = arch_of(torch.cuda.get_device_capability(device))
-    return compile_cubin("linear_unpack", arch, defines(type, gated)).kernel("linear_unpack", "ppiiiiii")
+FILE = KernelFile[tuple[GGMLType, bool]]("linear_unpack", "ppiiiiii", lambda key: defines(*key))
 
 
 class UnpackLaunch:
     """Unpacks matrices of one type."""
 
     def __init__(self, device: torch.device, type: GGMLType, gated: bool) -> None:
-        self.type, self.gated, self.kernel = type, gated, _kernel(device, type, gated)
+        self.type, self.gated, self.kernel = type, gated, FILE.kernel(device, (type, gated))
         self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(self, packed: Packed, first: int, end: int, out: Tensor) -> None:
@@ -65,10 +57,8 @@ class UnpackLaunch:
         assert out.shape == (n_row, n_in) and out.dtype == torch.float16 and out.is_contiguous()
         n_group, n_chunk = n_groups(n_row), n_chunks(packed.type, n_in)
         sizes = (first // 16, n_group, n_groups(packed.n_out), n_chunk, n_row, n_in)
-        grid = (-(-n_chunk // WARPS), n_group)
-        self.kernel.launch(
-            grid, 32 * WARPS, (packed.data, out, *map(np.int32, sizes)), overlap=self.overlap
-        )
+        grid, args = (-(-n_chunk // WARPS), n_group), (packed.data, out, *sizes)
+        self.kernel.launch(grid, 32 * WARPS, args, overlap=self.overlap)
 
 
 @per_device
@@ -136,11 +126,8 @@ class UnpackedProduct:
         assert out.is_contiguous() and out.shape == (len(x), self.spec.n_out)
         half, powers = self.rows(x, prep)
         step, n, n_in = slice_rows(self.spec.n_in), self.spec.n_weight_row, self.spec.n_in
-        y = (
-            torch.empty_like(out)
-            if residual is not None and residual.data_ptr() == out.data_ptr()
-            else out
-        )
+        is_same = residual is not None and residual.data_ptr() == out.data_ptr()
+        y = torch.empty_like(out) if is_same else out
         for first in range(0, n, step):
             end = min(first + step, n)
             weights = self.scratch[: (end - first) * n_in].view(end - first, n_in)
@@ -162,10 +149,9 @@ class UnpackedProduct:
 
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
-    yield target.program("linear_unpack", defines(spec.type, spec.epilogue is Epilogue.GATED))
+    yield from FILE.programs((spec.type, spec.epilogue is Epilogue.GATED), target)
     yield from rows_builds(spec.n_in, PrepKind.PLAIN, 0, ROW_MAJOR, target)
-    yield target.program("rows_finish")
+    yield from FINISH.programs(None, target)
 
 
-def bind(spec: LinearSpec) -> UnpackedProduct:
-    return UnpackedProduct(spec)
+bind = UnpackedProduct

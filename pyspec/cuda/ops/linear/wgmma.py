@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import HOPPER, GpuKind, Kernel, Program, compile_cubin
+from pyspec.cuda.jit import HOPPER, GpuKind, Kernel, Macros, Program, compile_cubin
 from pyspec.cuda.kernel_context import current
+from pyspec.cuda.ops.linear.cuda import check_product
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
@@ -125,7 +125,7 @@ def defines(
     patience: int = PATIENCE,
     limit: float = 0.0,
     many: int = 0,
-) -> dict[str, int | str]:
+) -> Macros:
     """Macros of linear_wgmma.cu. many: rows that a launch takes in parts; 0: one part."""
     n_weight, n_row = stages(type, pad, many)
     return (
@@ -195,33 +195,22 @@ class WgmmaLaunch:
         n_group, (n_tile, n_chunk) = n_groups(spec.n_weight_row), n_tiles(spec)
         self.grid = (CLUSTER * min(min(n_sm, _MAX_GRID) // CLUSTER, -(-n_tile // CLUSTER) * n_chunk),)
         self.workspace = _workspace(spec.device, n_sm)
-        self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
+        self.sizes = spec.n_out, n_group, n_chunk
 
     def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         """See linear_ref. out and residual contiguous; residual may be `out`."""
         for first in range(0, x.shape[0], MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            self.multiply(
-                self.rows(x[part]), packed, out[part], None if residual is None else residual[part]
-            )
+            add = None if residual is None else residual[part]
+            self.multiply(self.rows(x[part]), packed, out[part], add)
 
     def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         """The product alone, for rows that several matrices share. Reads rows.blocks as `blocks_for_wgmma` makes them."""
-        assert (
-            out.is_contiguous()
-            and out.shape == (rows.n_row, self.spec.n_out)
-            and out.dtype == torch.float32
-        )
-        assert (packed.n_out, packed.n_in, packed.type) == (
-            self.spec.n_weight_row,
-            self.spec.n_in,
-            self.spec.type,
-        )
-        assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
+        check_product(self.spec, rows, packed, out, residual)
         assert rows.blocks.numel() >= rows.pad * (-(-self.spec.n_in // 256) * 256)
         work = self.workspace
         tensors = (packed.data, rows.blocks, rows.powers, out if residual is None else residual, out)
-        args = (*tensors, work.partial, work.counts, work.states, np.int32(rows.n_row), *self.sizes)
+        args = (*tensors, work.partial, work.counts, work.states, rows.n_row, *self.sizes)
         shared = shared_bytes(self.spec.type, rows.pad)
         self.kernels[rows.pad].launch(self.grid, _THREADS, args, shared, overlap=self.overlap)
 

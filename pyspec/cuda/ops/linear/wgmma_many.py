@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Program
+from pyspec.cuda.jit import HOPPER, GpuKind, Program
 from pyspec.cuda.ops.linear import wgmma
+from pyspec.cuda.ops.linear.cuda import check_product
 from pyspec.cuda.ops.linear.pack import Packed, n_groups
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.linear.wgmma import CLUSTER, PATIENCE
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsPrep
 from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, of_rows
 
+limits = wgmma.limits
 PADS = (96, 112, 128, 256)  # rows of a part; 256 take tiles of half as many weights
 MOST = 4096  # rows of a launch, whose powers lie in shared memory
 
@@ -30,10 +31,6 @@ MOST = 4096  # rows of a launch, whose powers lie in shared memory
 def part_of(n_row: int) -> int:
     """Rows of a part: those that leave the fewest over, and as many as possible."""
     return min(PADS, key=lambda pad: (-(-n_row // pad) * pad, -pad))
-
-
-def limits(spec: LinearSpec) -> str | None:
-    return wgmma.limits(spec)
 
 
 @per_device
@@ -86,9 +83,7 @@ class ManyLaunch:
     def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         """The product alone."""
         spec, work = self.spec, self.workspace
-        assert out.is_contiguous() and out.shape == (rows.n_row, spec.n_out)
-        assert (packed.n_out, packed.n_in, packed.type) == (spec.n_weight_row, spec.n_in, spec.type)
-        assert (residual is not None) == (spec.epilogue is Epilogue.RESIDUAL)
+        check_product(spec, rows, packed, out, residual)
         n_band = -(-self.n_group // (wgmma.records_of(rows.pad) * CLUSTER))
         n_item = n_band * -(-rows.n_row // rows.pad)
         n_cluster = min(self.n_cluster, n_item * self.n_chunk)
@@ -97,7 +92,7 @@ class ManyLaunch:
             n_whole -= 1  # each cluster has at least a unit of the line
         tensors = (packed.data, rows.blocks, rows.powers, out if residual is None else residual, out)
         sizes = (rows.n_row, spec.n_out, self.n_group, self.n_chunk, n_whole)
-        args: tuple[Arg, ...] = (*tensors, work.partial, work.counts, work.states, *map(np.int32, sizes))
+        args = *tensors, work.partial, work.counts, work.states, *sizes
         shared = wgmma.shared_bytes(spec.type, rows.pad, MOST)
         grid = (CLUSTER * n_cluster,)
         n_thread = 32 * wgmma.records_of(rows.pad) + 128
@@ -113,5 +108,4 @@ def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
     yield from rows_builds(spec.n_in, PrepKind.PLAIN, 0, TALL, target)
 
 
-def bind(spec: LinearSpec) -> ManyLaunch:
-    return ManyLaunch(spec)
+bind = ManyLaunch

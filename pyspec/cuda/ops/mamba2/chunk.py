@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,14 +56,8 @@ def narrow(s: Mamba2Shape, n_seq: int, n_multiprocessor: int) -> bool:
     return 2 * n_seq * s.n_head * s.head_dim // 64 <= n_multiprocessor
 
 
-def defines(s: Mamba2Shape, chunk: int, rows: int) -> dict[str, int | str]:
-    sizes: dict[str, int | str] = {
-        "HEADS": s.n_head,
-        "DIM": s.head_dim,
-        "GROUPS": s.n_group,
-        "N_STATE": s.n_state,
-    }
-    return sizes | {"CHUNK": chunk, "SLICE": rows}
+def defines(s: Mamba2Shape, chunk: int, rows: int) -> jit.Macros:
+    return s.macros() | {"CHUNK": chunk, "SLICE": rows}
 
 
 @dataclass(frozen=True)
@@ -83,24 +76,12 @@ class Mamba2Chunks:
         """Compute the shared values of a group's heads, and their scalars; `inputs` are m and dt. Returns the argument of `run`."""
         s, m, n_chunk = self.shape, inputs[0], batch.n_chunk
         assert isinstance(m, Tensor)
-        records = torch.empty(
-            n_chunk * s.n_group * record_bytes(s, self.chunk), dtype=torch.uint8, device=m.device
-        )
+        n_byte = n_chunk * s.n_group * record_bytes(s, self.chunk)
+        records = torch.empty(n_byte, dtype=torch.uint8, device=m.device)
         made = records, m.new_empty(n_chunk * s.n_head * SCALARS * self.chunk)
-        args = [
-            *inputs,
-            p.a,
-            p.dt_bias,
-            p.conv_w,
-            p.conv_b,
-            conv,
-            *made,
-            *batch.chunk_counts,
-            batch.fault,
-        ]
-        self.group.launch(
-            (s.n_group, n_chunk), GROUP_THREADS, args, group_shared(s, self.chunk), overlap=overlap
-        )
+        args = *inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *batch.chunk_counts, batch.fault
+        grid, shared = (s.n_group, n_chunk), group_shared(s, self.chunk)
+        self.group.launch(grid, GROUP_THREADS, args, shared, overlap=overlap)
         return made
 
     def run(
@@ -117,7 +98,7 @@ class Mamba2Chunks:
         """The states, and the results of the sequences that are chunked."""
         s = self.shape
         args: list[jit.Arg] = [layer.state, p.d, *inputs[:2], p.conv_w, p.conv_b, layer.conv, *made, out]
-        args += [*batch.chunk_counts, np.int32(batch.n_chunk), batch.fault]
+        args += [*batch.chunk_counts, batch.n_chunk, batch.fault]
         rows = max(self.states)
         if len(self.states) > 1 and narrow(s, batch.n_long, self.n_multiprocessor):
             rows = min(self.states)

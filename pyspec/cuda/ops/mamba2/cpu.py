@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty
-from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
-from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
+from pyspec.cuda.ops.mamba2.ref import GUARD, Mamba2Spec, Params
 from pyspec.cuda.ops.recurrent import cpu as recurrent
 from pyspec.cuda.ops.recurrent.launch import Fold
 from pyspec.cuda.ops.recurrent.ref import check_seqs
@@ -47,24 +46,17 @@ class CpuMamba2:
         out = empty(n_row, shape.n_head, shape.head_dim)
         conv = recurrent.conv_args(m, self.taps(p.conv_w), p.conv_b, layer)
         gates = dt, dt.stride(0), p.a, p.dt_bias, p.d
-        MAMBA2(
-            *conv,
-            *recurrent.batch_args(batch, layer, n_row, mamba2_ref.GUARD),
-            *gates,
-            *_kept(layer),
-            out,
-            *self.sizes,
-        )
+        seqs = recurrent.batch_args(batch, layer, n_row, GUARD)
+        MAMBA2(*conv, *seqs, *gates, *_kept(layer), out, *self.sizes)
         return out
 
     def folder(self) -> Fold:
         """Like mamba2_ref.flush, to the bits of this launch."""
-        return recurrent.folder(MAMBA2, mamba2_ref.GUARD, 5, _kept, self.sizes)
+        return recurrent.folder(MAMBA2, GUARD, 5, _kept, self.sizes)
 
 
 def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
     return layer.state, layer.x, layer.b, layer.decay, layer.dt
 
 
-def bind(spec: Mamba2Spec) -> CpuMamba2:
-    return CpuMamba2(spec)
+bind = CpuMamba2

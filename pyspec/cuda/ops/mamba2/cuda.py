@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.context import per_device
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
@@ -74,15 +72,14 @@ def columns_of(shape: Mamba2Shape) -> Sequence[int]:
     return [c for c in COLUMNS if shape.head_dim % (THREADS // LANES * c) == 0]
 
 
-def defines(s: Mamba2Shape, arch: str, columns: int) -> dict[str, int | str]:
+def defines(s: Mamba2Shape, arch: str, columns: int) -> jit.Macros:
     """Macros of mamba2.cu for `columns` a lane; all give the same bits."""
-    sizes: dict[str, int | str] = {
-        "HEADS": s.n_head,
-        "DIM": s.head_dim,
-        "GROUPS": s.n_group,
-        "N_STATE": s.n_state,
-    }
-    return sizes | {"COLS": columns, "BLOCKS": blocks_for(arch, columns)}
+    return s.macros() | {"COLS": columns, "BLOCKS": blocks_for(arch, columns)}
+
+
+FILE = jit.KernelFile[tuple[Mamba2Shape, str, int]](
+    "mamba2", {"mamba2_conv": CONV_ARGS, "mamba2_rows": ROWS_ARGS}, lambda key: defines(*key)
+)
 
 
 def columns_for(s: Mamba2Shape, n_seq: int, arch: str, n_multiprocessor: int) -> int:
@@ -90,13 +87,6 @@ def columns_for(s: Mamba2Shape, n_seq: int, arch: str, n_multiprocessor: int) ->
     choices, n = columns_of(s), s.n_head * n_seq * s.head_dim
     two, four = (waves(n, columns, arch, n_multiprocessor) for columns in COLUMNS)
     return 4 if 4 in choices and four <= 1 < two else choices[0]
-
-
-@per_device
-def _kernels(device: torch.device, shape: Mamba2Shape, columns: int) -> tuple[jit.Kernel, jit.Kernel]:
-    arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    code = jit.compile_cubin("mamba2", arch, defines(shape, arch, columns))
-    return code.kernel("mamba2_conv", CONV_ARGS), code.kernel("mamba2_rows", ROWS_ARGS)
 
 
 class Mamba2Launch:
@@ -111,11 +101,9 @@ class Mamba2Launch:
         self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         ways = [columns] if columns else columns_of(spec.shape)
-        self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
-        self.chunks, self.fault = (
-            mamba2_chunk.kernels(spec.device, spec.shape),
-            faults.record(spec.device),
-        )
+        self.kernels = {c: FILE.kernels(spec.device, (spec.shape, self.arch, c)) for c in ways}
+        self.chunks = mamba2_chunk.kernels(spec.device, spec.shape)
+        self.fault = faults.record(spec.device)
 
     def folder(self) -> Fold:
         return folder(self.spec)
@@ -140,21 +128,17 @@ class Mamba2Launch:
         old, new = buffers(m, s, *((0, 0) if own.only_long else (own.n_seq * layer.width, n_row)))
         cols = self.columns or columns_for(s, own.n_seq, self.arch, self.n_sm)
         (conv, rows), overlap = self.kernels[cols], self.overlap
-        inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), dt, np.int64(dt.stride(0))]
+        inputs = m, m.stride(0), dt, dt.stride(0)
         if not own.only_long:
             grid = (s.n_channel // CHANNELS, own.n_seq, stretches(n_row, own.n_seq, layer.width))
-            args = conv_args(
-                [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b], layer, old, new, own.counts, self.fault
-            )
+            read = *inputs, p.a, p.dt_bias, p.conv_w, p.conv_b
+            args = conv_args(read, layer, old, new, own.counts, self.fault)
             conv.launch(grid, CONV_THREADS, args, overlap=overlap)
         if own.n_long:
             made = self.chunks.prepare(inputs, p, layer.conv, own, overlap=overlap)
         if own.runs_rows:
-            args = [
-                *rows_args(layer, p.d, old, new, out, own.counts),
-                self.fault,
-                *prefetch_args(after, n_row),
-            ]
+            args = rows_args(layer, p.d, old, new, out, own.counts)
+            args += [self.fault, *prefetch_args(after, n_row)]
             rows.launch(rows_grid(s.n_head, s.head_dim, cols, own.n_seq), THREADS, args, overlap=overlap)
         if own.n_long:
             self.chunks.run(made, inputs, p, layer, out, own, overlap=overlap)
@@ -187,7 +171,7 @@ def rows_args(
 def programs(spec: Mamba2Spec, target: jit.GpuKind) -> Iterable[jit.Program]:
     shape, n = spec.shape, target.n_multiprocessor
     for columns in columns_of(shape):
-        yield target.program("mamba2", defines(shape, target.arch, columns))
+        yield from FILE.programs((shape, target.arch, columns), target)
     chunk, most = mamba2_chunk.cut(shape, target.arch)
     yield target.program("mamba2_chunk", mamba2_chunk.defines(shape, chunk, most))
     if most == 64 and (not n or mamba2_chunk.narrow(shape, 1, n)):
@@ -204,18 +188,16 @@ def folder(spec: Mamba2Spec) -> Fold:
     """The call that folds records without rows."""
     s, device, columns = spec.shape, spec.device, columns_of(spec.shape)[0]
     overlap = torch.cuda.get_device_capability(device) >= (9, 0)
-    conv, rows = _kernels(device, s, columns)
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+    conv, rows = FILE.kernels(device, (s, arch, columns))
     unread, fault = torch.zeros(s.n_channel * TAPS, device=device), faults.record(device)
-    inputs: list[jit.Arg] = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
+    inputs: list[jit.Arg] = [unread, 0, unread, 0, *[unread] * 4]
     old, new = [unread] * 4, [unread] * 5
 
     def run(layer: StateLayer, meta: Meta) -> None:
         counts = counts_of(meta, layer)
-        conv.launch(
-            (s.n_channel // CHANNELS, 1, 1),
-            CONV_THREADS,
-            conv_args(inputs, layer, old, new, counts, fault),
-        )
+        args = conv_args(inputs, layer, old, new, counts, fault)
+        conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args)
         args = [*rows_args(layer, unread, old, new, unread, counts), fault, *NOTHING]
         rows.launch(rows_grid(s.n_head, s.head_dim, columns, 1), THREADS, args, overlap=overlap)
 

@@ -31,14 +31,7 @@ from pyspec.cuda.guard import FaultPlace, Guard
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent import ref as recurrent
 from pyspec.cuda.ops.recurrent.check import layers_of, prompts, run_rounds
-from pyspec.cuda.ops.recurrent.ref import (
-    CHUNK,
-    Recurrence,
-    check_seqs,
-    convolve,
-    run_rows,
-    softplus,
-)
+from pyspec.cuda.ops.recurrent.ref import CHUNK, Recurrence, check_seqs, convolve, run_rows, softplus
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -115,9 +108,8 @@ def chunked(state: Tensor, rows: MambaRows) -> Tensor:
     """
     n_head, dim, _ = state.shape
     n_group = rows.b.shape[1]
-    whole = state.view(
-        n_group, -1, state.shape[2]
-    )  # heads that share B and C are multiplied with them at once
+    # Heads that share B and C are multiplied with them at once
+    whole = state.view(n_group, -1, state.shape[2])
     out = []
     for i in range(0, rows.x.shape[0], CHUNK):
         x = (rows.dt[i : i + CHUNK, :, None] * rows.x[i : i + CHUNK]).transpose(0, 1)
@@ -171,10 +163,8 @@ def make_params(shape: Mamba2Shape, gen: torch.Generator, device: torch.device) 
     n = shape.n_head
     a = -(torch.rand(n, generator=gen) * 4 - 2).exp()
     a[-1:] = -300.0
-    conv_w, conv_b = (
-        torch.randn(shape.n_channel, shape.n_conv, generator=gen) / 2,
-        torch.randn(shape.n_channel, generator=gen),
-    )
+    conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen) / 2
+    conv_b = torch.randn(shape.n_channel, generator=gen)
     drawn = (a, torch.randn(n, generator=gen) - 2, torch.randn(n, generator=gen), conv_w, 0.3 * conv_b)
     return Params(*(t.to(device) for t in drawn))
 

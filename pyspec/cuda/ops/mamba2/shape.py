@@ -21,6 +21,15 @@ class Mamba2Shape:
         n_group = -(-self.n_group // n)
         return replace(self, n_head=n_group * (self.n_head // self.n_group), n_group=n_group)
 
+    def macros(self) -> dict[str, int | str]:
+        """Of mamba2.cu and mamba2_chunk.cu."""
+        return {
+            "HEADS": self.n_head,
+            "DIM": self.head_dim,
+            "GROUPS": self.n_group,
+            "N_STATE": self.n_state,
+        }
+
     @property
     def n_channel(self) -> int:
         return self.n_head * self.head_dim + 2 * self.n_group * self.n_state

@@ -28,7 +28,6 @@ from pyspec.cuda.ops.recurrent.launch import (
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-OP_ID = GUARD.number
 ROWS = 16  # of a step of the convolution
 PART, WARPS = 8, 1  # of a program of mamba2_rows
 CHANNELS = 128  # of a program of mamba2_conv, at most
@@ -74,15 +73,7 @@ class Mamba2Triton:
         none, unread = self.unread[:0, None], self.unread
         return folding(lambda layer, meta: self._run(none, none, self.no_params, layer, meta, unread))
 
-    def _run(
-        self,
-        m: Tensor,
-        dt: Tensor,
-        p: Params,
-        layer: StateLayer,
-        meta: Meta,
-        out: Tensor,
-    ) -> None:
+    def _run(self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, meta: Meta, out: Tensor) -> None:
         from pyspec.cuda.ops.mamba2 import triton_kernels as kernels
 
         s, n_row, n_seq = self.spec.shape, m.shape[0], meta[0].shape[0]
@@ -92,22 +83,11 @@ class Mamba2Triton:
         counts, block = (n_seq, layer.state.shape[0], layer.width, n_row), channels_of(s)
         weights = p.a, p.dt_bias, p.conv_w, p.conv_b
         records = layer.x, layer.b, layer.decay, layer.dt
+        rest = *buffers, *meta, self.fault
         tri.launch(
             kernels.mamba2_conv,
             (s.n_channel // block + 1, n_seq, stretches(n_row, n_seq, layer.width)),
-            (
-                m,
-                dt,
-                *weights,
-                layer.conv,
-                *records,
-                *buffers,
-                *meta,
-                self.fault,
-                m.stride(0),
-                dt.stride(0),
-                *counts,
-            ),
+            (m, dt, *weights, layer.conv, *records, *rest, m.stride(0), dt.stride(0), *counts),
             {
                 "HEADS": s.n_head,
                 "SOME_HEADS": 1 << (s.n_head - 1).bit_length(),
@@ -115,7 +95,7 @@ class Mamba2Triton:
                 "WIDE": wide,
                 "BLOCK": block,
                 "ROWS": ROWS,
-                "OP": OP_ID,
+                "OP": GUARD.number,
             },
             4,
         )
@@ -129,7 +109,7 @@ class Mamba2Triton:
                 "DIM": s.head_dim,
                 "N_STATE": s.n_state,
                 "PART": self.part,
-                "OP": OP_ID,
+                "OP": GUARD.number,
             },
             self.warps,
         )

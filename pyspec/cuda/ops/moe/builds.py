@@ -9,7 +9,7 @@ from pyspec.cuda.cut import cut_macros
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
-from pyspec.cuda.ops.moe.ref import MoeSpec
+from pyspec.cuda.ops.moe.ref import Betas, MoeSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, UNIT, row_bytes
 from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import PrepKind
@@ -19,9 +19,9 @@ FEW_PAIRS, MANY_PAIRS = 8, 32
 GROUPS = 4  # of 16 weight rows in a CTA
 BUILDS = ((FEW_PAIRS, False), (FEW_PAIRS, True), (MANY_PAIRS, True))  # pairs of an item, LISTED
 ADDING = BUILDS[0]  # the build of downs that may sum the experts' outputs
-NONE, SWIGLU, RELU2, GEGLU, OAI = range(5)  # moe.cu's activations
-GATED = SWIGLU, GEGLU, OAI  # those of gates and ups
-ACTS = {"swiglu": SWIGLU, "relu2": RELU2, "geglu": GEGLU, "swiglu_oai": OAI}
+NONE, SWIGLU, RELU2, GEGLU, OAI, SITU = range(6)  # moe.cu's activations
+GATED = SWIGLU, GEGLU, OAI, SITU  # those of gates and ups
+ACTS = {"swiglu": SWIGLU, "relu2": RELU2, "geglu": GEGLU, "swiglu_oai": OAI, "situ": SITU}
 STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
 REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
 LEAST_STAGES = 2  # rather than as many CTAs as registers allow
@@ -30,10 +30,8 @@ INTEGER = frozenset((GGMLType.Q4_K, GGMLType.IQ2_XXS))
 HALVED = frozenset((GGMLType.Q2_K,))  # those whose downs do, with sums of 16 columns
 HALVED_UNIT = 160  # bytes of 64 columns of such a row
 INTEGER_FEW = 4  # of FEW_PAIRS
-INTEGER_CHUNKS, INTEGER_STAGES = (
-    {FEW_PAIRS: 4, MANY_PAIRS: 1},
-    2,
-)  # chunks of their rows in a stage; stages
+# Chunks of their rows in a stage; stages
+INTEGER_CHUNKS, INTEGER_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2
 INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_resident`)
     BUILDS[0]: (128, 100),
     BUILDS[1]: (100, 72),
@@ -42,10 +40,8 @@ INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_r
 IN_PARTS = frozenset((GGMLType.IQ2_XXS, GGMLType.Q2_K))  # types whose columns are summed in PARTS
 # Of theirs. With a build of 100 besides, 32 rows took 3 % longer (docs/log.md)
 PARTS_REGISTERS = INTEGER_REGISTERS | {BUILDS[1]: (80,)}
-PARTS, SPLIT_RESIDENT = (
-    2,
-    3,
-)  # which in one build have warps of their own; CTAs of that one on a multiprocessor
+# Which in one build have warps of their own; CTAs of that one on a multiprocessor
+PARTS, SPLIT_RESIDENT = 2, 3
 SPLIT_WAVES = 2  # of them, up to which it is the fastest: two rows of DeepSeek-V4-Flash (docs/log.md)
 LAST = 0.45  # of a full wave: fewer CTAs take as long
 
@@ -144,7 +140,7 @@ class MoeBuild:
 
     next      of gates and ups, the type of the downs
     resident  one of `residents`, 0 the first
-    limit     of a gated activation, 0: none
+    cut       of a gated activation (`MoeSpec.cut`)
     split     parts of columns have warps of their own
     biased    products have biases
     """
@@ -158,7 +154,7 @@ class MoeBuild:
     adds: bool = False
     next: GGMLType | None = None
     resident: int = 0
-    limit: float = 0.0
+    cut: float | Betas = 0.0
     split: bool = False
     biased: bool = False
 
@@ -192,15 +188,22 @@ class MoeBuild:
             }
             | ({"PARTS": PARTS} if in_parts(type, inner) else {})
             | ({"SPLIT": PARTS} if self.split else {})
-            | (cut_macros(self.limit) if self.act in GATED else {})
+            | (macros_of(self.cut) if self.act in GATED else {})
             | ({"BIASED": 1} if self.biased else {})
         )
+
+
+def macros_of(cut: float | Betas) -> dict[str, int | str]:
+    """Of the numbers of an activation."""
+    if isinstance(cut, tuple):
+        return {"BETA": f"{cut[0]!r}f", "LINEAR_BETA": f"{cut[1]!r}f"}
+    return cut_macros(cut)
 
 
 def programs(spec: MoeSpec, target: GpuKind) -> Iterable[Program]:
     if spec.up is None or spec.down is None or not _fits(spec, target):
         return
-    yield from _programs_of(spec.up, ACTS[spec.act], spec.down, spec.limit, spec.biased, target)
+    yield from _programs_of(spec.up, ACTS[spec.act], spec.down, spec.cut, spec.biased, target)
     yield from _programs_of(spec.down, NONE, None, 0.0, spec.biased, target)
     yield target.program("moe_pairs")
     for kind in (PrepKind.PLAIN, PrepKind.NORM):
@@ -208,7 +211,7 @@ def programs(spec: MoeSpec, target: GpuKind) -> Iterable[Program]:
 
 
 def _programs_of(
-    type: GGMLType, act: int, next: GGMLType | None, limit: float, biased: bool, target: GpuKind
+    type: GGMLType, act: int, next: GGMLType | None, cut: float | Betas, biased: bool, target: GpuKind
 ) -> Iterable[Program]:
     """Of gates and ups, or of downs (`next` is None)."""
     inner = next is not None
@@ -221,7 +224,7 @@ def _programs_of(
         if splits(type, pairs, listed, inner):
             kinds.append((0, True))
         for resident, split in kinds:
-            of = pairs, stages, act, inner, listed, adds, next, resident, limit, split, biased
+            of = pairs, stages, act, inner, listed, adds, next, resident, cut, split, biased
             build = MoeBuild(type, *of)
             yield target.program("moe", build.defines())
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyspec.cpu import kernels
 from pyspec.cpu.kernels import CpuKernel, empty
-from pyspec.cuda.cut import bounds
 from pyspec.cuda.ops.linear.cpu import CHUNK, N_SUM, PLAIN, TYPES, CpuRows, prepared, sample, table_of
 from pyspec.cuda.ops.moe.ref import ACTS, NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.rows.ref import Norm
@@ -46,7 +45,7 @@ class CpuExperts:
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
         assert (stacks.gate is not None) == spec.has_gates and stacks.shared is None
         self.act = ACTS.index(spec.act)
-        self.n_in, self.n_ff, self.limits = stacks.down.n_out, stacks.down.n_in, bounds(spec.limit)
+        self.n_in, self.n_ff, self.limits = stacks.down.n_out, stacks.down.n_in, spec.numbers
         named = [s for s in (stacks.gate, stacks.up, stacks.down) if s is not None]
         self.n_expert, self.whole = stacks.n_expert, any(s.type not in PLAIN for s in named[:-1])
         self.tables = {s.type: table_of(s.type) for s in named if s.type is not None}
@@ -59,6 +58,11 @@ class CpuExperts:
         scale = None if stack.scale is None else stack.scale.float().contiguous()
         bias = None if stack.bias is None else stack.bias.float().contiguous()
         return stack.data, scale, bias, self.tables[stack.type], int(stack.type), stack.data.stride(0)
+
+    def described(self, n_used: int) -> bytes:
+        """As the kernel's `MoeArgs`, of no rows."""
+        sizes = 0, self.n_in, self.n_ff, self.n_expert, n_used, 0, 0, self.act
+        return _MOE.packed(*6 * (None,), *self.stacks, *4 * (None,), *sizes, *self.limits)
 
     def __call__(
         self,
@@ -125,17 +129,14 @@ def check(
     stacks = stacks_for(spec, n_expert, n_in, n_ff, generator)
     own, other = launch(stacks), reference(stacks.unpacked())
     probe = torch.randn(8, n_in, generator=generator) @ stacks.up.matrix(0).T
-    size = (
-        2 * (abs(spec.limit) or 1.0) / float(probe.square().mean().sqrt())
-    )  # gates and ups lie on both sides of a limit
+    # Gates and ups lie on both sides of a limit
+    size = 2 * (abs(spec.limit) or spec.betas[0] or 1.0) / float(probe.square().mean().sqrt())
     for n_row, of_same in ((1, False), (5, False), (21, False), (21, True)):
         x = size * torch.randn(n_row, n_in, generator=generator)
         ids = torch.rand(n_row, n_expert, generator=generator).argsort(-1)[:, :n_used].int()
         ids = ids[:1].expand(n_row, -1).contiguous() if of_same else ids.contiguous()
-        weights, gate = (
-            torch.rand(n_row, n_used, generator=generator),
-            torch.rand(n_row, 1, generator=generator),
-        )
+        weights = torch.rand(n_row, n_used, generator=generator)
+        gate = torch.rand(n_row, 1, generator=generator)
         added = Added(
             torch.randn(n_row, n_in, generator=generator),
             torch.randn(n_row, n_in, generator=generator),

@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, Kernel, KernelFile, arch_of, compile_cubin
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import interleave, n_chunks, n_groups, packed_bytes, repack
 from pyspec.cuda.ops.moe.builds import (
@@ -50,7 +49,8 @@ from pyspec.cuda.ops.moe.builds import (
     splits,
     stage_bytes,
 )
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, Betas, ExpertsRun, MoeSpec, Stack, Stacks
+from pyspec.cuda.ops.repack.ref import Repack
 from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.temporary import temporary
@@ -73,6 +73,8 @@ def rows_at_once(n_used: int, n_expert: int) -> int:
 def limits(spec: MoeSpec) -> str | None:
     if spec.device.type != "cuda":
         return "runs on NVIDIA GPUs only"
+    if spec.slots is not None:
+        return "experts in the host's memory"
     if not abs(spec.limit) < MOST_LIMIT:
         return f"activations cut at {spec.limit}; the kernel takes limits below {MOST_LIMIT:g}"
     if spec.biased and spec.pieces:
@@ -97,6 +99,9 @@ def limits(spec: MoeSpec) -> str | None:
     return None
 
 
+SIGNATURE = "pppp" + "ppp" + "ppp" + "pppp" + "ppppppp" + "l" + 9 * "i"
+
+
 @dataclass(frozen=True, slots=True)
 class PackedStack:
     """A matrix of every expert, repacked: records [expert, bytes] uint8, scales [expert, n_scale] f32 (or one value), biases
@@ -110,19 +115,25 @@ class PackedStack:
     biases: Tensor | None = None
 
 
-def pack(*stacks: Stack) -> PackedStack:
-    """One stack, or gates and ups with their rows interleaved."""
+def pack(*stacks: Stack, kernel: Repack | None = None) -> PackedStack:
+    """One stack, or gates and ups with their rows interleaved. kernel: that of a type without a scale of rows."""
     first, type = stacks[0], stacks[0].type
     assert type is not None and all(s.type is type for s in stacks)
-    n_expert, n_out, n_in, device = (
-        first.data.shape[0],
-        sum(s.n_out for s in stacks),
-        first.n_in,
-        first.data.device,
-    )
+    n_expert, n_out, n_in = first.data.shape[0], sum(s.n_out for s in stacks), first.n_in
+    device = first.data.device
     # whole tiles may be repacked together: those of an expert then lie together, too
     at_once = n_expert if n_out % 256 == 0 else 1
     n_record, scales = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type], []
+    if kernel is not None:
+        parts = [s.data.reshape(n_expert * s.n_out, -1) for s in stacks]
+        raw = (interleave(*parts) if len(parts) == 2 else parts[0].contiguous()).view(
+            -1, at_once * n_out, parts[0].shape[1]
+        )
+        made = [kernel(x, (at_once * n_out, n_in)) for x in raw]
+        records = (made[0] if len(made) == 1 else torch.cat(made)).view(n_expert, n_record)
+        return PackedStack(
+            records, torch.zeros(n_expert, 1, device=device), type, n_out, n_in, _biases(stacks)
+        )
     n_byte = packed_bytes(type, n_expert * n_out, n_in) if at_once > 1 else n_expert * n_record
     whole = torch.empty(n_byte, dtype=torch.uint8, device=device)
     with temporary(device):
@@ -191,13 +202,17 @@ class _Compiled:
     pairs: int
 
     def launch(
-        self, grid: tuple[int, int], n_job: float, n_multiprocessor: int, args: list[Arg], overlap: bool
+        self,
+        grid: tuple[int, int],
+        n_job: float,
+        n_multiprocessor: int,
+        args: Sequence[Arg],
+        overlap: bool,
     ) -> None:
         """n_job: CTAs that will have work, about."""
         if self.split is not None and n_job <= SPLIT_WAVES * SPLIT_RESIDENT * n_multiprocessor:
-            return self.split.launch(
-                grid, PARTS * 32 * GROUPS, args, PARTS * self.shared, overlap=overlap
-            )
+            shared = PARTS * self.shared
+            return self.split.launch(grid, PARTS * 32 * GROUPS, args, shared, overlap=overlap)
         kernel = self.kernels[n_resident(n_job, tuple(self.kernels), n_multiprocessor)]
         kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
 
@@ -211,7 +226,7 @@ def _step(
     next: GGMLType | None,
     listed: bool = True,
     adds: bool = False,
-    limit: float = 0.0,
+    cut: float | Betas = 0.0,
     biased: bool = False,
 ) -> _Compiled:
     """next: of gates and ups, the type of the downs; of downs None."""
@@ -221,12 +236,10 @@ def _step(
     shared = stages * stage_bytes(type, pairs, inner)
 
     def kernel(resident: int, split: bool, shared: int) -> Kernel:
-        of = pairs, stages, act, inner, listed, adds, next, resident, limit, split, biased
+        of = pairs, stages, act, inner, listed, adds, next, resident, cut, split, biased
         build = MoeBuild(type, *of)
         code = compile_cubin("moe", arch_of(capability), build.defines())
-        return code.kernel(
-            "moe", "pppp" + "ppp" + "ppp" + "pppp" + "ppppppp" + "l" + 9 * "i"
-        ).allow_shared(shared)
+        return code.kernel("moe", SIGNATURE).allow_shared(shared)
 
     parts = kernel(0, True, PARTS * shared) if splits(type, pairs, listed, inner) else None
     return _Compiled(
@@ -234,10 +247,7 @@ def _step(
     )
 
 
-@per_device
-def _pair_kernels(device: torch.device) -> tuple[Kernel, Kernel]:
-    code = compile_cubin("moe_pairs", arch_of(torch.cuda.get_device_capability(device)))
-    return code.kernel("moe_lists", "pppiiii"), code.kernel("moe_combine", "ppppppiii")
+PAIRS: KernelFile[None] = KernelFile("moe_pairs", {"moe_lists": "pppiiii", "moe_combine": "ppppppiii"})
 
 
 @per_device
@@ -298,7 +308,7 @@ class _Product:
         shared: PackedStack | None,
         act: int,
         next: GGMLType | None,
-        limit: float = 0.0,
+        cut: float | Betas = 0.0,
     ) -> None:
         self.stack, self.shared = stack, stack if shared is None else shared
         self.n_piece = 0 if shared is None else shared.records.shape[0]
@@ -306,7 +316,7 @@ class _Product:
         self.n_out = stack.n_out // 2 if act in GATED else stack.n_out
         biased = stack.biases is not None
         self.steps = {
-            (n, listed): _step(device, stack.type, n, act, next, listed, False, limit, biased)
+            (n, listed): _step(device, stack.type, n, act, next, listed, False, cut, biased)
             for n, listed in BUILDS
         }
         adding = device, stack.type, ADDING[0], act, None, ADDING[1], True, 0.0, biased
@@ -329,30 +339,11 @@ class _Product:
         the sums of y."""
         own = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
         s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
-        sizes = (
-            s.scales.shape[1],
-            t.n_expert,
-            n_used,
-            n_row,
-            self.n_piece,
-            step,
-            self.n_out,
-            self.n_group,
-            self.n_chunk,
-        )
-        args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
-        args += [
-            y.y,
-            h.blocks,
-            h.sums,
-            h.powers,
-            *y.args(),
-            y.y if out is None else out,
-            self.tickets,
-            s.scales if s.biases is None else s.biases,
-            np.int64(s.records.shape[1]),
-            *(np.int32(n) for n in sizes),
-        ]
+        counts = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece
+        sizes = s.records.shape[1], *counts, step, self.n_out, self.n_group, self.n_chunk
+        read = s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items
+        made = y.y, h.blocks, h.sums, h.powers, *y.args(), y.y if out is None else out
+        args = *read, *made, self.tickets, s.scales if s.biases is None else s.biases, *sizes
         n_shared, n_column = self.n_piece * -(-n_row // own.pairs), -(-self.n_group // GROUPS)
         n_job = n_column * (n_shared + n_taken(t.n_expert, n_used, n_row))
         own.launch((n_column, n_shared + t.n_item), n_job, self.n_multiprocessor, args, overlap)
@@ -367,16 +358,22 @@ class ExpertsLaunch:
         assert (stacks.shared is None) == (spec.pieces == 0) and spec.down is not None
         with temporary(spec.device):
             pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
-        inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)
-        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], spec.down, spec.limit)
+        inner, shared = pack_inner(stacks), None if pieces is None else pack_inner(pieces)
+        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], spec.down, spec.cut)
         shared = None if pieces is None else pack(pieces.down)
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
-        self.lists, self.combine = _pair_kernels(spec.device)
-        self.most = rows_at_once(spec.n_used, self.n_expert)
+        self.lists, self.combine = PAIRS.kernels(spec.device, None)
+        self.most = rows_at_once(spec.n_used, spec.n_expert or self.n_expert)
         self.x_rows = _rows(spec.device, spec.n_in, self.most, layout_of(spec.up))
         both = planes_of(spec.up, inner=True) and planes_of(spec.down, inner=False)
         self.finding = INTEGER_FEWEST if both else FEWEST
         self.h = _between(spec.device, spec.n_ff, self.most * (spec.n_used + spec.pieces), spec.down)
+
+    def put(self, inner: PackedStack, down: PackedStack) -> None:
+        """Other experts of the same shape, as many as there are."""
+        self.n_expert = len(down.records)
+        for product, stack in ((self.inner, inner), (self.down, down)):
+            product.stack = product.shared = stack
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
         """Rows ready to be multiplied, before their experts are chosen: this saves the launch between a choice and its products.
@@ -403,9 +400,8 @@ class ExpertsLaunch:
         for first in range(0, len(x), self.most):
             part = slice(first, first + self.most)
             rows = ready if isinstance(ready, Rows) else self.x_rows(x[part], norm)
-            shares = self.shares(
-                rows, ids[part], weights[part], added.part(part), out if is_few else None
-            )
+            own = rows, ids[part], weights[part], added.part(part)
+            shares = self.shares(*own, out if is_few else None)
             if not is_few:
                 self._add(shares, out[part])
         return out
@@ -413,31 +409,27 @@ class ExpertsLaunch:
     def shares(
         self, rows: Rows, ids: Tensor, weights: Tensor, added: Added = NOTHING, out: Tensor | None = None
     ) -> Shares:
-        """The products alone, of `most` rows at most: their next reader sums them. Of FEWEST rows they may be summed in `out`."""
+        """The products alone, of `most` rows at most: their next reader sums them. Of FEWEST rows they may be summed in `out`.
+
+        An id of -1 is no expert: nothing is read for it, and its place in `y` is left as it is, so only `lane.gate` may sum these.
+        """
         ids, weights = ids.contiguous(), weights.contiguous()
         (n_row, n_used), pieces = ids.shape, self.spec.pieces
-        assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (
-            rows.n_row,
-            self.spec.n_used,
-        )
+        assert ids.dtype == torch.int32 and ids.shape == weights.shape == (rows.n_row, self.spec.n_used)
         assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
         assert added.shared is None or not pieces
         taken, h, overlap = self._taken(ids), self.h, self.x_rows.overlap
-        y = torch.empty(
-            n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=ids.device
-        )
+        y = weights.new_empty(n_row * (n_used + pieces), self.spec.n_in)
         shared = y[n_row * n_used :] if pieces else added.shared
-        shares = Shares(
-            y, weights, shared, added.gate, added.residual, pieces or int(shared is not None)
-        )
+        n_piece = pieces or int(shared is not None)
+        shares = Shares(y, weights, shared, added.gate, added.residual, n_piece)
         self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap)
         self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out, overlap)
         return shares
 
     def _add(self, shares: Shares, out: Tensor) -> None:
         n_quad = self.spec.n_in // 4
-        sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
-        args: list[Arg] = [shares.y, *shares.args(), out, *sizes]
+        args = shares.y, *shares.args(), out, self.spec.n_used, n_quad, shares.n_piece
         self.combine.launch((len(out), -(-n_quad // 256)), 256, args, overlap=self.x_rows.overlap)
 
     def _taken(self, ids: Tensor) -> _Taken:
@@ -451,24 +443,24 @@ class ExpertsLaunch:
         n_item = min(n_pair, self.n_expert + n_pair // per_item)
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
         items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
-        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
-        self.lists.launch(
-            (1,), -(-self.n_expert // 32) * 32, (ids, order, items, *sizes), overlap=self.x_rows.overlap
-        )
+        args = ids, order, items, n_pair, self.n_expert, per_item, n_item
+        n_thread = -(-self.n_expert // 32) * 32
+        self.lists.launch((1,), n_thread, args, overlap=self.x_rows.overlap)
         return _Taken(ids, order, items, n_item, pairs, True, self.n_expert)
 
 
-def _pack_inner(s: Stacks) -> PackedStack:
-    return pack(s.up) if s.gate is None else pack(s.gate, s.up)
+def pack_inner(s: Stacks, kernel: Repack | None = None) -> PackedStack:
+    """Gates and ups."""
+    return pack(*((s.up,) if s.gate is None else (s.gate, s.up)), kernel=kernel)
 
 
 def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
     """Compiles now, so that a refusal comes before weights are loaded."""
     assert spec.up is not None and spec.down is not None
     for n, listed in BUILDS:
-        of_inner = ACTS[spec.act], spec.down, listed, False, spec.limit, spec.biased
+        of_inner = ACTS[spec.act], spec.down, listed, False, spec.cut, spec.biased
         _step(spec.device, spec.up, n, *of_inner)
         _step(spec.device, spec.down, n, NONE, None, listed, False, 0.0, spec.biased)
     _step(spec.device, spec.down, ADDING[0], NONE, None, ADDING[1], True, 0.0, spec.biased)
-    _pair_kernels(spec.device)
+    PAIRS.kernels(spec.device, None)
     return lambda stacks: ExpertsLaunch(spec, stacks)

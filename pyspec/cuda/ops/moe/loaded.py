@@ -24,6 +24,7 @@ class LoadedExperts:
 
     run      the launch, loaded
     readies  it takes rows that are prepared before the choice, and gives products that are not summed
+    begins   it begins when the choice is known, beside what does not depend on it
     norms    it norms rows on the way; in plain torch, and beside products that do not, they are normed before
     of_cpu   it is the kernel of CPUs, which norms rows
     summed_by  the streams that sum the outputs of few rows; None: the launch does
@@ -32,6 +33,7 @@ class LoadedExperts:
     def __init__(self, spec: MoeSpec, run: ExpertsRun, *, of_cpu: bool = False) -> None:
         self.run: Any = run
         self.readies = all(hasattr(run, name) for name in ("room", "prepare", "most", "shares"))
+        self.begins = hasattr(run, "begin")
         of_rows = RowsSpec(spec.device, spec.n_in, PrepKind.NORM)
         on_the_way = spec.device.type == "cuda" and rows.chosen(of_rows) is not rows.reference
         self.norms = on_the_way or of_cpu
@@ -53,7 +55,7 @@ class LoadedExperts:
     def _summed(
         self, x: Tensor, routes: Routes, norm: Norm | None, added: Added, ready: object
     ) -> Tensor | Shares:
-        leaves = self.summed_by is not None and ready is not None and added.gate is None
+        leaves = self.readies and self.summed_by is not None and ready is not None and added.gate is None
         if leaves and self.summed_by.sums_of(len(x)):
             shares: Shares = self.run.shares(ready, routes.ids, routes.weights, added)
             return shares
@@ -63,6 +65,11 @@ class LoadedExperts:
     def prepare(self, x: Tensor, norm: Norm | None) -> object:
         """Rows ready to be multiplied, before their experts are chosen; None for more than go at once."""
         return self.run.prepare(*self._normed(x, norm))
+
+    def begin(self, x: Tensor, norm: Norm | None, routes: Routes, row_seq: Tensor) -> object:
+        """Begin with rows whose experts are known; the call takes it as `ready`. row_seq [row] int32: below 0 of rows that are padding."""
+        own = row_seq if len(row_seq) == len(x) else None  # a row may stand once for each of its experts
+        return self.run.begin(*self._normed(x, norm), routes.ids, routes.weights, own)
 
     def routed(
         self, x: Tensor, norm: Norm, stream: Tensor | None, choice: Choice, shared: Tensor | None

@@ -8,7 +8,8 @@
 //   powers   INNER: [row]; else [pair][step]  f32
 //            PLANES: x is [row, or pair][unit of 64 columns][144 or (PLANES 2) 160] u8, whole numbers with sums and powers
 //            (prepared.cuh; PLANES 2: halved); no others
-//   ids      [row, n_used]       i32  the experts of a row: pair = row * n_used + choice; behind those, n_row pairs a piece
+//   ids      [row, n_used]       i32  the experts of a row (-1: none, whose output is not written): pair = row * n_used + choice; behind
+//                                     those, n_row pairs a piece
 //   order    [pair]              i32  LISTED: pairs by expert (moe_lists)
 //   items    [item]              i32 x 4  LISTED: {expert, first place in `order`, pairs, 0}
 //   biases   [expert][tile16][16]  f32  BIASED: what is added to an expert's products, in the order of its weight rows
@@ -59,6 +60,11 @@
 #define RELU2 2
 #define GEGLU 3  // rows as of SWIGLU
 #define OAI 4    // so, too
+#define SITU 5   // and so, with BETA and LINEAR_BETA
+#ifndef BETA
+#define BETA 1.f
+#define LINEAR_BETA 0.f
+#endif
 #ifndef BIASED
 #define BIASED 0
 #endif
@@ -98,7 +104,9 @@ __device__ __forceinline__ int row_of(int pair, int n_used) {
   return static_cast<int>((static_cast<float>(pair) + 0.5f) * __fdividef(1.f, static_cast<float>(n_used)));
 }
 
-__device__ __forceinline__ int expert_of(int id, int n_expert) { return min(max(id, 0), n_expert - 1); }
+constexpr int kNone = -1;  // of a pair that takes no expert: its y is not written
+
+__device__ __forceinline__ int expert_of(int id, int n_expert) { return id == kNone ? kNone : min(max(id, 0), n_expert - 1); }
 
 // Every warp finds the pairs that took the expert of `pair`, from it on, at most kPad, and writes them down for itself. Of one
 // row all pairs are looked at apart: no expert is taken twice.
@@ -108,8 +116,9 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
   if (n_row == 1) {
     if (lane == 0) found[0] = pair;
     __syncwarp();
-    return {expert, 1};
+    return {expert, expert != kNone};
   }
+  if (expert == kNone) return {expert, 0};
   int n_before = 0, n = 0;
 #pragma unroll 1
   for (int first = 0; first < n_pair; first += 32 * kBatch) {
@@ -117,7 +126,7 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const int at = first + 32 * k + lane;
-      own[k] = at < n_pair ? expert_of(__ldcg(ids + at), n_expert) : -1;
+      own[k] = at < n_pair ? expert_of(__ldcg(ids + at), n_expert) : kNone;
     }
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
@@ -139,6 +148,10 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
 
 // Of a gate and its up.
 __device__ __forceinline__ float activated(float gate, float up) {
+  if (ACT == SITU) {
+    if (LINEAR_BETA > 0.f) up = LINEAR_BETA * tanhf(up / LINEAR_BETA);
+    return BETA * tanhf(gate / BETA) / (1.f + __expf(-gate)) * up;
+  }
   gate = cut_gate(gate), up = cut_up(up);
   if (ACT == OAI) return gate / (1.f + __expf(-1.702f * gate)) * (up + 1.f);
   if (ACT == GEGLU) return gate / (1.f + __expf(-1.5957691216f * gate * fmaf(0.044715f * gate, gate, 1.f))) * up;

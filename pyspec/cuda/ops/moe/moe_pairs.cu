@@ -1,7 +1,7 @@
 // Around the products of experts: which rows take which (moe_lists; the fewest find each other in moe.cu), and the sum of what
 // a row's experts gave (moe_combine), where neither moe.cu nor rows.cu makes it.
 //
-//   ids      [pair]          i32  pair = row * n_used + choice
+//   ids      [pair]          i32  pair = row * n_used + choice; -1: it takes none, and stands in no list
 //   order    [pair]          i32  pairs by expert; within one in any order: no row's result depends on it
 //   items    [n_item]        i32 x 4  {expert, first place in `order`, pairs, 0}; at most `per_item` pairs, none past the last
 //
@@ -40,8 +40,9 @@ extern "C" __global__ void __launch_bounds__(kMost, 1)
   count[t] = 0;
   wait_for_predecessor();
   __syncthreads();
-  auto expert_of = [&](int pair) { return min(max(ids[pair], 0), n_expert - 1); };
-  for (int p = t; p < n_pair; p += n_thread) atomicAdd(&count[expert_of(p)], 1);
+  auto expert_of = [&](int pair) { return ids[pair] == -1 ? -1 : min(max(ids[pair], 0), n_expert - 1); };
+  for (int p = t; p < n_pair; p += n_thread)
+    if (const int expert = expert_of(p); expert >= 0) atomicAdd(&count[expert], 1);
   __syncthreads();
   const int n = count[t], n_part = (n + per_item - 1) / per_item;
   u32 all;  // pairs in the lower half, items in the upper: neither reaches 2^16
@@ -52,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(kMost, 1)
   for (int i = static_cast<int>(all >> 16) + t; i < n_item; i += n_thread) items[i] = make_int4(0, 0, 0, 0);
   count[t] = first;  // where the expert's next pair goes
   __syncthreads();
-  for (int p = t; p < n_pair; p += n_thread) order[atomicAdd(&count[expert_of(p)], 1)] = p;
+  for (int p = t; p < n_pair; p += n_thread)
+    if (const int expert = expert_of(p); expert >= 0) order[atomicAdd(&count[expert], 1)] = p;
 }
 
 extern "C" __global__ void __launch_bounds__(256)

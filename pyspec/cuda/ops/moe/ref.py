@@ -5,7 +5,7 @@ over the rows that took it, and each row adds its experts' outputs in the order 
 not depend on the choices of other rows. A shared expert, if it is one of the op's, runs for all rows and is added after those.
 
     x        [row, n_in]    f32    normed, or as they are with the norm given
-    ids      [row, n_used]  int32  the experts of a row, best first
+    ids      [row, n_used]  int32  the experts of a row, best first; -1 is none, and adds nothing
     weights  [row, n_used]  f32    the factor of each
     out      [row, n_in]    f32    sum of weight * down(act(...)), plus the addends
 """
@@ -20,18 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.cut import cut_gates
+from pyspec.cuda.cut import bounds, cut_gates
 from pyspec.cuda.exact import by_row, linear
+from pyspec.cuda.guard import Guard
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
 
+GUARD = Guard(18, lost="the host did not compute a layer's experts within two seconds")
 LEAST_SUM = 6.103515625e-5  # least divisor of a row's weights, 2^-14 as in llama.cpp
 
-Act = Literal["swiglu", "relu2", "geglu", "swiglu_oai"]
+Act = Literal["swiglu", "relu2", "geglu", "swiglu_oai", "situ"]
 ACTS = get_args(Act)  # in the order of kernels
 Router = Literal["softmax", "sigmoid", "sqrtsoftplus", "chosen"]
 OAI_SLOPE = 1.702  # of gates in `swiglu_oai`
+Betas = tuple[float, float]
+"""Of `situ`: of gates, and of ups, which stay as they are where theirs is not positive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,11 @@ class RouteSpec:
     n_group: int = 1
     n_group_used: int = 1
     shifted: bool = False
+
+    def check_beside(self, bias: Tensor | None, given: Tensor | None, shift: Tensor | None) -> None:
+        """Assert that a call has what the spec says."""
+        has = bias is not None, given is not None, shift is not None
+        assert has == (self.biased, self.given, self.shifted)
 
     @property
     def other_limit(self) -> str | None:
@@ -150,9 +159,8 @@ def bind_route(spec: RouteSpec) -> Route:
         """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias and shift [n_expert] f32,
         given [row, n_used]."""
         assert (given is not None) == spec.given and (shift is not None) == spec.shifted
-        assert (
-            matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
-        )
+        assert matrix.shape == (spec.n_expert + spec.gated, spec.n_in)
+        assert (bias is not None) == spec.biased
         y = linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
         gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
         scores = y[:, : spec.n_expert] if shift is None else y[:, : spec.n_expert] + shift
@@ -179,8 +187,8 @@ class Stack:
 
     def product(self, x: Tensor, expert: int) -> Tensor:
         """Of rows x [row, n_in] with an expert's matrix, and its bias. [row, n_out] f32"""
-        y = product(x, self.matrix(expert))
-        return y if self.bias is None else y + self.bias[expert]
+        y = product(x, self.matrix(expert).to(x.device))
+        return y if self.bias is None else y + self.bias[expert].to(x.device)
 
     def matrix(self, expert: int) -> Tensor:
         """[n_out, n_in], unpacked now if it is not yet."""
@@ -217,11 +225,6 @@ class Stacks:
             None if shared is None else shared.unpacked(),
         )
 
-    @property
-    def other_gate(self) -> GGMLType | None:
-        """`MoeSpec.gate`"""
-        return None if self.gate is None or self.gate.type is self.up.type else self.gate.type
-
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
@@ -232,6 +235,8 @@ class MoeSpec:
     n_expert  for limits alone: a check of a few experts holds for any number that an implementation takes
     limit     of gates and ups (`cuda/cut.py`)
     biased    every product has a bias
+    slots     None: matrices are on the device. Else they are in the host's memory, and so many experts have a copy on the device, too
+    betas     of `situ`
     """
 
     device: torch.device
@@ -247,6 +252,18 @@ class MoeSpec:
     limit: float = 0.0
     gate: GGMLType | None = None
     biased: bool = False
+    slots: int | None = None
+    betas: Betas = (0.0, 0.0)
+
+    @property
+    def cut(self) -> float | Betas:
+        """The numbers of the activation: betas, or the limit."""
+        return self.betas if self.act == "situ" else self.limit
+
+    @property
+    def numbers(self) -> Betas:
+        """The same as two: bounds of a limit."""
+        return self.betas if self.act == "situ" else bounds(self.limit)
 
     @property
     def has_gates(self) -> bool:
@@ -291,16 +308,26 @@ class ExpertsRun(Protocol):
 Moe = Callable[[Stacks], ExpertsRun]  # the launch that the op binds: experts are loaded once
 
 
-def activate(gate: Tensor | None, up: Tensor, limit: float = 0.0, act: Act = "swiglu") -> Tensor:
-    """silu(gate) * up, its like by `act`, or relu(up)^2 without a gate."""
+def activate(gate: Tensor | None, up: Tensor, cut: float | Betas = 0.0, act: Act = "swiglu") -> Tensor:
+    """silu(gate) * up, its like by `act`, or relu(up)^2 without a gate. cut: as of `MoeSpec`"""
     if gate is None:
         return F.relu(up).square()
-    gate, up = cut_gates(gate, up, limit)
+    if isinstance(cut, tuple):
+        beta, linear = cut
+        up = linear * (up / linear).tanh() if linear > 0 else up
+        return beta * (gate / beta).tanh() * gate.sigmoid() * up
+    gate, up = cut_gates(gate, up, cut)
     if act == "geglu":
         return F.gelu(gate, approximate="tanh") * up
     if act == "swiglu_oai":
         return gate * (OAI_SLOPE * gate).sigmoid() * (up + 1)
     return F.silu(gate) * up
+
+
+def gated_halves(y: Tensor, limit: float) -> Tensor:
+    """silu(gate) * up of gates and ups side by side, cut as in `activate`."""
+    gate, up = y.chunk(2, -1)
+    return activate(gate, up, limit)
 
 
 def combine(y: Tensor, weights: Tensor, added: Added = NOTHING) -> Tensor:
@@ -323,7 +350,7 @@ def bind(spec: MoeSpec) -> Moe:
 
         def expert(of: Stacks, e: int, x: Tensor) -> Tensor:
             gate = None if of.gate is None else of.gate.product(x, e)
-            return of.down.product(activate(gate, of.up.product(x, e), spec.limit, spec.act), e)
+            return of.down.product(activate(gate, of.up.product(x, e), spec.cut, spec.act), e)
 
         def moe(
             x: Tensor,
@@ -337,9 +364,9 @@ def bind(spec: MoeSpec) -> Moe:
             n_row, n_used = ids.shape
             chosen = ids.flatten().long()
             order = chosen.sort(dim=0, stable=True).indices
-            counts = chosen.bincount(minlength=stacks.n_expert).tolist()
-            y = torch.empty(n_row * n_used, n_in, dtype=torch.float32, device=x.device)
-            at = 0
+            at = int((chosen == -1).sum())  # these are none: they add nothing
+            counts = chosen[order[at:]].bincount(minlength=stacks.n_expert).tolist()
+            y = torch.zeros(n_row * n_used, n_in, dtype=torch.float32, device=x.device)
             for e, n in enumerate(counts):
                 if n:
                     places = order[at : at + n]

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda import tri
-from pyspec.cuda.cut import bounds
 from pyspec.cuda.ops.linear import tile_codes
 from pyspec.cuda.ops.linear.tile_launch import BLOCKS, constants, nothing, planes, table_of
 from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix, tile
@@ -42,6 +41,8 @@ WORTH = 1 << 26  # weights repacked at once
 def limits(spec: MoeSpec) -> str | None:
     if (why := tri.missing(spec.device)) is not None:
         return why
+    if spec.slots is not None:
+        return "experts in the host's memory"
     if spec.biased and spec.pieces:
         return "a shared expert beside experts with biases"
     if spec.up is None or spec.down is None or spec.gate is not None:
@@ -118,11 +119,9 @@ class _TileProduct:
     """All experts' products with one matrix of each."""
 
     def __init__(self, spec: MoeSpec, matrix: TiledMatrix, n_expert: int, inner: bool) -> None:
-        self.inner, self.planes, self.n_expert = (
-            inner,
-            planes(matrix, table_of(spec.device, matrix.type), nothing(spec.device)),
-            n_expert,
-        )
+        self.inner = inner
+        self.planes = planes(matrix, table_of(spec.device, matrix.type), nothing(spec.device))
+        self.n_expert = n_expert
         self.n_tile = matrix.n_out // ROWS // (n_expert + spec.pieces)
         form = FORMATS[matrix.type]
         n_step, n_at_once = form.n_step(matrix.n_in), self.n_tile * spec.n_used
@@ -168,9 +167,8 @@ class ExpertsTriton:
     """The experts of one layer, ready to run. See ref.py for the tensors."""
 
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
-        assert (stacks.gate is None) == (spec.act == "relu2") and (stacks.shared is None) == (
-            spec.pieces == 0
-        )
+        assert (stacks.gate is None) == (spec.act == "relu2")
+        assert (stacks.shared is None) == (spec.pieces == 0)
         self.spec, self.n_expert, device = spec, stacks.n_expert, spec.device
         with temporary(device):
             pieces = [] if stacks.shared is None else [cut(stacks.shared, spec.pieces)]
@@ -261,8 +259,7 @@ class ExpertsTriton:
                 **ends,
                 "ACT": ACTS.index(spec.act),
                 "POWERS": powers is not None,
-                "GATE_LIMIT": bounds(spec.limit)[0],
-                "LIMIT": bounds(spec.limit)[1],
+                **dict(zip(("GATE_LIMIT", "LIMIT"), spec.numbers, strict=True)),
                 "BLOCKS": BETWEEN,
             },
             4,

@@ -14,7 +14,7 @@ from pyspec.cuda.ops.recurrent.triton_kernels import sigmoid
 from pyspec.cuda.tri_guards import kernel
 
 NONE = tl.constexpr(1 << 30)  # an expert that none is
-SWIGLU, RELU2, GEGLU, OAI = (tl.constexpr(i) for i in range(4))  # ref.ACTS
+SWIGLU, RELU2, GEGLU, OAI, SITU = (tl.constexpr(i) for i in range(5))  # ref.ACTS
 
 
 @triton.jit
@@ -153,9 +153,8 @@ def products(
                         N_IN, N_CHUNK, N_SPAN, BITS, SPLIT, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, AT_ONCE, half,
                     )  # fmt: skip
                 else:
-                    place = tl.minimum(
-                        chunk, X_STEP // 64 - 1
-                    )  # of a chunk without columns it does not matter
+                    # Of a chunk without columns it does not matter
+                    place = tl.minimum(chunk, X_STEP // 64 - 1)
                     power = tl.load(
                         powers + row.to(tl.int64) * (X_STEP // 64) + place, mask=is_row, other=0.0
                     )
@@ -209,10 +208,15 @@ def between(
             own_biases = biases + expert.to(tl.int64) * (2 * N_FF) + column
             y += tl.load(own_biases, mask=is_column, other=0.0)
             up += tl.load(own_biases + N_FF, mask=is_column, other=0.0)
-        if LIMIT > 0.0:
+        if ACT == SITU:  # GATE_LIMIT and LIMIT are its betas
+            if LIMIT > 0.0:
+                up = LIMIT * (2.0 * sigmoid(2.0 * up / LIMIT) - 1.0)
+        elif LIMIT > 0.0:
             y = tl.minimum(y, GATE_LIMIT)
             up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        if ACT == OAI:
+        if ACT == SITU:
+            y = GATE_LIMIT * (2.0 * sigmoid(2.0 * y / GATE_LIMIT) - 1.0) * sigmoid(y) * up
+        elif ACT == OAI:
             y = y * sigmoid(1.702 * y) * (up + 1.0)
         elif ACT == GEGLU:
             y = y * sigmoid(1.5957691216 * y * (1.0 + 0.044715 * y * y)) * up

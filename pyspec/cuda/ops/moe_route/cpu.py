@@ -43,15 +43,11 @@ def bind(spec: RouteSpec) -> Route:
             "moe_route takes float32"
         )
         assert matrix.shape == (n_out, spec.n_in) and matrix.is_contiguous() and norm.is_contiguous()
-        assert (bias is not None) == spec.biased and (given is not None) == spec.given
-        assert (shift is not None) == spec.shifted
+        spec.check_beside(bias, given, shift)
         named = None if given is None else given.int().contiguous()
         n, k = len(x), spec.n_used
-        ids, weights, gate = (
-            empty(n, k, dtype=torch.int32),
-            empty(n, k),
-            empty(n, 1) if spec.gated else None,
-        )
+        ids, weights = empty(n, k, dtype=torch.int32), empty(n, k)
+        gate = empty(n, 1) if spec.gated else None
         outs, groups = (ids, weights, gate), (spec.n_group, spec.n_group_used)
         sizes = (n, spec.n_in, spec.n_expert, k, router, spec.renorm, *groups)
         ROUTE(x, x.stride(0), norm, matrix, bias, shift, named, *outs, *sizes, spec.scale, spec.eps)

@@ -7,15 +7,12 @@ Scores and the experts' input are made of the same rows, so the first kernel may
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, KernelFile, Macros
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import Route, Routes, RouteSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, Rows, RowsLaunch, values_of
@@ -36,9 +33,9 @@ def limits(spec: RouteSpec) -> str | None:
     return spec.other_limit
 
 
-def defines(spec: RouteSpec) -> dict[str, int | str]:
+def defines(spec: RouteSpec) -> Macros:
     """Macros of moe_route.cu."""
-    macros: dict[str, int | str] = {
+    macros: Macros = {
         "N_IN": spec.n_in,
         "N_EXPERT": spec.n_expert,
         "N_USED": spec.n_used,
@@ -58,10 +55,9 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
     return macros
 
 
-@per_device
-def _kernels(device: torch.device, spec: RouteSpec) -> tuple[Kernel, Kernel]:
-    code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
-    return code.kernel("moe_scores", "ppppppp" + "iiii" + "ff"), code.kernel("moe_choose", "pppppf")
+ENTRIES = {"moe_scores": "ppppppp" + "iiii" + "ff", "moe_choose": "pppppf"}
+FILE = KernelFile("moe_route", ENTRIES, defines)
+programs = FILE.programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +83,8 @@ def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool =
     """
     parts = -(-spec.n_in // 1024)
     groups = 1 if n_row <= FEW else WARPS // parts
-    n, room = (
-        -(-(spec.n_expert + spec.gated) // (KEPT * groups)),
-        n_multiprocessor * (WARPS // (parts * groups)),
-    )
+    n = -(-(spec.n_expert + spec.gated) // (KEPT * groups))
+    room = n_multiprocessor * (WARPS // (parts * groups))
 
     def spread(most: int) -> Grid:
         per_cta = -(-n_row // most)
@@ -114,7 +108,7 @@ class RouteLaunch:
 
     def __init__(self, spec: RouteSpec) -> None:
         self.spec = spec
-        self.scores, self.choose = _kernels(spec.device, replace(spec, scale=1.0, eps=0.0))
+        self.scores, self.choose = FILE.kernels(spec.device, replace(spec, scale=1.0, eps=0.0))
         self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -133,64 +127,31 @@ class RouteLaunch:
     ) -> Routes:
         """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them."""
         spec, n_score = self.spec, self.n_score
-        assert (
-            matrix.shape == (n_score, spec.n_in)
-            and matrix.is_contiguous()
-            and (bias is not None) == spec.biased
-        )
+        assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous()
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
+        spec.check_beside(bias, given, shift)
         x, n_row = x.contiguous(), x.shape[0]
-        assert (given is not None) == spec.given and (shift is not None) == spec.shifted
         bias = bias if shift is None else shift
         if given is not None:  # nothing is chosen: they go where a bias would
             assert given.shape == (n_row, spec.n_used)
             bias = given.to(torch.int32).contiguous()
-        floats: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-        logits, weights = (
-            torch.empty(n_row, n_score, **floats),
-            torch.empty(n_row, spec.n_used, **floats),
-        )
-        gate = torch.empty(n_row, 1, **floats) if spec.gated else None
+        logits, weights = x.new_empty(n_row, n_score), x.new_empty(n_row, spec.n_used)
+        gate = x.new_empty(n_row, 1) if spec.gated else None
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
         if n_row:
             grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
             to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
-            sizes = (
-                n_row,
-                grid.per_cta,
-                grid.scoring,
-                0 if into is None or into.layout == PLANES else into.pad,
-            )
-            args = (
-                x,
-                norm,
-                matrix,
-                logits,
-                *to,
-                *map(np.int32, sizes),
-                np.float32(spec.eps),
-                np.float32(power),
-            )
+            pad = 0 if into is None or into.layout == PLANES else into.pad
+            sizes = n_row, grid.per_cta, grid.scoring, pad
+            args = x, norm, matrix, logits, *to, *sizes, spec.eps, power
             self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
-            args = (
-                logits,
-                logits if bias is None else bias,
-                ids,
-                weights,
-                logits if gate is None else gate,
-            )
-            self.choose.launch(
-                (n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap
-            )
+            beside = logits if bias is None else bias, ids, weights, logits if gate is None else gate
+            chosen = logits, *beside, spec.scale
+            self.choose.launch((n_row,), self.n_choose, chosen, overlap=self.overlap)
         return Routes(ids, weights, gate)
 
 
-def programs(spec: RouteSpec, target: GpuKind) -> list[Program]:
-    return [target.program("moe_route", defines(spec))]
-
-
-def bind(spec: RouteSpec) -> RouteLaunch:
-    return RouteLaunch(spec)
+bind = RouteLaunch
 
 
 def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:

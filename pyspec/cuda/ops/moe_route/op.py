@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.op import Impl, Op, implemented
 from pyspec.cuda.ops.moe import ref as moe_ref
-from pyspec.cuda.ops.moe_route import cpu as moe_route_cpu
-from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
-from pyspec.cuda.ops.moe_route import triton as moe_route_triton
+from pyspec.cuda.ops.moe_route import cpu, cuda, triton
 
 
 def shapes(device: torch.device) -> list[moe_ref.RouteSpec]:
@@ -29,18 +27,8 @@ def shapes(device: torch.device) -> list[moe_ref.RouteSpec]:
 moe_route: Op[moe_ref.RouteSpec, moe_ref.Route] = Op(
     "moe_route",
     Impl("torch", moe_ref.bind_route),
-    [
-        Impl(
-            "cuda",
-            moe_route_cuda.bind,
-            moe_route_cuda.limits,
-            capturable=True,
-            programs=moe_route_cuda.programs,
-        ),
-        Impl("triton", moe_route_triton.bind, moe_route_triton.limits, capturable=True),
-        Impl("cpu", moe_route_cpu.bind, moe_route_cpu.limits, capturable=True),
-    ],
-    moe_route_cuda.check,
+    implemented(cuda, triton, cpu),
+    cuda.check,
     shapes=shapes,
     in_prompts=False,
 )

@@ -49,18 +49,9 @@ class RouteTriton:
 
         s, n_row, n_split, device = self.spec, x.shape[0], self.n_split, x.device
         n_score = s.n_expert + s.gated
-        assert (
-            matrix.shape == (n_score, s.n_in)
-            and matrix.is_contiguous()
-            and (bias is not None) == s.biased
-        )
-        assert (
-            norm.shape == (s.n_in,)
-            and norm.is_contiguous()
-            and x.shape[1] == s.n_in
-            and (given is not None) == s.given
-            and (shift is not None) == s.shifted
-        )
+        assert matrix.shape == (n_score, s.n_in) and matrix.is_contiguous()
+        assert norm.shape == (s.n_in,) and norm.is_contiguous() and x.shape[1] == s.n_in
+        s.check_beside(bias, given, shift)
         bias = bias if shift is None else shift
         ids = torch.empty(n_row, s.n_used, dtype=torch.int32, device=device)
         weights = torch.empty(n_row, s.n_used, dtype=torch.float32, device=device)
@@ -76,28 +67,15 @@ class RouteTriton:
             {"N_IN": s.n_in, "N_SCORE": n_score, "PER": COLUMNS, "BK": STEP, "BM": ROWS, "BN": SCORES},
             4,
         )
-        own = [
-            self.none if bias is None else bias,
-            ids if given is None else given.to(torch.int32).contiguous(),
-        ]
+        own = self.none if bias is None else bias, ids if given is None else given.int().contiguous()
         likely, wide = torch.empty_like(part[: n_row * s.n_expert]), _power_of_two(s.n_expert)
         by_group, of_group = s.n_group > 1 and not s.given, s.n_expert // s.n_group
+        groups = torch.empty_like(likely) if by_group else self.none
+        more = self.none if gate is None else gate, likely, groups
         tri.launch(
             kernels.choose,
             (n_row,),
-            (
-                part,
-                squares,
-                *own,
-                ids,
-                weights,
-                self.none if gate is None else gate,
-                likely,
-                torch.empty_like(likely) if by_group else self.none,
-                n_row,
-                s.eps,
-                s.scale,
-            ),
+            (part, squares, *own, ids, weights, *more, n_row, s.eps, s.scale),
             {
                 "N_IN": s.n_in,
                 "N_EXPERT": s.n_expert,
@@ -123,5 +101,4 @@ class RouteTriton:
         return Routes(ids, weights, gate)
 
 
-def bind(spec: RouteSpec) -> RouteTriton:
-    return RouteTriton(spec)
+bind = RouteTriton

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
 from pyspec.cpu.tensors import add, scaled
-from pyspec.cuda.ops.norms.ref import Norms, NormsSpec
+from pyspec.cuda.ops.norms.ref import NormsSpec
 
 _RUN = CpuKernel("pyspec_norms", "10qd")
 
 
-def limits(spec: NormsSpec) -> str | None:
-    return missing() if spec.device.type == "cpu" else "runs on CPUs only"
+limits = on_cpu
 
 
 class CpuNorms:
@@ -48,5 +47,4 @@ class CpuNorms:
         return out
 
 
-def bind(spec: NormsSpec) -> Norms:
-    return CpuNorms(spec)
+bind = CpuNorms

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, KernelFile, Macros, Program
 from pyspec.cuda.ops.norms.ref import GUARD, Norms, NormsSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, TALL, RowsLaunch, aligned
 from pyspec.cuda.ops.rows.ref import Norm
 
-OP_ID = GUARD.number
 MAX_THREADS = 512  # as rows.cu's, so that squares have one order
 MAX_COLUMNS = 16384  # eight times 4 columns in each thread's registers
 MAX_INTO = 8192  # of rows that also go to the next product
 ARGS, INTO_ARGS = "ppp" + "pppp" + "lllif" + "pf" + "p", "pf" + "ppp" + "if"
 MAX_ROWS = 1 << 30
-ALONE = np.int64(0), np.float32(1.0)  # nothing is added
+ALONE = None, 1.0  # nothing is added
+NOTHING = (None,) * 4  # there is no second input
 OFF = 1e-5  # of a row, relative to its size: another order of sums
 
 
@@ -36,22 +36,21 @@ def threads_for(n: int) -> int:
     return min(-(-n // 128) * 32, MAX_THREADS)
 
 
-def defines(n: int, layer: bool, layout: int | None = None) -> dict[str, int | str]:
+def defines(n: int, layer: bool, layout: int | None = None) -> Macros:
     """Macros of norms.cu. layout: of the next product's rows, if they are written, too."""
-    macros: dict[str, int | str] = {
+    macros: Macros = {
         "COLUMNS": n,
         "LAYER": int(layer),
         "THREADS": threads_for(n),
-        "OP_ID": OP_ID,
+        "OP_ID": GUARD.number,
     }
     return macros if layout is None else macros | {"INTO": 1, "LAYOUT": layout}
 
 
-@per_device
-def _kernel(device: torch.device, n: int, layer: bool, layout: int | None = None) -> Kernel:
-    arch = arch_of(torch.cuda.get_device_capability(device))
-    code = compile_cubin("norms", arch, defines(n, layer, layout))
-    return code.kernel("norms", ARGS if layout is None else ARGS + INTO_ARGS)
+Build = tuple[int, bool, int | None]
+FILE = KernelFile[Build](
+    "norms", lambda build: ARGS if build[2] is None else ARGS + INTO_ARGS, lambda build: defines(*build)
+)
 
 
 class NormsLaunch:
@@ -59,22 +58,20 @@ class NormsLaunch:
 
     def __init__(self, spec: NormsSpec) -> None:
         self.spec, self.n, self.threads = spec, spec.n, threads_for(spec.n)
-        self.eps = np.float32(spec.eps)
-        self.kernel, self.fault = _kernel(spec.device, spec.n, spec.layer), faults.record(spec.device)
+        self.kernel = FILE.kernel(spec.device, (spec.n, spec.layer, None))
+        self.fault = faults.record(spec.device)
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         out = self._room(x.shape[0], self.n, x)
-        none = np.int64(0)
-        self._run((x, weight, out), (none, none, none, none), self.n, x.shape[0], 0)
+        self._run((x, weight, out), NOTHING, self.n, x.shape[0], 0)
         return out
 
     def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
         out = self._room(x.shape[0], self.n, x)
         assert stream.dtype == torch.float32 and stream.is_contiguous() and stream.shape == x.shape
         assert stream.data_ptr() % 16 == 0
-        none, after = np.int64(0), (stream, np.float32(factor))
-        self._run((x, weight, out), (none, none, none, none), self.n, x.shape[0], 0, after)
+        self._run((x, weight, out), NOTHING, self.n, x.shape[0], 0, (stream, factor))
         return out
 
     def added_into(
@@ -83,25 +80,10 @@ class NormsLaunch:
         """`added`, whose result `to` holds with `norm` as well, as if it had prepared these rows itself. `takes` says where."""
         out, n_row = self._room(x.shape[0], self.n, x), x.shape[0]
         assert self.takes(to) and norm.weight.is_contiguous() and norm.weight.data_ptr() % 16 == 0
-        rows, none = to.room(n_row), np.int64(0)
-        next = (
-            norm.weight,
-            np.float32(norm.eps),
-            rows.blocks,
-            rows.sums,
-            rows.powers,
-            np.int32(rows.pad),
-        )
-        self._run(
-            (x, weight, out),
-            (none, none, none, none),
-            self.n,
-            n_row,
-            0,
-            (stream, np.float32(factor)),
-            _kernel(x.device, self.n, self.spec.layer, to.prepare.layout),
-            (*next, np.float32(norm.power)),
-        )
+        rows = to.room(n_row)
+        kernel = FILE.kernel(x.device, (self.n, self.spec.layer, to.prepare.layout))
+        next = norm.weight, norm.eps, rows.blocks, rows.sums, rows.powers, rows.pad, norm.power
+        self._run((x, weight, out), NOTHING, self.n, n_row, 0, (stream, factor), kernel, next)
         to.hold(out, norm, rows)
         return out
 
@@ -120,13 +102,8 @@ class NormsLaunch:
     def paired(self, a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
         out = self._room(a.shape[0], 2 * self.n, a)
         assert a.shape == b.shape
-        self._run(
-            (a, a_weight, out),
-            (b, b_weight, out[:, self.n :], np.int64(0)),
-            2 * self.n,
-            a.shape[0],
-            b.shape[0],
-        )
+        second = b, b_weight, out[:, self.n :], None
+        self._run((a, a_weight, out), second, 2 * self.n, a.shape[0], b.shape[0])
         return out
 
     def _room(self, n_row: int, n_column: int, like: Tensor) -> Tensor:
@@ -134,31 +111,30 @@ class NormsLaunch:
 
     def _run(
         self,
-        first: tuple[Tensor, Tensor, Tensor],
-        second: tuple[Tensor | np.int64, Tensor | np.int64, Tensor | np.int64, Tensor | np.int64],
+        first: Sequence[Tensor],
+        second: Sequence[Tensor | None],
         step: int,
         n_first: int,
         n_second: int,
-        after: tuple[Tensor | np.int64, np.float32] = ALONE,
+        after: tuple[Tensor | None, float] = ALONE,
         kernel: Kernel | None = None,
-        more: tuple[Arg, ...] = (),
+        more: Sequence[Arg] = (),
     ) -> None:
         """Rows of the first input, then of the second; `step` is the distance of rows in both outputs. after: what is added to the first
         ones, and then multiplies them."""
         given: list[Arg] = []
-        steps = [np.int64(0), np.int64(0), np.int64(step)]
+        steps = [0, 0, step]
         for i, (x, weight, *to) in enumerate((first, second)):
-            if isinstance(x, Tensor) and isinstance(weight, Tensor):
+            if x is not None and weight is not None:
                 x = aligned(x)
-                assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (
-                    self.n,
-                )
+                assert x.dtype == weight.dtype == torch.float32
+                assert weight.shape == x.shape[1:] == (self.n,)
                 assert weight.is_contiguous() and weight.data_ptr() % 16 == 0
-                steps[i] = np.int64(x.stride(0))
+                steps[i] = x.stride(0)
             given += [x, weight, *to]
         assert n_first + n_second <= MAX_ROWS
         if n_first + n_second:
-            args = (*given, *steps, np.int32(n_first), self.eps, *after, self.fault)
+            args = (*given, *steps, n_first, self.spec.eps, *after, self.fault)
             kernel = self.kernel if kernel is None else kernel
             kernel.launch((n_first + n_second,), self.threads, (*args, *more), overlap=self.overlap)
 
@@ -170,8 +146,7 @@ def programs(spec: NormsSpec, target: GpuKind) -> list[Program]:
     return [target.program("norms", defines(spec.n, spec.layer, layout)) for layout in layouts]
 
 
-def bind(spec: NormsSpec) -> NormsLaunch:
-    return NormsLaunch(spec)
+bind = NormsLaunch
 
 
 def rows_of(n_row: int, n: int, gen: torch.Generator) -> Tensor:
@@ -195,10 +170,8 @@ def check(launch: Norms, reference: Norms, spec: NormsSpec) -> str | None:
         a = wide[:, 8 : 8 + spec.n]
         rows = torch.randint(0, n_row, (5,), generator=gen).to(spec.device)
         alone, (all_rows, some) = launch(a, weights[0]), launch.picked(a, weights[0], rows)
-        pair, want = (
-            launch.paired(a, weights[0], b, weights[1]),
-            reference.paired(a, weights[0], b, weights[1]),
-        )
+        pair = launch.paired(a, weights[0], b, weights[1])
+        want = reference.paired(a, weights[0], b, weights[1])
         for half, name in ((slice(spec.n), "first"), (slice(spec.n, None), "second")):
             if not (off := _apart(pair[:, half], want[:, half])) < OFF:
                 return f"{n_row} rows of the {name} input differ from the reference by {off:.2g}"

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.ops.norms import cpu, cuda, ref, triton
 
-from pyspec.cuda.op import Impl, Op
-from pyspec.cuda.ops.norms import cpu as norms_cpu
-from pyspec.cuda.ops.norms import cuda as norms_cuda
-from pyspec.cuda.ops.norms import ref as norms_ref
-from pyspec.cuda.ops.norms import triton as norms_triton
-
-
-def shapes(device: torch.device) -> list[norms_ref.NormsSpec]:
-    """27B."""
-    return [norms_ref.NormsSpec(device, 5120, 1e-6)]
-
-
-norms: Op[norms_ref.NormsSpec, norms_ref.Norms] = Op(
+norms: Op[ref.NormsSpec, ref.Norms] = Op(
     "norms",
-    Impl("torch", norms_ref.bind, capturable=True),
-    [
-        Impl("cuda", norms_cuda.bind, norms_cuda.limits, capturable=True, programs=norms_cuda.programs),
-        Impl("triton", norms_triton.bind, norms_triton.limits, capturable=True),
-        Impl("cpu", norms_cpu.bind, norms_cpu.limits, capturable=True),
-    ],
-    norms_cuda.check,
-    guard=norms_ref.GUARD,
-    shapes=shapes,
+    Impl("torch", ref.bind, capturable=True),
+    implemented(cuda, triton, cpu),
+    cuda.check,
+    guard=ref.GUARD,
+    shapes=lambda device: [ref.NormsSpec(device, 5120, 1e-6)],  # 27B
 )

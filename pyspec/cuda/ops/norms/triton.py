@@ -8,7 +8,6 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.norms.ref import GUARD, NormsSpec
 
-OP_ID = GUARD.number
 MAX_COLUMNS = 32768
 
 
@@ -27,7 +26,7 @@ class NormsTriton:
         self.n, self.eps, self.fault = spec.n, spec.eps, faults.record(spec.device)
         wide = 1 << (spec.n - 1).bit_length()
         self.warps = max(1, min(16, wide // 256))
-        self.constants = {"COLUMNS": spec.n, "WIDE": wide, "LAYER": spec.layer, "OP": OP_ID}
+        self.constants = {"COLUMNS": spec.n, "WIDE": wide, "LAYER": spec.layer, "OP": GUARD.number}
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -78,5 +77,4 @@ class NormsTriton:
             tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps)
 
 
-def bind(spec: NormsSpec) -> NormsTriton:
-    return NormsTriton(spec)
+bind = NormsTriton

@@ -26,9 +26,8 @@ HANDLE = 64  # bytes of the driver's handle of memory, for other processes
 LIMIT = 400_000  # times that a thread of a check looks around: seconds
 SIGNATURE = "pp" + "p" * MOST_RANKS + "piiii"
 SEND, SUM, TAKE = 1, 2, 4  # steps of peer_sum.cu
-SHARED = (
-    1 << 18
-)  # numbers from which more than two ranks share a sum, instead of each sending all of its own to each
+# Numbers from which more than two ranks share a sum, instead of each sending all of its own to each
+SHARED = 1 << 18
 Place = Tensor | np.int64
 Meet = Callable[[], None]
 Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
@@ -50,14 +49,8 @@ class PeerSum:
         late: Tensor,
         meet: Meet | None = None,
     ) -> None:
-        self.whole, self.shared, self.rank, self.n, self.late, self.meet = (
-            whole,
-            shared,
-            rank,
-            len(buffers),
-            late,
-            meet,
-        )
+        self.whole, self.shared, self.rank, self.n, self.late = whole, shared, rank, len(buffers), late
+        self.meet = meet
         self.layout = Places(len(buffers))
         self.overlap = late.is_cuda and torch.cuda.get_device_capability(late.device) >= (9, 0)
         self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]

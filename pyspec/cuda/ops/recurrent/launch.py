@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +55,7 @@ def folding(run: Callable[[StateLayer, Meta], None]) -> Fold:
 
 def counts_of(meta: Meta, layer: StateLayer, n_row: int = 0, chunked: int = NEVER) -> list[jit.Arg]:
     """Arguments of a batch for CUDA kernels; as it stands, of one that only folds."""
-    return [*meta, *map(np.int32, (layer.state.shape[0], layer.width, n_row, chunked))]
+    return [*meta, layer.state.shape[0], layer.width, n_row, chunked]
 
 
 def check_rows(
@@ -125,9 +124,8 @@ def stretches(n_row: int, n_seq: int, width: int) -> int:
 
 def blocks_for(arch: str, columns: int) -> int:
     """Blocks of rows on a multiprocessor, which bounds their registers: as many as compile without spills."""
-    newer = arch.startswith(
-        ("sm_10", "sm_11", "sm_12")
-    )  # their compiler takes more registers for the same source
+    # Their compiler takes more registers for the same source
+    newer = arch.startswith(("sm_10", "sm_11", "sm_12"))
     return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
 
 
@@ -172,7 +170,7 @@ class Division:
 
     @property
     def chunk_counts(self) -> list[jit.Arg]:
-        return [*self.counts, np.int32(self.n_seq)]
+        return [*self.counts, self.n_seq]
 
 
 def divided(

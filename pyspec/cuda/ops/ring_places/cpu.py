@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
 from pyspec.cuda.ops.ring_places.ref import RingPlaces, RingPlacesSpec
 from pyspec.slots.batch import Batch
 
 _RUN = CpuKernel("pyspec_ring_places", "11q")
 
 
-def limits(spec: RingPlacesSpec) -> str | None:
-    return missing() if spec.device.type == "cpu" else "runs on CPUs only"
+limits = on_cpu
 
 
 def ring_places(batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:

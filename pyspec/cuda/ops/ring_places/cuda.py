@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import KernelFile, on_nvidia
 from pyspec.cuda.ops.ring_places.ref import RingPlaces, RingPlacesSpec
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -16,21 +14,15 @@ from pyspec.slots.table import SlotTable
 THREADS = 128
 
 
-def limits(spec: RingPlacesSpec) -> str | None:
-    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
-
-
-@per_device
-def _kernel(device: torch.device) -> Kernel:
-    code = compile_cubin("ring_places", arch_of(torch.cuda.get_device_capability(device)))
-    return code.kernel("ring_places", "ppppp" + "l" + "iiiii")
+FILE: KernelFile[RingPlacesSpec] = KernelFile("ring_places", "ppppp" + "l" + "iiiii")
+limits, programs = on_nvidia, FILE.programs
 
 
 class RingPlacesLaunch:
     """Implements `RingPlaces`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.kernel = _kernel(device)
+    def __init__(self, spec: RingPlacesSpec) -> None:
+        self.kernel = FILE.kernel(spec.device, spec)
 
     def __call__(self, batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:
         n_row, (n_place, n_page) = batch.positions.shape[0], batch.page_table.shape
@@ -38,18 +30,13 @@ class RingPlacesLaunch:
         assert len(batch.seq_slot) == n_place and len(batch.row_seq) == n_row
         rows, pages = torch.empty_like(batch.positions), batch.page_table.new_empty(n_place, n_page)
         if n := max(n_row, n_place * n_page):
-            sizes = [np.int32(x) for x in (n_row, n_place, n_page, n_ring, batch.page_size)]
-            given = batch.positions, batch.row_seq, batch.seq_slot, rows, pages, np.int64(null_row)
+            given = batch.positions, batch.row_seq, batch.seq_slot, rows, pages, null_row
+            sizes = n_row, n_place, n_page, n_ring, batch.page_size
             self.kernel.launch((-(-n // THREADS),), THREADS, (*given, *sizes))
         return rows, pages
 
 
-def programs(spec: RingPlacesSpec, target: GpuKind) -> list[Program]:
-    return [target.program("ring_places")]
-
-
-def bind(spec: RingPlacesSpec) -> RingPlacesLaunch:
-    return RingPlacesLaunch(spec.device)
+bind = RingPlacesLaunch
 
 
 def check(launch: RingPlaces, reference: RingPlaces, spec: RingPlacesSpec) -> str | None:

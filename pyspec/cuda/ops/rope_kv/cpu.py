@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty, missing
-from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
-from pyspec.slots.kv import KVPool
+from pyspec.cuda.ops.rope_kv.ref import Given, RopeKv, RopeKvSpec, check_given
 
 MAX_DIM = 1024
 _RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "16q" + "d")
@@ -30,30 +28,14 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         *(int(spec.norms_v), int(spec.keys_are_values), int(spec.norm_behind)),
     )
 
-    def rope_kv(
-        y: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        angles: Angles,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> Tensor:
-        n, (cos, sin) = y.shape[0], angles
-        y = y if y.stride(1) == 1 else y.contiguous()
-        assert y.dtype == torch.float32 and y.shape[1] == spec.n_column
-        assert (
-            cos.is_contiguous()
-            and sin.is_contiguous()
-            and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
-        )
-        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert all(plane.is_contiguous() for plane in pool.planes)
-        assert not spec.n_kv or (pool.n_head, pool.head_dim) == (spec.n_kv, spec.dim)
-        assert pool.kv == spec.kv
+    def rope_kv(*given: *Given) -> Tensor:
+        y, q_norm, k_norm, angles, pool, rows = given
+        n, y = len(y), y if y.stride(1) == 1 else y.contiguous()
+        check_given(spec, y, *given[1:])
         q = empty(n, spec.n_q, spec.dim)
         planes = (pool.k, pool.v, pool.k_scale, pool.v_scale)
         counts = n, y.stride(0), pool.n_row
-        _RUN(y, q_norm, k_norm, cos, sin, rows, q, *planes, *counts, *sizes, *kinds, spec.eps)
+        _RUN(y, q_norm, k_norm, *angles, rows, q, *planes, *counts, *sizes, *kinds, spec.eps)
         return q
 
     return rope_kv

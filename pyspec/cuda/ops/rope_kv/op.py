@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.op import Impl, Op
-from pyspec.cuda.ops.rope_kv import cpu as rope_kv_cpu
-from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
-from pyspec.cuda.ops.rope_kv import ref as rope_kv_ref
-from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
+from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.ops.rope_kv import cpu, cuda, ref, triton
 from pyspec.cuda.ops.rope_kv.ref import RopeKv, RopeKvSpec
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import BF16, F8, F16, F32, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
@@ -83,19 +80,9 @@ def shapes(device: torch.device) -> list[RopeKvSpec]:
 
 rope_kv: Op[RopeKvSpec, RopeKv] = Op(
     "rope_kv",
-    Impl("torch", rope_kv_ref.bind),
-    [
-        Impl(
-            "cuda",
-            rope_kv_cuda.bind,
-            rope_kv_cuda.limits,
-            capturable=True,
-            programs=rope_kv_cuda.programs,
-        ),
-        Impl("triton", rope_kv_triton.bind, rope_kv_triton.limits, capturable=True),
-        Impl("cpu", rope_kv_cpu.bind, rope_kv_cpu.limits, capturable=True),
-    ],
+    Impl("torch", ref.bind),
+    implemented(cuda, triton, cpu),
     check,
-    guard=rope_kv_ref.GUARD,
+    guard=ref.GUARD,
     shapes=shapes,
 )

@@ -27,7 +27,8 @@ GUARD = Guard(5, FaultPlace.ROW)
 Angles = tuple[Tensor, Tensor]
 
 
-RopeKv = Callable[[Tensor, Tensor | None, Tensor | None, Angles, KVPool, Tensor], Tensor]
+Given = tuple[Tensor, Tensor | None, Tensor | None, Angles, KVPool, Tensor]
+RopeKv = Callable[[*Given], Tensor]
 """rope_kv(y, q_norm, k_norm, angles, pool, rows) -> q"""
 
 
@@ -45,6 +46,26 @@ def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * h :]], -1)
 
 
+def check_given(
+    spec: RopeKvSpec,
+    y: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    angles: Angles,
+    pool: KVPool,
+    rows: Tensor,
+) -> None:
+    """Assert the layout that kernels read."""
+    n, (cos, sin) = len(y), angles
+    assert y.dtype == torch.float32 and y.stride(1) == 1 and y.shape[1] == spec.n_column
+    assert cos.is_contiguous() and sin.is_contiguous()
+    assert cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+    assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
+    assert not spec.n_kv or (pool.n_head, pool.head_dim) == (spec.n_kv, spec.dim)
+    assert (k_norm is not None or q_norm is not None) == spec.has_norm
+
+
 def bind(spec: RopeKvSpec) -> RopeKv:
     step, of_keys = spec.step, spec.n_kv * spec.dim
     width = [spec.n_q * step, *([of_keys] if spec.keys_are_values else [of_keys, of_keys])]
@@ -58,14 +79,8 @@ def bind(spec: RopeKvSpec) -> RopeKv:
             x = F.rms_norm(x, (spec.dim,), norm, spec.eps)
         return turned(x, of_k)
 
-    def rope_kv(
-        y: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        angles: Angles,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> Tensor:
+    def rope_kv(*given: *Given) -> Tensor:
+        y, q_norm, k_norm, angles, pool, rows = given
         n = y.shape[0]
         q, k, *rest = y.split(width, -1)
         q = q.reshape(n, spec.n_q, step)[..., : spec.dim]

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.attend.shared import planes_of
-from pyspec.cuda.ops.rope_kv.ref import GUARD, Angles, RopeKv, RopeKvSpec
-from pyspec.slots.kv import KVPool
-
-OP_ID = GUARD.number
+from pyspec.cuda.ops.rope_kv.ref import GUARD, Given, RopeKv, RopeKvSpec, check_given
 
 
 def limits(spec: RopeKvSpec) -> str | None:
@@ -27,7 +24,7 @@ def limits(spec: RopeKvSpec) -> str | None:
 
 def bind(spec: RopeKvSpec) -> RopeKv:
     fault, none = faults.record(spec.device), torch.zeros(4, device=spec.device)
-    n_column, n_unit = spec.n_column, spec.n_q + 2 * spec.n_kv
+    n_unit = spec.n_q + 2 * spec.n_kv
     constants = {
         "N_Q": spec.n_q,
         "N_KV": spec.n_kv,
@@ -42,42 +39,22 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         "KEYS_ARE_VALUES": spec.keys_are_values,
         "K_KIND": spec.kv.k.kind,
         "V_KIND": spec.kv.v.kind,
-        "OP": OP_ID,
+        "OP": GUARD.number,
     }
 
-    def rope_kv(
-        y: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        angles: Angles,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> Tensor:
+    def rope_kv(*given: *Given) -> Tensor:
         from pyspec.cuda.ops.rope_kv import triton_kernels as kernels
 
-        n, (cos, sin) = y.shape[0], angles
-        assert y.dtype == torch.float32 and y.stride(1) == 1 and y.shape[1] == n_column
-        assert (
-            cos.is_contiguous()
-            and sin.is_contiguous()
-            and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
-        )
-        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
-        assert all(plane.is_contiguous() for plane in pool.planes) and pool.kv == spec.kv
-        assert not spec.n_kv or (pool.n_head, pool.head_dim) == (spec.n_kv, spec.dim)
-        assert (k_norm is not None or q_norm is not None) == spec.has_norm
+        check_given(spec, *given)
+        y, q_norm, k_norm, angles, pool, rows = given
+        n = len(y)
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
-        if not n:
-            return q
-        norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm)
-        tri.launch(
-            kernels.rope_kv,
-            (n, n_unit),
-            (
+        if n:
+            norms = (none if norm is None else norm for norm in (q_norm, k_norm))
+            args = (
                 y,
                 *norms,
-                cos,
-                sin,
+                *angles,
                 rows,
                 q,
                 *planes_of(pool),
@@ -85,10 +62,8 @@ def bind(spec: RopeKvSpec) -> RopeKv:
                 y.stride(0),
                 pool.n_row,
                 spec.eps,
-            ),
-            constants,
-            1,
-        )
+            )
+            tri.launch(kernels.rope_kv, (n, n_unit), args, constants, 1)
         return q
 
     return rope_kv

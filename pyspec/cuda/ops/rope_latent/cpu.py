@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty, missing
-from pyspec.cuda.ops.rope_kv.ref import Angles
-from pyspec.cuda.ops.rope_latent.ref import RopeLatent, RopeLatentSpec
-from pyspec.slots.kv import KVPool
+from pyspec.cuda.ops.rope_latent.ref import Given, RopeLatent, RopeLatentSpec
 
 MAX_DIM = 1024
 _RUN = CpuKernel("pyspec_rope_latent", "6q" + "4q" + "11q" + "d")
@@ -27,20 +25,13 @@ def bind(spec: RopeLatentSpec) -> RopeLatent:
     sizes = (spec.n_head, spec.n_plain, spec.rank, spec.n_rot, int(spec.neox))
     kind = spec.kv.k.kind, spec.kv.turned_k(spec.dim)
 
-    def rope_latent(
-        kv: Tensor,
-        q: Tensor,
-        plain: Tensor,
-        norm: Tensor,
-        angles: Angles,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> Tensor:
-        n, own = len(kv), (kv, q, plain, norm, *angles)
-        spec.check_given(*own, pool, rows)
+    def rope_latent(*given: *Given) -> Tensor:
+        spec.check_given(*given)
+        kv, q, *_, angles, pool, rows = given
+        n = len(kv)
         out = empty(n, spec.n_head, spec.dim)
         counts = n, kv.stride(0), q.stride(0), pool.n_row
-        _RUN(*own, rows, out, pool.k, pool.k_scale, *counts, *sizes, *kind, spec.eps)
+        _RUN(*given[:4], *angles, rows, out, pool.k, pool.k_scale, *counts, *sizes, *kind, spec.eps)
         return out
 
     return rope_latent

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.context import per_device
-from pyspec.cuda.ops.rope_kv.ref import Angles
-from pyspec.cuda.ops.rope_latent.ref import GUARD, RopeLatent, RopeLatentSpec
-from pyspec.slots.kv import KVPool
+from pyspec.cuda.ops.rope_latent.ref import GUARD, Given, RopeLatent, RopeLatentSpec
 
 WARPS = 4
 MAX_DIM = 1024  # a lane holds every 32nd dim in registers
-ARGS = "pl" + "pl" + "ppf" + "pp" + "p" + "pp{scale}" + "ii" + "p"
 
 
 def limits(spec: RopeLatentSpec) -> str | None:
@@ -27,7 +22,7 @@ def limits(spec: RopeLatentSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeLatentSpec) -> dict[str, int | str]:
+def defines(spec: RopeLatentSpec) -> jit.Macros:
     """Macros of rope_latent.cu."""
     return {
         "RANK": spec.rank,
@@ -40,38 +35,27 @@ def defines(spec: RopeLatentSpec) -> dict[str, int | str]:
     }
 
 
-@per_device
-def _kernel(device: torch.device, spec: RopeLatentSpec) -> jit.Kernel:
-    arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    args = ARGS.format(scale="p" if spec.kv.k.n_factor else "")
-    return jit.compile_cubin("rope_latent", arch, defines(spec)).kernel("rope_latent", args)
+def signature(spec: RopeLatentSpec) -> str:
+    return "pl" + "pl" + "ppf" + "pp" + "p" + "p" + "p" * (1 + bool(spec.kv.k.n_factor)) + "ii" + "p"
 
 
-def programs(spec: RopeLatentSpec, target: jit.GpuKind) -> list[jit.Program]:
-    return [target.program("rope_latent", defines(spec))]
+FILE = jit.KernelFile("rope_latent", signature, defines)
+programs = FILE.programs
 
 
 def bind(spec: RopeLatentSpec) -> RopeLatent:
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-    fault, kernel = faults.record(spec.device), _kernel(spec.device, spec)
+    fault, kernel = faults.record(spec.device), FILE.kernel(spec.device, spec)
 
-    def rope_latent(
-        kv: Tensor,
-        q: Tensor,
-        plain: Tensor,
-        norm: Tensor,
-        angles: Angles,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> Tensor:
-        n, own = len(kv), (kv, q, plain, norm, *angles)
-        spec.check_given(*own, pool, rows)
+    def rope_latent(*given: *Given) -> Tensor:
+        spec.check_given(*given)
+        kv, q, plain, norm, angles, pool, rows = given
+        n = len(kv)
         out = torch.empty(n, spec.n_head, spec.dim, dtype=torch.float32, device=kv.device)
         if not n:
             return out
-        args: list[jit.Arg] = [kv, np.int64(kv.stride(0)), q, np.int64(q.stride(0)), plain, norm]
-        args += [np.float32(spec.eps), *angles, rows, out, *pool.planes]
-        args += [np.int32(spec.n_head), np.int32(pool.n_row), fault]
+        args = kv, kv.stride(0), q, q.stride(0), plain, norm, spec.eps, *angles, rows, out, *pool.planes
+        args = *args, spec.n_head, pool.n_row, fault
         kernel.launch((n, -(-(1 + spec.n_head) // WARPS)), 32 * WARPS, args, overlap=overlap)
         return out
 

@@ -6,12 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.op import Impl, Op, implemented
 from pyspec.cuda.ops.rope_kv.op import N_POOL, OFF
-from pyspec.cuda.ops.rope_latent import cpu as rope_latent_cpu
-from pyspec.cuda.ops.rope_latent import cuda as rope_latent_cuda
-from pyspec.cuda.ops.rope_latent import ref as rope_latent_ref
-from pyspec.cuda.ops.rope_latent import triton as rope_latent_triton
+from pyspec.cuda.ops.rope_latent import cpu, cuda, ref, triton
 from pyspec.cuda.ops.rope_latent.ref import RopeLatent, RopeLatentSpec
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import Q8_0
@@ -54,20 +51,10 @@ def shapes(device: torch.device) -> list[RopeLatentSpec]:
 
 rope_latent: Op[RopeLatentSpec, RopeLatent] = Op(
     "rope_latent",
-    Impl("torch", rope_latent_ref.bind),
-    [
-        Impl(
-            "cuda",
-            rope_latent_cuda.bind,
-            rope_latent_cuda.limits,
-            capturable=True,
-            programs=rope_latent_cuda.programs,
-        ),
-        Impl("triton", rope_latent_triton.bind, rope_latent_triton.limits, capturable=True),
-        Impl("cpu", rope_latent_cpu.bind, rope_latent_cpu.limits, capturable=True),
-    ],
+    Impl("torch", ref.bind),
+    implemented(cuda, triton, cpu),
     check,
-    guard=rope_latent_ref.GUARD,
+    guard=ref.GUARD,
     shapes=shapes,
     in_prompts=False,
 )

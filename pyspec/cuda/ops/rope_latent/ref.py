@@ -29,7 +29,8 @@ from pyspec.slots.kv_types import PLAIN
 
 GUARD = Guard(15, FaultPlace.ROW)
 
-RopeLatent = Callable[[Tensor, Tensor, Tensor, Tensor, Angles, KVPool, Tensor], Tensor]
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Angles, KVPool, Tensor]
+RopeLatent = Callable[[*Given], Tensor]
 """rope_latent(kv, q, plain, norm, angles, pool, rows) -> queries"""
 
 
@@ -51,18 +52,9 @@ class RopeLatentSpec:
         """Of a stored row, and of a query."""
         return self.rank + self.n_rot
 
-    def check_given(
-        self,
-        kv: Tensor,
-        q: Tensor,
-        plain: Tensor,
-        norm: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> None:
+    def check_given(self, *given: *Given) -> None:
         """Assert the layout that kernels read."""
+        kv, q, plain, norm, (cos, sin), pool, rows = given
         n = len(kv)
         assert all(
             t.dtype == torch.float32 and t.stride(-1) == 1 for t in (kv, q, plain, norm, cos, sin)
@@ -80,15 +72,8 @@ class RopeLatentSpec:
 def bind(spec: RopeLatentSpec) -> RopeLatent:
     n = spec.kv.turned_k(spec.dim)
 
-    def rope_latent(
-        kv: Tensor,
-        q: Tensor,
-        plain: Tensor,
-        norm: Tensor,
-        angles: Angles,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> Tensor:
+    def rope_latent(*given: *Given) -> Tensor:
+        kv, q, plain, norm, angles, pool, rows = given
         latent, turning = kv[:, None].split([spec.rank, spec.n_rot], -1)
         latent = F.rms_norm(latent, (spec.rank,), norm, spec.eps)
         key = torch.cat([latent, rotate(turning, angles, spec.neox)], -1)

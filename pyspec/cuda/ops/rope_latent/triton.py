@@ -7,9 +7,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.attend.shared import planes_of
-from pyspec.cuda.ops.rope_kv.ref import Angles
-from pyspec.cuda.ops.rope_latent.ref import GUARD, RopeLatent, RopeLatentSpec
-from pyspec.slots.kv import KVPool
+from pyspec.cuda.ops.rope_latent.ref import GUARD, Given, RopeLatent, RopeLatentSpec
 
 MAX_DIM = 1024
 
@@ -38,24 +36,29 @@ def bind(spec: RopeLatentSpec) -> RopeLatent:
         "OP": GUARD.number,
     }
 
-    def rope_latent(
-        kv: Tensor,
-        q: Tensor,
-        plain: Tensor,
-        norm: Tensor,
-        angles: Angles,
-        pool: KVPool,
-        rows: Tensor,
-    ) -> Tensor:
+    def rope_latent(*given: *Given) -> Tensor:
         from pyspec.cuda.ops.rope_latent import triton_kernels as kernels
 
-        n, own = len(kv), (kv, q, plain, norm, *angles)
-        spec.check_given(*own, pool, rows)
+        spec.check_given(*given)
+        kv, q, *_, angles, pool, rows = given
+        n = len(kv)
         out = torch.empty(n, spec.n_head, spec.dim, dtype=torch.float32, device=kv.device)
         if not n:
             return out
         codes, _, scales, _ = planes_of(pool)
-        args = (*own, rows, out, codes, scales, fault, kv.stride(0), q.stride(0), pool.n_row, spec.eps)
+        args = (
+            *given[:4],
+            *angles,
+            rows,
+            out,
+            codes,
+            scales,
+            fault,
+            kv.stride(0),
+            q.stride(0),
+            pool.n_row,
+            spec.eps,
+        )
         tri.launch(kernels.rope_latent, (n, spec.n_head + 1), args, constants, 1)
         return out
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import KernelFile, Macros, missing
 from pyspec.cuda.ops.rope_tail.ref import RopeTail, RopeTailSpec
 
 WARPS, MAX_DIM = 8, 1024
@@ -24,23 +22,17 @@ def limits(spec: RopeTailSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeTailSpec) -> dict[str, int | str]:
+def defines(spec: RopeTailSpec) -> Macros:
     """Macros of rope_tail.cu."""
     return {"DIM": spec.dim, "N_ROT": spec.n_rot, "NORMED": int(spec.normed)}
 
 
-@per_device
-def _kernel(device: torch.device, spec: RopeTailSpec) -> Kernel:
-    code = compile_cubin("rope_tail", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
-    return code.kernel("rope_tail", "ppppp" + "l" + "i" + "ff")
-
-
-def programs(spec: RopeTailSpec, target: GpuKind) -> list[Program]:
-    return [target.program("rope_tail", defines(spec))]
+FILE = KernelFile("rope_tail", "ppppp" + "l" + "i" + "ff", defines)
+programs = FILE.programs
 
 
 def bind(spec: RopeTailSpec) -> RopeTail:
-    kernel, eps = _kernel(spec.device, spec), np.float32(spec.eps)
+    kernel = FILE.kernel(spec.device, spec)
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def run(
@@ -57,15 +49,7 @@ def bind(spec: RopeTailSpec) -> RopeTail:
         )
         out = torch.empty(n_row, n_head, dim, dtype=torch.float32, device=x.device)
         if out.numel():
-            args: list[Arg] = [
-                x,
-                np.int64(0) if weight is None else weight,
-                positions,
-                freq,
-                out,
-                np.int64(x.stride(0)),
-            ]
-            args += [np.int32(n_head), eps, np.float32(sign)]
+            args = x, weight, positions, freq, out, x.stride(0), n_head, spec.eps, sign
             kernel.launch((n_row, -(-n_head // WARPS)), 32 * WARPS, args, overlap=overlap)
         return out
 

@@ -9,21 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, KernelFile, Macros, Program
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep, PrepKind, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
-BLOCKED, ROW_MAJOR, TALL, PLANES = (
-    0,
-    1,
-    2,
-    3,
-)  # rows.cu's layouts: for `linear`, a library, `linear_tall`, `moe`
+# Rows.cu's layouts: for `linear`, a library, `linear_tall`, `moe`
+BLOCKED, ROW_MAJOR, TALL, PLANES = range(4)
 UNIT = 144  # PLANES: bytes of 64 columns of a row
 ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
 SUMMED_ARGS = "ppppp" + "ii" + "ppp" + "i"
@@ -76,17 +70,14 @@ class Shares:
     n_piece: int
 
     def args(self) -> list[Arg]:
-        return [
-            self.weights,
-            *(np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual)),
-        ]
+        return [self.weights, self.shared, self.gate, self.residual]
 
 
 def defines(
     n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool = False, parts: int = 1
-) -> dict[str, int | str]:
+) -> Macros:
     """Macros of rows.cu."""
-    macros: dict[str, int | str] = {
+    macros: Macros = {
         "COLUMNS": n_in,
         "KIND": int(kind),
         "DIM": max(dim, 1),
@@ -108,20 +99,11 @@ def threads_of(n_in: int, layout: int, parts: int) -> int:
     return THREADS if parts == 1 else -(-(-(-n_block // parts) * 4) // 32) * 32
 
 
-@per_device
-def _kernel(
-    device: torch.device, n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool, parts: int
-) -> Kernel:
-    arch = arch_of(torch.cuda.get_device_capability(device))
-    code = compile_cubin("rows", arch, defines(n_in, kind, dim, layout, experts, parts))
-    return code.kernel("rows", SUMMED_ARGS if experts else ROWS_ARGS)
-
-
-@per_device
-def _finish_kernel(device: torch.device) -> Kernel:
-    return compile_cubin("rows_finish", arch_of(torch.cuda.get_device_capability(device))).kernel(
-        "rows_finish", "ppppi"
-    )
+Build = tuple[int, PrepKind, int, int, bool, int]  # as `defines`
+FILE = KernelFile[Build](
+    "rows", lambda build: SUMMED_ARGS if build[4] else ROWS_ARGS, lambda build: defines(*build)
+)
+FINISH: KernelFile[None] = KernelFile("rows_finish", "ppppi")
 
 
 def is_aligned(x: Tensor) -> bool:
@@ -155,7 +137,8 @@ class RowsPrep:
         """experts: rows are sums of experts' shares; parts: CTAs that have a row together."""
         key = kind, dim, experts, parts
         if key not in self.kernels:
-            self.kernels[key] = _kernel(self.device, self.n_in, kind, dim, self.layout, experts, parts)
+            build = self.n_in, kind, dim, self.layout, experts, parts
+            self.kernels[key] = FILE.kernel(self.device, build)
         return self.kernels[key]
 
     def __call__(
@@ -177,15 +160,7 @@ class RowsPrep:
         n_row = x.shape[0]
         parts = parts_of(self.n_in, kind, self.layout, self.capability, n_row)
         kernel = self.kernel(kind, dim, parts=parts)
-        args: tuple[Arg, ...] = (
-            x,
-            np.int64(x.stride(0)),
-            weight,
-            np.float32(eps),
-            np.float32(power),
-            gate,
-        )
-        args += (np.int64(steps[0]), np.int32(steps[1]), out, sums, powers, np.int32(pad))
+        args = x, x.stride(0), weight, eps, power, gate, *steps, out, sums, powers, pad
         grid: tuple[int, ...] = (n_row,) if parts == 1 else (parts, n_row)
         n_thread = threads_of(self.n_in, self.layout, parts)
         if kind is PrepKind.GROUPS:
@@ -208,9 +183,8 @@ class RowsLaunch:
         self.prepare = RowsPrep(device, n_in, layout)
         self.overlap = self.prepare.overlap
         self._held: tuple[Tensor, Prep, Rows] | None = None
-        self.blocks = torch.zeros(
-            pads[-1] * row_bytes(n_in, layout) // 2, dtype=torch.float16, device=device
-        )
+        n_half = pads[-1] * row_bytes(n_in, layout) // 2
+        self.blocks = torch.zeros(n_half, dtype=torch.float16, device=device)
         self.sums = torch.zeros(n_block * pads[-1], dtype=torch.float32, device=device)
         self.powers = torch.zeros(pads[-1], dtype=torch.float32, device=device)
 
@@ -225,8 +199,8 @@ class RowsLaunch:
         (n_row, n_used), p = shares.weights.shape, self.prepare
         assert self.n_in <= MAX_SUMMED and p.layout == BLOCKED
         rows, kernel = self.room(n_row), p.kernel(PrepKind.PLAIN, 0, experts=True)
-        args: list[Arg] = [shares.y, *shares.args(), np.int32(n_used), np.int32(shares.n_piece)]
-        args += [rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
+        counts = n_used, shares.n_piece
+        args = shares.y, *shares.args(), *counts, rows.blocks, rows.sums, rows.powers, rows.pad
         kernel.launch((n_row,), THREADS, args, overlap=self.overlap)
         return rows
 
@@ -254,9 +228,8 @@ def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
         return _values_of_planes(rows, n_in)
     n_block, power = -(-n_in // 256) * 8, rows.powers[: rows.n_row, None]
     blocks = rows.blocks[: n_block * rows.pad * 32].view(n_block, rows.pad, 4, 2, 4)[:, : rows.n_row]
-    values = blocks.permute(1, 0, 3, 2, 4).reshape(
-        rows.n_row, -1
-    )  # column 16 h + 4 i + j is at [i, h, j]
+    # Column 16 h + 4 i + j is at [i, h, j]
+    values = blocks.permute(1, 0, 3, 2, 4).reshape(rows.n_row, -1)
     sums = rows.sums[: n_block * rows.pad].view(n_block, rows.pad)[:, : rows.n_row].T
     return values[:, :n_in].float() * power, sums[:, : n_in // 32] * power
 
@@ -264,9 +237,8 @@ def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
 def _values_of_planes(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
     units = rows.blocks.view(torch.uint8).view(-1, row_bytes(n_in, PLANES) // UNIT, UNIT)[: rows.n_row]
     planes = units[..., :128].contiguous().view(torch.int8).unflatten(-1, (2, 4, 2, 2, 2, 2)).int()
-    whole = (
-        planes[:, :, 0] * 256 + planes[:, :, 1]
-    )  # [t, block, upper bit of j, lower one, h]: column 16 h + 4 t + j
+    # [t, block, upper bit of j, lower one, h]: column 16 h + 4 t + j
+    whole = planes[:, :, 0] * 256 + planes[:, :, 1]
     beside = units[..., 128:].contiguous().view(torch.float32).unflatten(-1, (2, 2))
     sums, powers = beside[..., 0, :].flatten(1), beside[..., 1, :].flatten(1)
     values = whole.permute(0, 1, 3, 6, 2, 4, 5).reshape(rows.n_row, -1, 32) * powers[..., None]
@@ -297,7 +269,7 @@ class WideRows:
 
     def __init__(self, device: torch.device, n_in: int) -> None:
         self.n_in, self.prepare = n_in, RowsPrep(device, n_in, ROW_MAJOR)
-        self.finisher = _finish_kernel(device)
+        self.finisher = FINISH.kernel(device, None)
 
     def __call__(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
         """(rows [row, n_in] f16, powers [row] f32 to multiply products with, or None if they are 1)."""
@@ -316,11 +288,9 @@ class WideRows:
         assert y.is_contiguous() and (residual is None or residual.is_contiguous())
         for first in range(0, len(y), MAX_GRID):
             part = slice(first, first + MAX_GRID)
-            rows, add = y[part], np.int64(0) if residual is None else residual[part]
-            grid, args = (
-                (-(-y.shape[1] // STRETCH), len(rows)),
-                (rows, powers[part], add, rows, np.int32(y.shape[1])),
-            )
+            rows, add = y[part], None if residual is None else residual[part]
+            grid = (-(-y.shape[1] // STRETCH), len(rows))
+            args = (rows, powers[part], add, rows, y.shape[1])
             self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
         return y
 
@@ -339,7 +309,7 @@ def programs(spec: RowsSpec, target: GpuKind) -> Iterable[Program]:
     for kind, dim in ((PrepKind.PLAIN, 0), (spec.kind, spec.dim)):
         for layout in layouts:
             yield from builds(spec.n_in, kind, dim, layout, target)
-    yield target.program("rows_finish")
+    yield from FINISH.programs(None, target)
 
 
 def bind(spec: RowsSpec) -> WideRows:

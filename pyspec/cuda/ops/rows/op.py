@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyspec.cuda.op import Impl, Op
-from pyspec.cuda.ops.rows import cuda as rows_cuda
-from pyspec.cuda.ops.rows import triton as rows_triton
+from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.ops.rows import cuda, triton
 from pyspec.cuda.ops.rows.ref import (
     RELU2,
     GeluGlu,
@@ -70,16 +69,12 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
 def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
     """Values after scaling back: rounding to f16 moves each by 2^-11 of itself, or by the smallest step of its row near zero."""
     gen = torch.Generator().manual_seed(0)
-    more = (
-        [] if spec.n_in < rows_cuda.PARTS_FROM else [rows_cuda.PARTS_ROWS + 1]
-    )  # other builds take these
+    more = [] if spec.n_in < cuda.PARTS_FROM else [cuda.PARTS_ROWS + 1]  # other builds take these
     for n_row in (1, 5, *more):
         x, prep = make(spec, n_row, gen)
         (got, got_power), (want, want_power) = launch(x, prep), reference(x, prep)
-        got, want = (
-            got.double(),
-            want.double() * (1.0 if want_power is None else want_power.double()[:, None]),
-        )
+        got = got.double()
+        want = want.double() * (1.0 if want_power is None else want_power.double()[:, None])
         got = got if got_power is None else got * got_power.double()[:, None]
         off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
         if not off < 1e-3:
@@ -100,12 +95,5 @@ def shapes(device: torch.device) -> list[RowsSpec]:
 
 
 rows: Op[RowsSpec, Launch] = Op(
-    "rows",
-    Impl("torch", _reference),
-    [
-        Impl("cuda", rows_cuda.bind, rows_cuda.limits, capturable=True, programs=rows_cuda.programs),
-        Impl("triton", rows_triton.bind, rows_triton.limits, capturable=True),
-    ],
-    check,
-    shapes=shapes,
+    "rows", Impl("torch", _reference), implemented(cuda, triton), check, shapes=shapes
 )

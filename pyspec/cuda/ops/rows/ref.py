@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-GATES = (
-    "silu",
-)  # activations of gates that a gated product has; others take a plain product, and torch behind it
+# Activations of gates that a gated product has; others take a plain product, and torch behind it
+GATES = ("silu",)
 
 
 class PrepKind(IntEnum):

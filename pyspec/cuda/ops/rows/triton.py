@@ -91,5 +91,4 @@ class RowsTriton:
         )
 
 
-def bind(spec: RowsSpec) -> RowsTriton:
-    return RowsTriton(spec)
+bind = RowsTriton

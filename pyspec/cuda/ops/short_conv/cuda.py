@@ -7,12 +7,10 @@ they came.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.recurrent.launch import (
     UNIT,
     Fold,
@@ -25,13 +23,11 @@ from pyspec.cuda.ops.recurrent.launch import (
     stretches,
 )
 from pyspec.cuda.ops.short_conv.ref import ShortConvSpec
-from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 CHANNELS, THREADS = 128, 128  # of a block
 MOST_TAPS = 5  # each warp of a block moves a row of the window
-ARGS = "plppp" + "pppp" + "iiii" + "p"
 
 
 def limits(spec: ShortConvSpec) -> str | None:
@@ -45,22 +41,20 @@ def limits(spec: ShortConvSpec) -> str | None:
     return None
 
 
-def defines(shape: ShortConvShape) -> dict[str, int | str]:
+def defines(spec: ShortConvSpec) -> jit.Macros:
     """Macros of short_conv.cu."""
-    return {"CHANNELS": shape.n_channel, "TAPS": shape.n_conv}
+    return {"CHANNELS": spec.shape.n_channel, "TAPS": spec.shape.n_conv}
 
 
-@per_device
-def _kernel(device: torch.device, shape: ShortConvShape) -> jit.Kernel:
-    arch = jit.arch_of(torch.cuda.get_device_capability(device))
-    return jit.compile_cubin("short_conv", arch, defines(shape)).kernel("short_conv", ARGS)
+FILE = jit.KernelFile("short_conv", "plppp" + "pppp" + "iiii" + "p", defines)
+programs = FILE.programs
 
 
 class ShortConvLaunch:
     """Called as the reference."""
 
     def __init__(self, spec: ShortConvSpec) -> None:
-        self.spec, self.kernel = spec, _kernel(spec.device, spec.shape)
+        self.spec, self.kernel = spec, FILE.kernel(spec.device, spec)
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.fault = faults.record(spec.device)
 
@@ -84,15 +78,9 @@ class ShortConvLaunch:
         self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor, *, overlap: bool
     ) -> None:
         n_row, n_seq = len(m), len(meta[0])
-        args: list[jit.Arg] = [m, np.int64(m.stride(0)), w, layer.conv, out]
-        args += [*counts_of(meta, layer, n_row), self.fault]
+        args = m, m.stride(0), w, layer.conv, out, *counts_of(meta, layer, n_row), self.fault
         grid = -(-self.spec.shape.n_channel // CHANNELS), stretches(n_row, n_seq, layer.width), n_seq
         self.kernel.launch(grid, THREADS, args, overlap=overlap)
 
 
-def programs(spec: ShortConvSpec, target: jit.GpuKind) -> list[jit.Program]:
-    return [target.program("short_conv", defines(spec.shape))]
-
-
-def bind(spec: ShortConvSpec) -> ShortConvLaunch:
-    return ShortConvLaunch(spec)
+bind = ShortConvLaunch

@@ -75,5 +75,4 @@ class TritonShortConv:
         )
 
 
-def bind(spec: ShortConvSpec) -> TritonShortConv:
-    return TritonShortConv(spec)
+bind = TritonShortConv

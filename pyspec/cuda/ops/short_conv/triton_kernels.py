@@ -40,9 +40,8 @@ def short_conv_rows(
     slot, start, n, fold, kept, first = read_seq(
         seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP
     )
-    if (s == n_seq - 1) & (
-        z == 0
-    ):  # rows behind the last sequence belong to none, but are read all the same
+    # Rows behind the last sequence belong to none, but are read all the same
+    if (s == n_seq - 1) & (z == 0):
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
             tl.store(
                 out + row.to(tl.int64) * CHANNELS + channel,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
-from pyspec.cuda.ops.index_rows.cases import Placed, Ragged, fill, only, place, pool_for
+from pyspec.cuda.ops.index_rows.cases import PlacedCase, Ragged, fill, only, place, pool_for
 from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, RowBuffer, RowsLaunch, values_of
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseAttend, SparseSpec
 from pyspec.slots.batch import Batch
@@ -21,7 +21,7 @@ from pyspec.slots.ring import RingRows
 class Windowed:
     """Inputs of `sparse_attend`. NaN in queries of padded rows, in ring rows outside the window, and in pool rows that no row sees."""
 
-    placed: Placed
+    placed: PlacedCase
     q: Tensor
     kv: Tensor
     tail: KeyTail
@@ -76,9 +76,8 @@ def make(case: Ragged, spec: SparseSpec, top_k: int = 0, seed: int = 0, slack: i
             chosen[row, : len(own)] = own.int()
         chosen = chosen.to(spec.device)
     n_q = spec.n_head * spec.dim
-    products = torch.randn(
-        n + case.pad[0], n_q + spec.dim + 4, generator=gen
-    )  # queries and keys lie in rows of more
+    # Queries and keys lie in rows of more
+    products = torch.randn(n + case.pad[0], n_q + spec.dim + 4, generator=gen)
     products[n:] = torch.nan
     q, kv, _ = products.to(spec.device).split([n_q, spec.dim, 4], -1)
     norm = 1 + 0.3 * torch.randn(spec.dim, generator=gen)

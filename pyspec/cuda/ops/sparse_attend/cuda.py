@@ -8,26 +8,23 @@ out over CTAs by the number of rows, which changes none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program, arch_of, missing
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
 from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, Rows
-from pyspec.cuda.ops.sparse_attend.ref import GUARD, ROWS, KeyTail, SparseSpec
+from pyspec.cuda.ops.sparse_attend.ref import GUARD, ROWS, Given, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.parts import rows_per_page
-from pyspec.slots.ring import RingRows
 
-OP_ID = GUARD.number
 MAX_ROW, MAX_PART = 256, 16  # rows of a launch, parts of a row: as in sparse_attend.cu
 SPLIT = 128  # rows up to which each is split by its keys alone; with more rows each is one part
 LONG_ROW = 1024  # rows of a launch then
@@ -40,7 +37,6 @@ FORMS = {
     "sparse_merge": "ppppp" + "ppppp" + "ppp" + "ppp" + "i" * 17 + "f",
     "sparse_ring": "ppppppp" + "iii",
 }
-Given = tuple[Tensor, Tensor, KeyTail, RingRows, KVPool | None, Tensor | None, Tensor]
 COSTS = {16: 1.0, 32: 1.3, 64: 1.6}  # of a part, by the heads of a CTA; guessed
 SUB = 64  # keys that are weighed at once
 BESIDE_ROWS = 8  # rows up to which the batch's keys are made beside a product; 0: never
@@ -75,7 +71,7 @@ class SparseBuild:
         )
         return -(-(2 * halves + 8 * self.buffers * self.keys + 4 * floats) // 16) * 16
 
-    def defines(self) -> dict[str, int | str]:
+    def defines(self) -> Macros:
         return {
             "DIM": self.dim,
             "N_ROT": self.n_rot,
@@ -87,7 +83,7 @@ class SparseBuild:
             "BUFFERS": self.buffers,
             "MAX_ROW": self.rows,
             "KV_KIND": KINDS[self.kv],
-            "OP_ID": OP_ID,
+            "OP_ID": GUARD.number,
             "SHARED_BYTES": self.shared_bytes,
             "MIN_BLOCKS": 1,
         }
@@ -164,13 +160,7 @@ def limits(spec: SparseSpec) -> str | None:
     return None
 
 
-@per_device
-def _kernels(device: torch.device, build: SparseBuild) -> dict[str, Kernel]:
-    code = compile_cubin(
-        "sparse_attend", arch_of(torch.cuda.get_device_capability(device)), build.defines()
-    )
-    found = {name: code.kernel(name, form) for name, form in FORMS.items()}
-    return found | {"sparse_parts": found["sparse_parts"].allow_shared(build.shared_bytes)}
+FILE = KernelFile("sparse_attend", FORMS, SparseBuild.defines)
 
 
 def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
@@ -191,10 +181,14 @@ class SparseLaunch:
         self.builds = [build] if build is not None else builds(spec, arch_of(capability))
         self.long = build or long_build(spec, arch_of(capability))
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self.kernels = {build: _kernels(spec.device, build) for build in {*self.builds, self.long}}
-        self.fault, self.eps = faults.record(spec.device), np.float32(spec.eps)
-        self.scale = np.float32(spec.dim**-0.5 * math.log2(math.e))
+        self.kernels = {build: self._kernels(build) for build in {*self.builds, self.long}}
+        self.fault, self.eps = faults.record(spec.device), spec.eps
+        self.scale = spec.dim**-0.5 * math.log2(math.e)
         self._held: tuple[Tensor, Tensor] | None = None
+
+    def _kernels(self, build: SparseBuild) -> dict[str, Kernel]:
+        found = FILE.named(self.spec.device, build)
+        return found | {"sparse_parts": found["sparse_parts"].allow_shared(build.shared_bytes)}
 
     def take_keys(self, n_row: int) -> Tensor | None:
         """Memory for `keys_beside`, taken before the product is launched; None: a call makes them."""
@@ -211,32 +205,23 @@ class SparseLaunch:
 
     def _keys(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor, beside: bool) -> None:
         kv, build = aligned(kv), self.builds[0]  # any build: keys do not depend on it
-        args: list[Arg] = [
+        args = (
             kv,
             tail.norm,
             tail.freq,
             batch.positions,
             batch.row_seq,
             own,
-            np.int64(kv.stride(0)),
-        ]
-        args += [np.int32(beside), self.eps]
+            kv.stride(0),
+            int(beside),
+            self.eps,
+        )
         self.kernels[build]["sparse_keys"].launch((len(kv),), 128, args, overlap=self.overlap)
 
-    def __call__(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        tail: KeyTail,
-        ring: RingRows,
-        pool: KVPool | None,
-        chosen: Tensor | None,
-        sinks: Tensor,
-        batch: Batch,
-    ) -> Tensor:
+    def __call__(self, *given: *tuple[*Given, Batch]) -> Tensor:
+        q, kv, tail, ring, pool, chosen, sinks, batch = given
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        none = np.int64(0)
-        to: list[Arg] = [out, self.fault, none, none, none]
+        to = out, self.fault, None, None, None
         self._run((q, kv, tail, ring, pool, chosen, sinks), batch, to, None)
         return out
 
@@ -244,14 +229,14 @@ class SparseLaunch:
         """into.rows(o) of the outputs o of a call, over into.power, without a launch of its own. given: the arguments of a call before the batch."""
         rows = into.rows.room(len(given[0]))
         assert into.rows.n_in == self.spec.n_head * self.spec.dim and rows.layout == BLOCKED
-        to: list[Arg] = [np.int64(0), self.fault, rows.blocks, rows.sums, rows.powers]
+        to = None, self.fault, rows.blocks, rows.sums, rows.powers
         self._run(given, batch, to, into)
         return rows
 
-    def _run(self, given: Given, batch: Batch, to: list[Arg], into: RowBuffer | None) -> None:
+    def _run(self, given: Given, batch: Batch, to: Sequence[Arg], into: RowBuffer | None) -> None:
         """to: output as rows or as blocks (the other pointer is unused), with the fault record between."""
         q, kv, tail, ring, pool, chosen, sinks = given
-        spec, i32, none, overlap = self.spec, np.int32, np.int64(0), self.overlap
+        spec, overlap = self.spec, self.overlap
         held, self._held = self._held, None
         is_held = held is not None and held[0] is kv
         q, rows = aligned(q), ring.rows[ROWS]
@@ -275,64 +260,26 @@ class SparseLaunch:
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
         own = held[1] if held is not None and is_held else self._own(n_row)
         kernels = self.kernels[build]
-        args: list[Arg]
         if not is_held:
             self._keys(kv, tail, batch, own, beside=False)
-        layout = [batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
-        counts = (
-            n_col,
-            batch.page_size,
-            ratio,
-            per_page,
-            n_page,
-            top_k,
-            spec.n_head,
-            rows.shape[0],
-            ring.n_row,
-        )
-        places, step = list(map(i32, counts)), np.int64(q.stride(0))
-        keys = [own, rows, none if pool is None else pool.k, *layout, none if chosen is None else chosen]
+        layout = batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot
+        pages = n_col, batch.page_size, ratio, per_page, n_page
+        places = *pages, top_k, spec.n_head, rows.shape[0], ring.n_row
+        keys = own, rows, None if pool is None else pool.k, *layout, chosen
+        heads, n_block = -(-spec.n_head // build.heads), -(-spec.n_head * -(-spec.dim // 128) // 4)
         for first in range(0, n_row, per):
             n, is_all = min(per, n_row - first), per >= n_row
-            sizes = map(i32, (spec.window, first, n, n_row, max_part, per_part))
-            args = [
-                q,
-                tail.freq,
-                *keys,
-                part,
-                part_ml,
-                self.fault,
-                step,
-                *places,
-                *sizes,
-                self.scale,
-                self.eps,
-            ]
-            grid = (min(self.n_sm, n * max_part * -(-spec.n_head // build.heads)),)
-            kernels["sparse_parts"].launch(
-                grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap
-            )
-            sizes = map(
-                i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, pad, per_part)
-            )
-            args = [
-                part,
-                part_ml,
-                tail.freq,
-                own,
-                rows,
-                *layout,
-                sinks,
-                *to,
-                *places,
-                *sizes,
-                np.float32(power),
-            ]
-            n_block = -(-spec.n_head * -(-spec.dim // 128) // 4)
-            kernels["sparse_merge"].launch((n, n_block + is_all), 128, args, overlap=overlap)
+            sizes = spec.window, first, n, n_row, max_part, per_part, self.scale, self.eps
+            args = q, tail.freq, *keys, part, part_ml, self.fault, q.stride(0), *places, *sizes
+            grid, threads = (min(self.n_sm, n * max_part * heads),), 32 * build.warps
+            kernels["sparse_parts"].launch(grid, threads, args, build.shared_bytes, overlap=overlap)
+            chooses = int(chosen is not None), int(is_all)
+            merging = spec.window, first, n_row, max_part, *chooses, pad, per_part, power
+            made = part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *merging
+            kernels["sparse_merge"].launch((n, n_block + is_all), 128, made, overlap=overlap)
         if per < n_row:
-            args = [own, rows, *layout[1:], self.fault, *places[-2:], i32(n_row)]
-            kernels["sparse_ring"].launch((n_row,), 64, args, overlap=overlap)
+            kept = own, rows, *layout[1:], self.fault, *places[-2:], n_row
+            kernels["sparse_ring"].launch((n_row,), 64, kept, overlap=overlap)
 
     def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
         """Parts of a row at most, and the number for a short context."""
@@ -357,22 +304,14 @@ class SparseLaunch:
         (q, kv, sinks), spec, n = given, self.spec, len(given[0])
         assert q.dtype == kv.dtype == sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,)
         assert q.shape[1:] == (spec.n_head, spec.dim) and kv.shape == (n, spec.dim)
-        assert (
-            tail.norm.shape == (spec.dim,)
-            and tail.norm.dtype == torch.float32
-            and tail.norm.is_contiguous()
-        )
-        assert (
-            tail.freq.shape == (spec.n_rot // 2,)
-            and tail.freq.dtype == torch.float64
-            and tail.freq.is_contiguous()
-        )
+        assert tail.norm.shape == (spec.dim,) and tail.freq.shape == (spec.n_rot // 2,)
+        assert tail.norm.dtype == torch.float32 and tail.freq.dtype == torch.float64
+        assert tail.norm.is_contiguous() and tail.freq.is_contiguous()
         assert rows.dtype is spec.kv and rows.is_contiguous() and rows.shape[2:] == (spec.dim,)
         assert (pool is None) == (spec.ratio == 0)
         if pool is not None:
-            assert (
-                pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv and pool.k.is_contiguous()
-            )
+            assert pool.k.shape[1:] == (1, spec.dim) and pool.k.dtype is spec.kv
+            assert pool.k.is_contiguous()
             assert pool.tokens_per_row == spec.ratio
         if chosen is not None:
             assert chosen.dtype == torch.int32 and chosen.is_contiguous() and chosen.shape[0] == n
@@ -384,7 +323,7 @@ class SparseLaunch:
 
 def programs(spec: SparseSpec, target: GpuKind) -> list[Program]:
     all_builds = (*builds(spec, target.arch), long_build(spec, target.arch))
-    return [target.program("sparse_attend", build.defines()) for build in all_builds]
+    return [program for build in all_builds for program in FILE.programs(build, target)]
 
 
 def bind(spec: SparseSpec, *, build: SparseBuild | None = None) -> SparseLaunch:

@@ -56,9 +56,9 @@ class KeyTail:
     freq: Tensor
 
 
-SparseAttend = Callable[
-    [Tensor, Tensor, KeyTail, RingRows, "KVPool | None", "Tensor | None", Tensor, Batch], Tensor
-]
+Given = tuple[Tensor, Tensor, KeyTail, RingRows, KVPool | None, Tensor | None, Tensor]
+SparseAttend = Callable[[*Given, Batch], Tensor]
+"""attend(q, kv, tail, ring, pool, chosen, sinks, batch)"""
 
 
 def _weighed(q: Tensor, keys: Tensor, sinks: Tensor, scale: float) -> Tensor:
@@ -70,16 +70,8 @@ def _weighed(q: Tensor, keys: Tensor, sinks: Tensor, scale: float) -> Tensor:
 def bind(spec: SparseSpec) -> SparseAttend:
     scale = spec.dim**-0.5
 
-    def attend(
-        q: Tensor,
-        kv: Tensor,
-        tail: KeyTail,
-        ring: RingRows,
-        pool: KVPool | None,
-        chosen: Tensor | None,
-        sinks: Tensor,
-        batch: Batch,
-    ) -> Tensor:
+    def attend(*given: *tuple[*Given, Batch]) -> Tensor:
+        q, kv, tail, ring, pool, chosen, sinks, batch = given
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         q = rope_tail(F.rms_norm(q, (spec.dim,), None, spec.eps), batch.positions, tail.freq)
         kv = rope_tail(F.rms_norm(kv, (spec.dim,), tail.norm, spec.eps), batch.positions, tail.freq)

@@ -3,12 +3,12 @@ few rows the writing launch also makes the next products."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program
 from pyspec.cuda.ops.moe.ref import Added, combine
 from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
 from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, RowsLaunch, Shares
@@ -21,9 +21,8 @@ READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next pr
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
 SUMMED = 4  # rows up to which that launch also sums the experts' outputs, once for each of four streams
-FEW = (
-    32  # rows up to which merging and the next products are one launch: it reads the streams four times
-)
+# Rows up to which merging and the next products are one launch: it reads the streams four times
+FEW = 32
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
 
@@ -39,33 +38,26 @@ def limits(spec: StreamsSpec) -> str | None:
     return None
 
 
-def defines(n: int, n_iter: int) -> dict[str, int | str]:
+def defines(n: int, n_iter: int) -> Macros:
     """Macros of streams.cu; no steps: of the head."""
-    return {
-        "COLUMNS": n,
-        "COEFFICIENTS": (2 + N_STREAM) * N_STREAM if n_iter else N_STREAM,
-        "N_ITER": n_iter,
-    }
+    n_mix = (2 + N_STREAM) * N_STREAM if n_iter else N_STREAM
+    return {"COLUMNS": n, "COEFFICIENTS": n_mix, "N_ITER": n_iter}
 
 
-@per_device
-def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
-    code = compile_cubin(
-        "streams", arch_of(torch.cuda.get_device_capability(device)), defines(n, n_iter)
-    )
-    forms = {
-        "streams_parts": "pppii",
-        "streams_read": "pppppppff",
-        "streams_read_rows": "ppppppp" + "pppp" + "p" + "ffi" + "ff" + ARGS[1:],
-    }
-    merging = {
-        "streams_merge": "ppppp",
-        "streams_merge_parts": "pppppppii",
-        "streams_merge_sums_parts": "ppppppppppiiii",
-    }
-    return {
-        name: code.kernel(name, form) for name, form in (forms | (merging if n_iter else {})).items()
-    }
+READ = {
+    "streams_parts": "pppii",
+    "streams_read": "pppppppff",
+    "streams_read_rows": "ppppppp" + "pppp" + "p" + "ffi" + "ff" + ARGS[1:],
+}
+MERGE = {
+    "streams_merge": "ppppp",
+    "streams_merge_parts": "pppppppii",
+    "streams_merge_sums_parts": "ppppppppppiiii",
+}
+FILE, HEAD = (
+    KernelFile[tuple[int, int]]("streams", forms, lambda key: defines(*key))
+    for forms in (READ | MERGE, READ)
+)
 
 
 class StreamsLaunch:
@@ -79,10 +71,8 @@ class StreamsLaunch:
 
     def __init__(self, spec: StreamsSpec) -> None:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
-        self.kernels, self.heads = (
-            _kernels(spec.device, spec.n, spec.n_iter),
-            _kernels(spec.device, spec.n, 0),
-        )
+        self.kernels = FILE.named(spec.device, (spec.n, spec.n_iter))
+        self.heads = HEAD.named(spec.device, (spec.n, 0))
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
@@ -98,8 +88,8 @@ class StreamsLaunch:
         return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
-        x, none = x.contiguous(), np.int64(0)
-        return self._read(self.heads, x, mix, self._parts(self.heads, x, mix), (none, none))
+        x = x.contiguous()
+        return self._read(self.heads, x, mix, self._parts(self.heads, x, mix), (None, None))
 
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         args, n_row = self._merged(y, x, post, comb)
@@ -125,22 +115,12 @@ class StreamsLaunch:
         grid, sizes = self._lines(n_row)
         if isinstance(y, Shares):
             (merged, *others), (weights, shared, _, residual) = args, y.args()
-            counts = np.int32(y.weights.shape[1]), np.int32(y.n_piece)
-            given: tuple[Arg, ...] = (
-                merged,
-                weights,
-                shared,
-                residual,
-                *others,
-                mix.fn,
-                parts,
-                *sizes,
-                *counts,
-            )
+            counts = *sizes, y.weights.shape[1], y.n_piece
+            given = merged, weights, shared, residual, *others, mix.fn, parts, *counts
             self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
         else:
-            given = (*args, mix.fn, parts, *sizes)
-            self.kernels["streams_merge_parts"].launch(grid, THREADS, given, overlap=self.overlap)
+            merging = *args, mix.fn, parts, *sizes
+            self.kernels["streams_merge_parts"].launch(grid, THREADS, merging, overlap=self.overlap)
         return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(
@@ -149,51 +129,38 @@ class StreamsLaunch:
         """Arguments of a launch that merges, the new streams last; and the number of rows."""
         y, x, post, comb = (t.contiguous() for t in (y, x, post, comb))
         n_row = self._rows(x)
-        assert (
-            y.shape[1:] == (self.spec.n,)
-            and len(y) % max(n_row, 1) == 0
-            and y.dtype == post.dtype == comb.dtype == torch.float32
-        )
+        assert y.shape[1:] == (self.spec.n,) and len(y) % max(n_row, 1) == 0
+        assert y.dtype == post.dtype == comb.dtype == torch.float32
         assert post.shape == (n_row, N_STREAM) and comb.shape == (n_row, N_STREAM, N_STREAM)
         return (y, x, post, comb, torch.empty_like(x)), n_row
 
     def _examine(self, kernels: dict[str, Kernel], mix: StreamMix) -> None:
         m, n_scale = (N_STREAM, 1) if kernels is self.heads else ((2 + N_STREAM) * N_STREAM, 3)
-        for t, shape in (
-            (mix.fn, (m, N_STREAM * self.spec.n)),
-            (mix.scale, (n_scale,)),
-            (mix.base, (m,)),
-        ):
+        shapes = (m, N_STREAM * self.spec.n), (n_scale,), (m,)
+        for t, shape in zip((mix.fn, mix.scale, mix.base), shapes, strict=True):
             assert t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
 
-    def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
+    def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The grid of products by columns, and its sizes: rows, and those of a CTA."""
         per_cta = -(-n_row // max(1, PER_MULTIPROCESSOR * self.n_multiprocessor // self.n_chunk))
-        return (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
+        return (self.n_chunk, -(-n_row // per_cta)), (n_row, per_cta)
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
         self._examine(kernels, mix)
         n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
-            kernels["streams_parts"].launch(
-                grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap
-            )
+            args = x, mix.fn, parts, *sizes
+            kernels["streams_parts"].launch(grid, THREADS, args, overlap=self.overlap)
         return parts
 
     def _read(
-        self,
-        kernels: dict[str, Kernel],
-        x: Tensor,
-        mix: StreamMix,
-        parts: Tensor,
-        to: tuple[Tensor, Tensor] | tuple[np.int64, np.int64],
+        self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix, parts: Tensor, to: Sequence[Arg]
     ) -> Tensor:
         """to: post and comb."""
         n_row, y = self._rows(x), self._room(x, self.spec.n)
         if n_row:
-            floats = np.float32(self.spec.eps), np.float32(self.spec.floor)
-            args = (x, parts, mix.scale, mix.base, y, *to, *floats)
+            args = x, parts, mix.scale, mix.base, y, *to, self.spec.eps, self.spec.floor
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
         return y
 
@@ -206,25 +173,11 @@ class StreamsLaunch:
         assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
         assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
         ahead, *sizes = prefetch_args(into.weights, n_row)
-        args = [
-            x,
-            parts,
-            mix.scale,
-            mix.base,
-            y,
-            *to,
-            norm.weight,
-            rows.blocks,
-            rows.sums,
-            rows.powers,
-            ahead,
-        ]
-        floats = np.float32(self.spec.eps), np.float32(self.spec.floor), np.int32(rows.pad)
-        args += [*floats, np.float32(norm.eps), np.float32(into.power), *sizes]
+        read = x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers
+        floats = self.spec.eps, self.spec.floor, rows.pad, norm.eps, into.power
         n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
-        self.kernels["streams_read_rows"].launch(
-            (n_row, 2 + n_asking), READERS, args, overlap=self.overlap
-        )
+        grid, args = (n_row, 2 + n_asking), (*read, ahead, *floats, *sizes)
+        self.kernels["streams_read_rows"].launch(grid, READERS, args, overlap=self.overlap)
         into.rows.hold(y, norm, rows)
         return y
 
@@ -240,11 +193,10 @@ class StreamsLaunch:
 
 
 def programs(spec: StreamsSpec, target: GpuKind) -> list[Program]:
-    return [target.program("streams", defines(spec.n, n_iter)) for n_iter in (spec.n_iter, 0)]
+    return [*FILE.programs((spec.n, spec.n_iter), target), *HEAD.programs((spec.n, 0), target)]
 
 
-def bind(spec: StreamsSpec) -> StreamsLaunch:
-    return StreamsLaunch(spec)
+bind = StreamsLaunch
 
 
 def random_mix(m: int, spec: StreamsSpec, gen: torch.Generator, size: float = 1.0) -> StreamMix:
@@ -301,10 +253,8 @@ def _check_sums(launch: Streams, x: Tensor, given: Reading, mix: StreamMix) -> s
         shared = None if not n_piece else pieces[0] if n_piece == 1 else pieces[0] + pieces[1]
         gate = None if shared is None else torch.ones(n_row, 1, device=x.device)
         whole = combine(y, weights, Added(more, shared, gate))
-        got, want = (
-            launch.merge_split(shares, x, *given[1:], mix),
-            launch.merge_split(whole, x, *given[1:], mix),
-        )
+        got = launch.merge_split(shares, x, *given[1:], mix)
+        want = launch.merge_split(whole, x, *given[1:], mix)
         if not all(map(torch.equal, (got[0], *got[1]), (want[0], *want[1]))):
             return "what experts gave is not summed on the way as before it"
     return None
@@ -323,10 +273,10 @@ def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: Stre
         return "what is read has other bits where it is normed on the way"
     norm.power = 2.0
     want = other(reading[0], norm)
-    pairs = (
-        (own.blocks, other.blocks),
-        (own.sums, other.sums),
-        (own.powers[:n_row], other.powers[:n_row]),
+    pairs = zip(
+        (own.blocks, own.sums, own.powers[:n_row]),
+        (other.blocks, other.sums, other.powers[:n_row]),
+        strict=True,
     )
     if n_row <= want.pad and not all(torch.equal(a, b) for a, b in pairs):
         return "rows that are normed on the way are not those of a launch of their own"

@@ -1,0 +1,227 @@
+"""The fit of a model to card and host: experts that do not fit on the card go to host memory, and the rest of the card holds copies of them. Of a
+model without experts the feed-forwards of the first blocks go there."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+
+import torch
+
+from pyspec.cuda.machine import bandwidth
+from pyspec.engine.plan.describe import LEAST_CTX, START_CTX, Description, resized
+from pyspec.engine.plan.memory_plan import CUDA_BYTES, SPARE_BYTES, size
+from pyspec.engine.plan.placement import (
+    DENSE,
+    EXPERTS,
+    FeedForward,
+    Rates,
+    assumed_rates,
+    bounds,
+    even,
+    in_host,
+    placement,
+    within,
+)
+from pyspec.engine.plan.planned_bytes import host_bytes, job_bytes, load_bytes, plan_host, plan_memory
+from pyspec.errors import DoesNotFit
+from pyspec.models.blocks.moe import Experts
+from pyspec.models.placement import ON_CARD
+from pyspec.models.wants import EMBEDDING, HEAD
+
+log = logging.getLogger(__name__)
+
+
+def fitted(d: Description) -> Description:
+    """Experts and feed-forwards where flags put them, or, where none says so and the model does not fit on the card, experts in host memory;
+    where it has none and not even one slot would fit, as few feed-forwards as have to: shorter requests are faster.
+    The order in which things stay: all other weights, keys and values, the drafter with its experts, states; then slots, evenly on all blocks."""
+    if not d.is_cuda or d.settings.tp > 1 or not (d.wanted or d.draft_wanted or _is_free(d)):
+        return d
+    given = d = replace(d, placement=ON_CARD, draft_placement=ON_CARD)
+    n_ctx = d.settings.ctx or min(d.settings.fit_ctx or START_CTX, d.n_ctx_train)
+    d = resized(d, d.settings.np, n_ctx)
+    if (picked := _picked(d)) is None:
+        return _without_experts(d) or given
+    blocks, draft_blocks = picked
+    both = blocks + draft_blocks
+
+    def with_slots(slots: tuple[int, ...]) -> Description:
+        n = len(blocks)
+        return replace(
+            d,
+            placement=placement(blocks, slots[:n], d.wanted.dense),
+            draft_placement=placement(draft_blocks, slots[n:], d.draft_wanted.dense),
+        )
+
+    room = _left(with_slots((0,) * len(both)))
+    if d.settings.moe_cache_mib >= 0:
+        room = min(room, d.settings.moe_cache_mib << 20)
+    return with_slots(even(both, max(room, 0)))
+
+
+def _left(d: Description) -> int:
+    """Bytes of the card that neither the plan nor a load takes."""
+    plan = plan_memory(d)
+    later = plan.activations + plan.staging + plan.workspace - CUDA_BYTES
+    return d.room.usable - plan.total - max(0, load_bytes(d) - later)
+
+
+def _without_experts(d: Description) -> Description | None:
+    """With as few feed-forwards in host memory as have to be there, of the first blocks; None where that is not free, or of no use."""
+    room = (host_bytes(d) - SPARE_BYTES) // d.settings.replicas - job_bytes(d)
+    blocks = [block for block in d.blocks if block.dense]
+    if not _is_free(d) or has_experts(d):
+        return None
+    least = resized(d, 1, d.settings.ctx or min(d.settings.fit_ctx or LEAST_CTX, d.n_ctx))
+    if min(plan_memory(of).total for of in (d, least)) <= d.room.usable:
+        return None
+
+    def with_first(n: int) -> Description:
+        return replace(d, placement=placement((), (), [block.prefix for block in blocks[:n]]))
+
+    most = sum(size <= room for size in accumulate(block.dense for block in blocks))
+    n = bisect_left(range(1, most + 1), 0, key=lambda n: _left(with_first(n))) + 1
+    return with_first(n) if n <= most else None
+
+
+def has_experts(d: Description) -> bool:
+    return any(block.n_expert for block in d.blocks)
+
+
+def _is_free(d: Description) -> bool:
+    """Whether the fit may put experts, or feed-forwards of a model without any, into host memory."""
+    is_there = any(block.experts or block.dense for block in d.blocks)
+    return d.settings.fit == "on" and is_there and not d.wanted.given and d.dense is None
+
+
+def _picked(d: Description) -> tuple[tuple[FeedForward, ...], tuple[FeedForward, ...]] | None:
+    """Blocks of the target and of the drafter whose experts go to host memory; None: nothing goes there."""
+    asked, draft_asked = (
+        tuple(b for b in blocks if b.prefix in wanted.experts)
+        for blocks, wanted in ((d.blocks, d.wanted), (d.draft_blocks, d.draft_wanted))
+    )
+    with_experts = tuple(block for block in d.blocks if block.n_expert)
+    if with_experts and _is_free(d) and plan_memory(d).total > d.room.usable:
+        room = (host_bytes(d) - SPARE_BYTES) // d.settings.replicas - job_bytes(d)
+        asked = within(with_experts, room - sum(b.experts for b in draft_asked))
+    return (asked, draft_asked) if asked or d.wanted or d.draft_wanted else None
+
+
+def check_host(d: Description) -> None:
+    """Refuse experts and feed-forwards that the host's memory does not hold. Raises DoesNotFit."""
+    plan = plan_host(d)
+    if plan is None:
+        return
+    free = host_bytes(d)
+    log.info("host memory: %s; %s free", plan, size(free))
+    if plan.total > free:
+        flags = d.wanted.given or d.draft_wanted.given
+        raise DoesNotFit(
+            f"needs {size(plan.total)} of host memory ({plan}), {size(free)} are free; fewer blocks there are needed ({flags}), or a "
+            "more quantised file. There is no third place: from a disk a token would take seconds"
+        )
+
+
+def without(d: Description) -> str:
+    """The flag or the memory that would put experts, or feed-forwards, into host memory where they are all on the card; "" where they are there,
+    or there are none."""
+    if not d.is_cuda or d.in_host or d.away or d.settings.tp > 1:
+        return ""
+    what = "experts" if has_experts(d) else "feed-forwards"
+    weights = sum(block.experts if what == "experts" else block.dense for block in d.blocks)
+    if not weights:
+        return ""
+    if _is_free(d):
+        need = weights + job_bytes(d) + SPARE_BYTES
+        free = host_bytes(d)
+        return (
+            f"{size(need)} of host memory for {what}, where {size(free)} are free" if need > free else ""
+        )
+    if d.settings.fit == "off":
+        return f"-fit on, which puts {what} into host memory"
+    return f"without {d.wanted.given}, so that {what} may go to host memory" if d.wanted.given else ""
+
+
+def share_on_card(d: Description) -> float:
+    """Of the target's experts, those that have a place on the card."""
+    total = sum(block.n_expert for block in d.blocks)
+    away = sum(
+        block.n_expert - n for block in d.blocks if (n := d.placement.slots(block.prefix)) is not None
+    )
+    return 1 - away / total if total else 1.0
+
+
+def rates_of(d: Description) -> Rates:
+    """Measured on this machine, or assumed for a GPU that is not here."""
+    if d.assumed is not None:
+        return assumed_rates(d.assumed.free)
+    return _measured(d.device)
+
+
+@cache
+def _measured(device: torch.device) -> Rates:
+    card, host = bandwidth(device), bandwidth(torch.device("cpu"))
+    torch.cuda.empty_cache()  # the plan has all of the card
+    return Rates(card, host, f"measured: GPU {card / 1e9:,.0f} GB/s, host {host / 1e9:,.0f} GB/s")
+
+
+def expected(d: Description, rates: Rates, n_row: int = 1) -> dict[str, float]:
+    """`placement.bounds` of the model as it is placed. n_row: of a forward, in which feed-forwards in host memory are read once"""
+    tensors = {name: d.file.tensors[name] for name in d.config.tensors(d.file) if name in d.file.tensors}
+    away = in_host(d.placement)
+    stays = {name: t for name, t in tensors.items() if not EXPERTS.fullmatch(name) and name not in away}
+    if HEAD in tensors:  # else it is the head, too; of the embedding a token reads one row
+        stays.pop(EMBEDDING, None)
+    trunk = sum(t.n_bytes for t in stays.values())
+    dense = sum(block.dense for block in d.blocks if block.prefix in d.placement.dense)
+    products = n_row * sum(
+        t.n_elements for name, t in tensors.items() if name in away and DENSE.fullmatch(name)
+    )
+    active = sum(
+        block.experts * spec.n_used // spec.n_expert
+        for block, parts in zip(d.blocks, d.config.blocks, strict=True)
+        for spec in parts.specs
+        if isinstance(spec, Experts)
+    )
+    return bounds(trunk, active, share_on_card(d), rates, dense, products)
+
+
+def fit_lines(d: Description) -> list[str]:
+    """Where experts and feed-forwards are, and the rates that memory allows, in a few lines; nothing if all is on the card."""
+    lines = _lines_of_experts(d) if d.in_host else []
+    if d.away:
+        there, all = (sum(block.dense for block in of) for of in (d.away, (*d.blocks, *d.draft_blocks)))
+        lines.append(
+            f"feed-forwards: {size(there)} of {len(d.away)} blocks, {there / all:.0%} of all without experts, are in host memory, where the CPU "
+            "multiplies with them"
+        )
+    if not lines:
+        return []
+    rates = rates_of(d)
+    one, four = (expected(d, rates, n_row) for n_row in (1, 4))
+    rate = one["uniform"]
+    found = ", ".join(f"{one[name]:.0f} {name}" for name in one) if d.in_host else f"{rate:.1f}"
+    by = ", by routing" if d.in_host else ""
+    lines.append(
+        f"forecast of what memory allows at most{by}: {found} tokens/s, one stream without drafts ({rates.said})"
+    )
+    if d.away and not d.in_host:
+        lines.append(
+            f"a forward of four rows, one and three drafts, takes about {rate / four['uniform']:.2f} times as long as one of one row"
+        )
+    return lines
+
+
+def _lines_of_experts(d: Description) -> list[str]:
+    slots = [n for _, n in d.in_host]
+    host = size(sum(block.experts for block, _ in d.in_host))
+    n_block, alone = len(slots), sum(block.n_expert > 0 for block in (*d.blocks, *d.draft_blocks))
+    each = f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} or {max(slots)}"
+    return [
+        f"experts: {host} of {n_block} of {alone} blocks are in host memory; of each block {each} of {d.in_host[0][0].n_expert} are on the GPU as "
+        f"well, so {share_on_card(d):.0%} of the model's have a place there"
+    ]

@@ -1,0 +1,134 @@
+"""Where a router's models come from: the cache of downloads, a folder, a preset. A later source wins by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+
+from pyspec.errors import ConfigError, ModelError
+from pyspec.hub import choose, models_of, quant_of, sidecars
+from pyspec.hub.cache import cached_repositories
+from pyspec.hub.names import SHARD, choose_projector
+from pyspec.server.models.preset import SHARED, Preset, Setting, read_preset
+from pyspec.vision.projector import read_projector
+
+log = logging.getLogger(__name__)
+
+NAMES_MODEL = ("model", "m", "hf-repo", "hf", "hfr", "LLAMA_ARG_MODEL", "LLAMA_ARG_HF_REPO")
+"""Keys of a section that say which file it is."""
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model as a source names it.
+
+    words   flags that name its files; path: of the model's, if it is here
+    flags   those of a preset's `[*]`, then those of its section
+    own     keys for the router, of a preset
+    repo    it is in the cache of downloads: repository and file
+    hidden  it is not listed, because a preset has it under another name
+    sees    a projector is beside it in the cache
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    path: str = ""
+    flags: tuple[Setting, ...] = ()
+    own: dict[str, Setting] = field(default_factory=dict)
+    preset: Preset | None = None
+    repo: tuple[str, str] = ("", "")
+    hidden: bool = False
+    sees: bool = False
+
+
+def of_folder(folder: Path) -> Iterator[ListedModel]:
+    """A model for each GGUF of the folder, and for each folder in it with some: there several parts and drafters are one model."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as e:
+        raise ConfigError(f"--models-dir {folder} can not be read: {e.strerror}") from e
+    for name in models_of([path.name for path in entries if path.is_file()]):
+        shard = SHARD.match(name)
+        if shard is None or int(shard[2]) == 1:
+            yield ListedModel(shard[1] if shard else Path(name).stem, ("-m", str(folder / name)))
+    for inner in (path for path in entries if path.is_dir()):
+        names = [path.relative_to(inner).as_posix() for path in inner.rglob("*.gguf")]
+        if models_of(names):
+            target = choose(names, repo=str(inner))[0]
+            drafter = next((("-md", str(inner / one.file)) for one in sidecars(names, target)), ())
+            projector = _projector(inner, choose_projector(target, names))
+            yield ListedModel(inner.name, ("-m", str(inner / target), *drafter, *projector))
+
+
+def _projector(folder: Path, name: str) -> tuple[str, ...]:
+    """The flag of a projector that was found beside a model; one that pyspec does not run is left out with a line."""
+    if not name:
+        return ()
+    try:
+        read_projector(folder / name)
+    except ModelError as e:
+        log.warning("%s: images are not read: %s", folder.name, e)
+        return ()
+    return ("--mmproj", str(folder / name))
+
+
+def of_cache() -> Iterator[ListedModel]:
+    """A model for each GGUF in the cache of downloads, under its repository and quantisation."""
+    seen: set[str] = set()
+    for repository in cached_repositories():
+        for name in models_of([file.file for file in repository.files]):
+            quant = quant_of(name)
+            named = f"{repository.name}:{quant}" if quant else repository.name
+            words: tuple[str, ...] = ("-hf", named)
+            if named in seen:
+                named = f"{repository.name}:{PurePosixPath(name).stem}"
+                words = ("-hf", repository.name, "-hff", name)
+            seen.add(named)
+            path = next(str(file.path) for file in repository.files if file.file == name)
+            sees = bool(choose_projector(name, [file.file for file in repository.files]))
+            yield ListedModel(named, words, path, repo=(repository.name, name), sees=sees)
+
+
+def all_models(folder: Path | None, preset_path: Path | None) -> list[ListedModel]:
+    """The models of all sources. Raises ConfigError for a folder or a preset that can not be read."""
+    found = {one.name: one for one in of_cache()}
+    if folder is not None:
+        found |= {one.name: one for one in of_folder(folder)}
+    if preset_path is None:
+        return list(found.values())
+    preset = read_preset(preset_path)
+    shared = tuple(preset.flags(SHARED))
+    for name, one in found.items():
+        found[name] = replace(one, flags=shared, own=preset.own(name), preset=preset)
+    for name in preset.sections:
+        if name == SHARED:
+            continue
+        flags = preset.flags(name)
+        before = found.get(name, ListedModel(name))
+        words = before.words
+        if any(setting.key in NAMES_MODEL for setting in flags):
+            words = ()
+        elif not words:
+            words = ("-hf" if "/" in name else "-m", name)
+        path = before.path if words == before.words else ""
+        found[name] = ListedModel(
+            name, words, path, (*shared, *flags), preset.own(name), preset, before.repo, sees=before.sees
+        )
+        if "dedup-cache-models" in found[name].own and preset.switch(
+            found[name].own["dedup-cache-models"]
+        ):
+            repo = next(
+                (s.value for s in flags if s.key in ("hf-repo", "hf", "hfr", "LLAMA_ARG_HF_REPO")), ""
+            )
+            for other in [n for n, one in found.items() if one.repo[0] and _same(n, repo) and n != name]:
+                found[other] = replace(found[other], hidden=True)
+    return list(found.values())
+
+
+def _same(name: str, repo: str) -> bool:
+    """The name of a cached model is this repository's, and its quantisation if one is named."""
+    return bool(repo) and (
+        name.lower() == repo.lower() or (":" not in repo and name.partition(":")[0] == repo)
+    )
