@@ -208,6 +208,8 @@ class EncoderBlock:
         seen = None if windows is None else self._seen_in(windows, q, k, v)
         for piece in pieces:
             own = self._seen(q[None, piece], k[None], v[None])[0] if seen is None else seen[piece]
+            if piece is pieces[-1]:
+                del q, k, v  # the feed-forward takes their room
             y = x[piece] + self._after("attn", self.out(own.flatten(1)))
             y = y + self._after("ffn", self._feed(self.w.norm(f"{self.at}.ln2", y)))
             made.append(y if self.scale is None else y * self.scale)

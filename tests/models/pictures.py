@@ -45,7 +45,7 @@ def read_prompt(name: str, prompt: str, handle: int = 3) -> SeenPrompt:
             ids += chunk["ids"]
             continue
         n, at = chunk["image_tokens"], handle + len(spans)
-        rows[at] = torch.tensor(found[f"{prompt}.exact{len(spans)}"], dtype=torch.float32)
+        rows[at] = torch.tensor(found[f"{prompt}.exact{len(spans)}"], dtype=torch.float32, device=DEVICE)
         assert len(rows[at]) == n
         spans.append(ImageSpan(at, len(ids), n, chunk["nx"], chunk["ny"]))
         ids += [image_id(at, i) for i in range(n)]

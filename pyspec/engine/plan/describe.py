@@ -348,12 +348,11 @@ def resized(d: Description, np: int, n_ctx: int) -> Description:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that a name means; DeviceError if it fails, NoDevice if it is not there."""
+    """The device that a name means, a GPU with its number; DeviceError if it fails, NoDevice if it is not there."""
     if wanted == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        device = torch.device(wanted)
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=wanted).device
     except (RuntimeError, AssertionError) as e:
         raise (DeviceError if _is_there(wanted) else NoDevice)(
             f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}"

@@ -44,8 +44,8 @@ def ended(
             up = up * power
     if EPILOGUE == GATED:
         if LIMIT > 0.0:
-            y = tl.minimum(y, GATE_LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            y = tl.where(y > GATE_LIMIT, GATE_LIMIT, y)  # what is no number stays none
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         y = y * sigmoid(y) * up
     to = row[:, None].to(tl.int64) * N_OUT + column[None, :]
     if EPILOGUE == RESIDUAL:

@@ -212,8 +212,8 @@ def between(
             if LIMIT > 0.0:
                 up = LIMIT * (2.0 * sigmoid(2.0 * up / LIMIT) - 1.0)
         elif LIMIT > 0.0:
-            y = tl.minimum(y, GATE_LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            y = tl.where(y > GATE_LIMIT, GATE_LIMIT, y)  # what is no number stays none
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         if ACT == SITU:
             y = GATE_LIMIT * (2.0 * sigmoid(2.0 * y / GATE_LIMIT) - 1.0) * sigmoid(y) * up
         elif ACT == OAI:
