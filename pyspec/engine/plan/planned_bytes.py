@@ -64,7 +64,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         unread |= in_host(d.draft_placement)
     read = [t for name, t in shares.items() if name not in unread]
     read += [t for name, t in draft_shares.items() if name not in own_unread]
-    weights = weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d)
+    weights = weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_head(d)
     n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
     if d.in_host or d.away:  # weights on the card are worth more than copies
         n_wide = 0
@@ -194,9 +194,10 @@ def _unread(d: Description) -> frozenset[str]:
     )
 
 
-def _tied_share(d: Description) -> int:
-    """Of several ranks each has all of the embedding and, where that is the head as well, its rows of that."""
-    if d.settings.tp == 1 or HEAD in d.file.tensors:
+def _tied_head(d: Description) -> int:
+    """Of an embedding that is the head as well: rows are read as they lie in the file, and a GPU's product has a form of its own; of several
+    ranks each has all of the embedding and its share of the head's rows."""
+    if HEAD in d.file.tensors or not (d.is_cuda or d.settings.tp > 1):
         return 0
     return -(-_bytes_of(d, "token_embd.weight") // d.settings.tp)
 
