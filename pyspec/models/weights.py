@@ -309,7 +309,7 @@ class Weights:
         data = torch.empty(packed_bytes(kind, n_out, n_in), dtype=torch.uint8, device=self.device)
         with temporary(self.device):
             raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
-            raw = interleave(*raws) if gated else torch.cat(raws)
+            raw = interleave(*raws) if gated else _joined(raws)
             if wide is not None:
                 self._unpack(names, raws, wide)
             scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
@@ -326,7 +326,7 @@ class Weights:
             if wide is not None:
                 self._unpack(names, raws, wide)
             scales = self._row_scales(names, gated=False) if scaled else None
-            made = tile(torch.cat(raws), infos[0].type, shape, scales)
+            made = tile(_joined(raws), infos[0].type, shape, scales)
         return made.copied()
 
     def _row_scales(self, names: Sequence[str], gated: bool) -> Tensor:
@@ -457,3 +457,8 @@ class Weights:
 def cuts_of(wants: Mapping[str, Want]) -> dict[str, Cut]:
     """The tensors of a manifest that ranks divide."""
     return {name: want.cut for name, want in wants.items() if want.cut is not None}
+
+
+def _joined(raws: Sequence[Tensor]) -> Tensor:
+    """Rows one below the other. A matrix alone is not copied: it may be a head, for which a full card has room once."""
+    return raws[0] if len(raws) == 1 else torch.cat(list(raws))

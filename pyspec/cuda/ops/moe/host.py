@@ -254,7 +254,9 @@ class HostExperts:
                 first = _brought(stacks, slice(0, n_slot), self.device)
             self.card = ExpertsLaunch(_on_card(spec), first)
             del first
-            release(self.device)  # what this layer's bytes took is not of the sizes that a load counts on
+            release(
+                self.device
+            )  # what this layer's bytes took is not of the sizes that a load counts on
             self.places[:n_slot] = torch.arange(n_slot)
             self.slots = self.places.to(self.device)
         self.can_stream = n_slot > 0 or moe_cuda.limits(_on_card(spec)) is None
