@@ -31,6 +31,7 @@ from pyspec.engine.plan.planned_bytes import (
     host_bytes,
     job_bytes,
     load_bytes,
+    placed_bytes,
     plan_host,
     plan_memory,
 )
@@ -73,20 +74,25 @@ def fitted(d: Description) -> Description:
 
 
 def _with_tables(d: Description) -> Description:
-    """With tables in host memory: those that flags put there, and, the largest first, those without which the card has no room."""
-    asked, tensors = d.wanted.tables, d.file.tensors
-    d = replace(d, placement=placement((), (), (), tuple(name for name in asked if asked[name])))
+    """With tables in host memory: those that flags put there, and, the largest first, those for which the card has no room beside what flags leave there."""
+    asked, tensors, (blocks, draft_blocks) = d.wanted.tables, d.file.tensors, _asked(d)
+    tables = tuple(name for name in asked if asked[name])
+    draft = placement(draft_blocks, (0,) * len(draft_blocks), d.draft_wanted.dense)
     free = [name for name in TABLES if name in tensors and name not in asked and _may_fit(d)]
     for name in sorted(free, key=lambda name: -tensors[name].n_bytes):
-        if plan_memory(d).total > d.room.usable and tensors[name].n_bytes <= _host_room(d):
-            d = replace(d, placement=placement((), (), (), (*d.placement.tables, name)))
-    return d
+        own = placement(blocks, (0,) * len(blocks), d.wanted.dense, tables)
+        by_flags = replace(d, placement=own, draft_placement=draft)
+        if plan_memory(by_flags).total <= d.room.usable:
+            break
+        if tensors[name].n_bytes <= _host_room(by_flags):
+            tables = *tables, name
+    return replace(d, placement=placement((), (), (), tables))
 
 
 def _host_room(d: Description) -> int:
-    """Bytes of the host for weights of one replica, beside the tables that are there."""
+    """Bytes of the host for weights of one replica, beside those that are there."""
     room = (host_bytes(d) - SPARE_BYTES) // d.settings.replicas - job_bytes(d)
-    return room - sum(t.n_bytes for t in d.tables_away)
+    return room - placed_bytes(d) - sum(t.n_bytes for t in d.tables_away)
 
 
 def _left(d: Description) -> int:
@@ -129,16 +135,21 @@ def _may_fit(d: Description) -> bool:
     return d.settings.fit == "on" and d.dense is None
 
 
+def _asked(d: Description) -> tuple[tuple[FeedForward, ...], tuple[FeedForward, ...]]:
+    """Those whose experts flags put there."""
+    own = tuple(b for b in d.blocks if b.prefix in d.wanted.experts)
+    return own, tuple(b for b in d.draft_blocks if b.prefix in d.draft_wanted.experts)
+
+
 def _picked(d: Description) -> tuple[tuple[FeedForward, ...], tuple[FeedForward, ...]] | None:
     """Blocks of the target and of the drafter whose experts go to host memory; None: nothing goes there."""
-    asked, draft_asked = (
-        tuple(b for b in blocks if b.prefix in wanted.experts)
-        for blocks, wanted in ((d.blocks, d.wanted), (d.draft_blocks, d.draft_wanted))
-    )
+    asked, draft_asked = _asked(d)
     with_experts = tuple(block for block in d.blocks if block.n_expert)
     if with_experts and _is_free(d) and plan_memory(d).total > d.room.usable:
         asked = within(with_experts, _host_room(d) - sum(b.experts for b in draft_asked))
-    return (asked, draft_asked) if asked or d.wanted or d.draft_wanted else None
+    return (
+        (asked, draft_asked) if asked or draft_asked or d.wanted.dense or d.draft_wanted.dense else None
+    )
 
 
 def check_host(d: Description) -> None:

@@ -153,12 +153,15 @@ def job_bytes(d: Description) -> int:
     return max(JOB_ROWS * (4 * n + n_used * (4 * n + 8)) for n, n_used in widths)
 
 
+def placed_bytes(d: Description) -> int:
+    """Experts and other feed-forwards in host memory, as in the file."""
+    return sum(block.dense for block in d.away) + sum(block.experts for block, _ in d.in_host)
+
+
 def plan_host(d: Description) -> HostPlan | None:
     """Memory of the host where experts, other feed-forwards or tables are there; None where there are none. The prefix cache has what they leave of
     its share."""
-    n, free = d.settings.replicas, host_bytes(d)
-    dense = sum(block.dense for block in d.away)
-    computed = dense + sum(block.experts for block, _ in d.in_host)
+    n, free, computed = d.settings.replicas, host_bytes(d), placed_bytes(d)
     weights = n * (computed + sum(t.n_bytes for t in d.tables_away))
     if not weights:
         return None
