@@ -97,7 +97,7 @@ def test_fit_says_one_number(flags: tuple[str, ...], tmp_path: Path, monkeypatch
     """A drafter's four-bit copy of the head is made where the memory is short for the slots, too."""
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     target = write("qwen3.6-35b-a3b", tmp_path / "t.gguf", quant="q4_k")
-    about = json.loads(call(str(target), "--vram", "24G", *flags, "--json").stdout)
+    about = json.loads(call(str(target), "--vram", "24G", "--ram", "64G", *flags, "--json").stdout)
     row = next(row for row in about["contexts"] if row["np"] == about["np"])
     if "-c" not in flags and about["fits"]:
         assert (row["n_ctx"], row["total"]) == (about["n_ctx"], about["plan"]["total"])

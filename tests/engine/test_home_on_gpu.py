@@ -73,20 +73,27 @@ def logits(path: Path, chunk: int, tokens: list[int] = TOKENS, **places: object)
     return torch.cat([rows.cpu() for _, rows in reader.read(tokens)])
 
 
+def formulas(path: Path, tokens: list[int] = TOKENS) -> torch.Tensor:
+    """The same by plain torch in f32."""
+    return logits(path, len(tokens), tokens, device="cpu", kernels="reference", weights="dense")
+
+
 def off(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (got - want).abs().amax(-1) / want.std()
 
 
 @pytest.mark.parametrize("chunk", [5, 420])
 @pytest.mark.parametrize(("arch", "place"), CASES)
-def test_logits_are_those_of_all_on_the_card(
+def test_logits_are_as_near_to_the_formulas_as_those_of_all_on_the_card(
     arch: str, place: str, chunk: int, made: Callable[[str], Path]
 ) -> None:
-    """Few rows go to the lane, one prompt of all brings its experts in groups."""
+    """Few rows go to the lane, one prompt of all brings its experts in groups. Random weights make much of each rounding, and a near tie of experts
+    may turn: quantiles of rows are compared."""
     path = made(arch)
-    far = off(logits(path, chunk, **PLACES[place]), logits(path, chunk))
-    assert float(far.median()) < 0.01, far
-    assert float((far < 0.05).float().mean()) > 0.9, far  # a near tie of experts may turn
+    want, at = formulas(path), torch.tensor([0.1, 0.5, 0.9])
+    found = off(logits(path, chunk, **PLACES[place]), want).quantile(at)
+    alone = torch.stack([off(logits(path, n), want).quantile(at) for n in (5, 420)]).amax(0)
+    assert (found <= 1.5 * alone + 0.002).all(), (found, alone)
 
 
 @pytest.mark.parametrize("draft", [None, "ngram"])
@@ -94,17 +101,18 @@ def test_logits_are_those_of_all_on_the_card(
 def test_texts_are_greedy_ones_of_all_on_the_card(
     arch: str, place: str, draft: str | None, made: Callable[[str], Path]
 ) -> None:
-    """In graphs, three slots. Each token is the best of all on the card, or nearly: near ties may fall either way."""
+    """In graphs, three slots. Each token is the formulas' best, or as near to it as all on the card may err."""
     path, prompts = made(arch), [TOKENS[:n] for n in (9, 150, 31)]
     given = {"np": 3, "ctx": 300, "device": "cuda", "n_draft_fixed": True}
     with Engine.load(path, draft, **given, **PLACES[place]) as engine:  # type: ignore[arg-type]
         found = engine.generate_many(prompts, max_tokens=60, temperature=0.0, ignore_eos=True)
         assert engine.loop.worker.forward._graphs, "rounds are graphs"
     for prompt, result in zip(prompts, found, strict=True):
-        tokens = [*prompt, *result.tokens]
-        rows = logits(path, 64, tokens)[len(prompt) - 1 : -1]
-        best, own = rows.amax(-1), rows.gather(-1, torch.tensor(result.tokens)[:, None])[:, 0]
-        assert float(((best - own) < 0.05 * rows.std()).float().mean()) > 0.9
+        tokens, answer = [*prompt, *result.tokens], slice(len(prompt) - 1, -1)
+        want = formulas(path, tokens)[answer]
+        err = 2 * off(logits(path, 64, tokens)[answer], want).quantile(0.9)
+        short = want.amax(-1) - want.gather(-1, torch.tensor(result.tokens)[:, None])[:, 0]
+        assert float((short / want.std() <= err + 0.01).float().mean()) >= 0.9, (short, err)
 
 
 @pytest.mark.parametrize("places", [{"cpu_moe": True, "moe_cache_mib": 0}, {"n_cpu_moe": 3}])
@@ -129,7 +137,8 @@ def test_tables_in_host_memory_leave_the_bits_of_tables_on_the_card(
     quant: str, np: int, tmp_path: Path
 ) -> None:
     """In graphs and rounds ahead, with drafts whose tokens the device alone knows. Locked memory is read where it lies."""
-    path = write(widened(find("qwen4exp", tiny=True)), tmp_path / "t.gguf", quant=quant)
+    dims = replace(widened(find("qwen4exp", tiny=True)), ngrams=(2, 3, 2, 4, 40_009))
+    path = write(dims, tmp_path / "t.gguf", quant=quant)
     with open_gguf(path) as file:
         n_bytes = sum(file.tensors[name].n_bytes for name in TABLES)
     rows, texts, held = [], [], []
@@ -183,7 +192,7 @@ def test_experts_come_that_are_used_and_slots_have_their_records(large: Path) ->
         assert after.expert_uploads > 100 and rates[-1] > rates[0] + 0.1, rates
         cache, uploads = e.loop.experts, e.loop.worker.uploads
         assert uploads.failed is None and cache.moves, cache.frozen
-        assert 2e9 < cache.link < 2e11, "bytes a second of copies and packing"
+        assert 5e8 < cache.link < 2e11, "bytes a second of copies and packing"
         torch.cuda.synchronize()
         for layer in uploads.layers:
             same_as_packed(layer)

@@ -587,10 +587,10 @@ def test_an_e_model_leaves_the_card_its_rows_of_tokens_last(
     """Gemma 4 E4B: its embedding is the head, too, so the card keeps that and loses the rows of the file."""
     monkeypatch.setattr(GGUFWriter, "write", heads_only)
     path = write("gemma-4-e4b", tmp_path / "e.gguf", quant="q4_k")
-    d = widened(described(path, vram, 32), tells=False)
+    d = widened(described(path, vram, 32, np=4), tells=False)
     assert d.placement.tables == tables and (plan_memory(d).total <= d.room.usable) and not d.away
     on_card, there = plan_memory(replace(d, placement=ON_CARD)), sum(t.n_bytes for t in d.tables_away)
-    assert on_card.weights - plan_memory(d).weights == there
+    assert on_card.weights - plan_memory(d).weights == there  # Q6_K, which kernels read in as many bytes
     if tables:
         assert plan_host(d).weights == there and plan_host(d).jobs == 0
         assert len(fit_lines(d)) == len(tables), "no forecast of experts"

@@ -22,7 +22,7 @@ from pyspec.models.binding import Binding
 from pyspec.models.placement import Placement
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.synth.dims import find, widened
+from pyspec.synth.dims import TINY, find, widened
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"),
     pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler"),
 ]
+QUANTS = {"gpt-oss": "mxfp4_moe", "qwen3moe": "q4_k", "nemotron_h_moe": "q5_k"}
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(40)]
 
 
@@ -72,12 +73,17 @@ def ops(bench: Bench) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "quant"),
-    [("qwen35moe", "q8_0"), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("gpt-oss", "mxfp4_moe"), ("qwen3moe", "q4_k"), ("llama4", "q8_0")))],
-)  # fmt: skip
+    "arch",
+    [
+        arch if arch in ("qwen35moe", "nemotron_h_moe") else pytest.param(arch, marks=pytest.mark.slow)
+        for arch, dims in TINY.items()
+        if dims.n_expert
+    ],
+)
 def test_logits_are_the_references_wherever_experts_are(
-    arch: str, quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    quant = QUANTS.get(arch, "q8_0")
     path = synth.write(widened(find(arch, tiny=True)), tmp_path / "m.gguf", quant=quant)
     with only("torch", (moe,)):
         want, _ = logits(path)
@@ -91,12 +97,12 @@ def test_logits_are_the_references_wherever_experts_are(
             got, bench = logits(path)
             assert all(i.name in ("lane", "torch") for i in moe.decided.values())
             jobs = sum(int(run.counts[1]) for run in made)
-            names = ops(bench)
         off = (got - want).abs().amax(-1) / want.std()
         assert float(off.median()) < 0.01, off
         assert float((off < 0.05).float().mean()) > 0.9, off  # a near tie of experts may turn
         assert made and jobs > len(made)
         if not slots and arch == "qwen35moe":  # a shared expert runs beside the host
+            names = ops(bench)
             route = names.index("moe_route")
             assert names[route:] == ["moe_route", "moe.begin", "product", "product", "moe"]
         del bench

@@ -286,6 +286,7 @@ def _warm_up(loop: Loop, d: Description, plan: MemoryPlan) -> None:
             warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
             warm_up(loop, d.tokenizer, d.n_overhang, warmed)
             loop.pictures.warm_up()
+            temporary.release(d.device)  # pieces of the sizes of captures; rounds have theirs
         if d.settings.check_tap_shift:
             round_ms = loop.controller.costs.verify(1)
             check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)

@@ -65,7 +65,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         unread |= own_unread
     read = [t for name, t in shares.items() if name not in unread]
     read += [t for name, t in draft_shares.items() if name not in own_unread]
-    weights = weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_share(d)
+    weights = weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_head(d)
     n_wide = sum(map(wide_bytes, (shares, draft_shares))) if d.dense is None else 0
     if d.in_host or d.away:  # weights on the card are worth more than copies
         n_wide = 0
@@ -214,12 +214,12 @@ def _unread(d: Description) -> frozenset[str]:
     )
 
 
-def _tied_share(d: Description) -> int:
-    """Each rank has all of the embedding and, where that is the head as well, its rows of that: as kernels of a GPU read them, beside those of the file."""
-    if HEAD in d.file.tensors or EMBEDDING in d.placement.tables:
+def _tied_head(d: Description) -> int:
+    """Of an embedding that is the head as well: rows are read as they lie in the file, on a GPU or in host memory, and a GPU's product has a form of its
+    own; of several ranks each has all of the embedding and its share of the head's rows."""
+    on_one = d.settings.tp == 1 and (not d.is_cuda or EMBEDDING in d.placement.tables)
+    if HEAD in d.file.tensors or on_one:
         return 0
-    if d.settings.tp == 1:
-        return d.file.tensors[EMBEDDING].n_bytes if d.is_cuda else 0
     return -(-_bytes_of(d, EMBEDDING) // d.settings.tp)
 
 

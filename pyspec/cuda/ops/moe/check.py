@@ -63,7 +63,7 @@ def check(
     spec: MoeSpec,
     n_rows: Sequence[int] = (1, 9, 40, 100),
 ) -> str | None:
-    """Rows that spread over experts, and rows that all take the same; a few experts, since more only lie farther.
+    """Rows that spread over experts, and rows, columns of wider ones, that all take the same; a few experts, since more only lie farther.
 
     Rows are f16 already, so that no rounding of theirs takes part. Random weights with minima have a mean: where a row's
     columns add up to about zero, so do its outputs, and rounding it alone moved them by 9e-3 of the rest. The remaining rounding, of
@@ -74,11 +74,12 @@ def check(
     stacks = random_stacks(spec, n_expert, gen)
     own, other, by = launch(stacks), reference(stacks), _far(spec, stacks, gen)
     for n_row in n_rows:
-        x = by * torch.randn(n_row, spec.n_in, generator=gen).half().float()
+        x = (by * torch.randn(n_row, spec.n_in, generator=gen).half().float()).to(spec.device)
         spread = torch.rand(n_row, n_expert, generator=gen).argsort(-1)[:, : spec.n_used]
         weights = torch.rand(n_row, spec.n_used, generator=gen).to(spec.device)
-        for ids in (spread, spread[:1].expand(n_row, -1)):
-            given = x.to(spec.device), ids.int().contiguous().to(spec.device), weights
+        beside = torch.cat((x, x), 1)[:, : spec.n_in]
+        for rows, ids in ((x, spread), (beside, spread[:1].expand(n_row, -1))):
+            given = rows, ids.int().contiguous().to(spec.device), weights
             got, want = own(*given), other(*given)
             off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
             if not off < 1e-3:

@@ -35,7 +35,7 @@ from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, 
 from pyspec.cuda.ops.repack.op import repack
 from pyspec.cuda.ops.repack.ref import Repack, RepackSpec
 from pyspec.cuda.ops.rows.ref import Norm
-from pyspec.cuda.temporary import temporary
+from pyspec.cuda.temporary import release, temporary
 from pyspec.gguf import GGMLType
 
 GROUP = (
@@ -253,6 +253,10 @@ class HostExperts:
             with temporary(self.device):
                 first = _brought(stacks, slice(0, n_slot), self.device)
             self.card = ExpertsLaunch(_on_card(spec), first)
+            del first
+            release(
+                self.device
+            )  # what this layer's bytes took is not of the sizes that a load counts on
             self.places[:n_slot] = torch.arange(n_slot)
             self.slots = self.places.to(self.device)
         self.can_stream = n_slot > 0 or moe_cuda.limits(_on_card(spec)) is None

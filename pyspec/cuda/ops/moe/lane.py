@@ -21,6 +21,7 @@ from pyspec.cuda.context import context_of, per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.moe.cpu import CpuExperts
 from pyspec.cuda.ops.moe.ref import Added
+from pyspec.cuda.ops.rows.cuda import is_aligned
 from pyspec.cuda.ops.rows.ref import Norm
 
 JOB_ROWS = 128  # of a job at most: those of the largest usual graph. More rows go in pieces
@@ -128,9 +129,8 @@ def lane_of(device: torch.device) -> HostLane:
 def lane_kernels(device: torch.device) -> tuple[Kernel, Kernel]:
     """lane_split and lane_gate."""
     code = compile_cubin("moe_lane", arch_of(torch.cuda.get_device_capability(device)))
-    return code.kernel("lane_split", 14 * "p" + "iiiii" + "f"), code.kernel(
-        "lane_gate", 12 * "p" + "ii" + "l"
-    )
+    split, gate = 14 * "p" + 6 * "i" + "f", 12 * "p" + "iil"
+    return code.kernel("lane_split", split), code.kernel("lane_gate", gate)
 
 
 NONE = np.int64(0)
@@ -158,9 +158,9 @@ class Split:
         *,
         overlap: bool,
     ) -> None:
-        """x [row, n_in] f32, of at most JOB_ROWS rows; slots [n_expert] int16; used [JOB_ROWS, n_used] int16, a part of wider rows."""
+        """x [row, n_in] f32, at most JOB_ROWS rows; slots [n_expert] int16; used [JOB_ROWS, n_used] int16. x and used may be columns of wider rows."""
         (n_row, n_in), n_used = x.shape, ids.shape[1]
-        assert n_row <= JOB_ROWS and x.is_contiguous() and x.dtype == torch.float32
+        assert n_row <= JOB_ROWS and is_aligned(x) and x.dtype == torch.float32
         assert ids.dtype == torch.int32 and ids.is_contiguous() and weights.is_contiguous()
         assert row_seq is None or (row_seq.dtype == torch.int32 and len(row_seq) == n_row)
         self.job, self.weights = job, weights
@@ -170,7 +170,7 @@ class Split:
         args += [_or_none(slots), _or_none(row_seq), _or_none(self.hits), self.missed]
         args += [job.head, job.ids, job.weights, job.x, job.state, _or_none(used)]
         n_wide = 0 if used is None else used.stride(0)
-        args += [np.int32(n) for n in (layer.number, n_in // 4, n_used, n_expert, n_wide)]
+        args += map(np.int32, (layer.number, n_in // 4, x.stride(0) // 4, n_used, n_expert, n_wide))
         args.append(np.float32(0.0 if norm is None else norm.eps))
         split, _ = lane_kernels(x.device)
         split.launch((n_row,), THREADS, args, overlap=overlap)

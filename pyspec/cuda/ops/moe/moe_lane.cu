@@ -1,6 +1,6 @@
 // Around experts that lie in the host's memory (lane.py): what a card hands to the host's thread, and what it makes of the answer.
 //
-//   x         [row, n_in]     f32  normed first if `norm` [n_in] is there
+//   x         [row, n_in]     f32  x_step quads from row to row; normed first if `norm` [n_in] is there
 //   ids       [row, n_used]   i32  as routed; clamped. -1, and rows of no sequence (row_seq [row] below 0, or no such tensor): none
 //   slots     [n_expert]      i16  an expert's place on the card, -1: it is in the host's memory alone; or none: all are
 //   hits      [row, n_used]   i32  places of those on the card, else -1 (moe.cu passes over these); or none
@@ -63,8 +63,8 @@ __device__ __forceinline__ float inverse_rms(const float4* x, int n_quad, float 
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     lane_split(const float4* x, const float4* norm, const int* ids, const float* weights, const short* slots, const int* row_seq, int* hits,
-               int* missed, u32* head, int* job_ids, float* job_weights, float4* job_x, int* state, short* used, int layer, int n_quad, int n_used,
-               int n_expert, int n_wide, float eps) {
+               int* missed, u32* head, int* job_ids, float* job_weights, float4* job_x, int* state, short* used, int layer, int n_quad, int x_step,
+               int n_used, int n_expert, int n_wide, float eps) {
   wait_for_predecessor();
   let_successor_start();
   __shared__ int n_miss;
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (n_miss > 0) {
-    const float4* own = x + static_cast<i64>(row) * n_quad;
+    const float4* own = x + static_cast<i64>(row) * x_step;
     float4* to = job_x + static_cast<i64>(row) * n_quad;
     const float by = norm != nullptr ? inverse_rms(own, n_quad, eps) : 1.f;
     for (int i = t; i < n_quad; i += kThreads) {
