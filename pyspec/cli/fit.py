@@ -35,7 +35,7 @@ AUTO_SLOTS = 4
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, ram: int, as_json: bool) -> None:
     """Show a model's memory, and the slots and contexts that fit.
 
-    Experts that do not fit on the GPU are planned for host memory, with a forecast of the rate. Computed from the file's head: no weights are
+    Tables and experts that do not fit on the GPU are planned for host memory, with a forecast of the rate. Computed from the file's head: no weights are
     loaded or downloaded. Exit status 5 if nothing fits.
 
     Example: pyspec fit -hf user/repo:Q4_K_M --vram 24G
@@ -95,7 +95,7 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
 
 
 def _host(report: FitReport) -> dict[str, Any] | None:
-    """Where experts and feed-forwards are, and the rates that memory allows; None if all is on the device."""
+    """Where experts, feed-forwards and tables are, and the rates that memory allows; None if all is on the device."""
     from pyspec.engine.plan.fitted import expected, rates_of, share_on_card
 
     if report.host is None:
@@ -106,6 +106,7 @@ def _host(report: FitReport) -> dict[str, Any] | None:
         "free": report.host_free,
         "blocks": [[block.prefix, n] for block, n in report.description.in_host],
         "feed_forwards": [block.prefix for block in report.description.away],
+        "tables": list(report.description.placement.tables),
         "share_on_gpu": round(share_on_card(report.description), 4),
         "forecast": {name: round(x, 1) for name, x in expected(report.description, rates).items()},
         "rates": rates.said,

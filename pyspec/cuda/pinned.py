@@ -6,8 +6,10 @@ import mmap
 from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 from pyspec.cuda.context import context_of
+from pyspec.errors import DeviceError
 
 
 def enter(device: torch.device) -> None:
@@ -33,6 +35,31 @@ def register(address: int, n_bytes: int, device: torch.device) -> str:
         enter(device)
         (error,) = driver.cuMemHostRegister(address, n_bytes, flags)
     return "" if error == driver.CUresult.CUDA_SUCCESS else error.name
+
+
+class _Lent:
+    """Registered memory in the words by which torch takes another library's memory of a GPU. host: kept as long as it is used"""
+
+    def __init__(self, host: Tensor, address: int) -> None:
+        self.host = host
+        shape, data = tuple(host.shape), (address, False)
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 2}
+
+
+def on_device(host: Tensor, device: torch.device) -> Tensor:
+    """The same bytes as a tensor of the GPU, whose kernels read them over the link. host: contiguous uint8 in registered memory. Raises DeviceError if it is
+    not registered there."""
+    from cuda.bindings import driver
+
+    with context_of(device).current():
+        enter(device)
+        error, address = driver.cuMemHostGetDevicePointer(host.data_ptr(), 0)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"{device} can not read host memory: {error.name}")
+        # torch asks the driver for the device of an address; another one would mean a copy
+        made = torch.as_tensor(_Lent(host, int(address)), device=device)
+    assert made.data_ptr() == int(address)
+    return made
 
 
 def unregister(address: int) -> None:

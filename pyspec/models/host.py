@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyspec.cuda import pinned
 from pyspec.cuda.pinned import PinnedPages
+from pyspec.errors import DeviceError
 from pyspec.heap import pages_of
 from pyspec.models.upload import Read
 
@@ -45,6 +46,18 @@ class HostBytes:
         if self.is_pinned:
             self._pin(pages, whole)
         return whole
+
+    def on_device(self, host: Tensor, name: str) -> Tensor:
+        """Memory that `of` gave, for kernels of the device, which read it where it lies. name: of the tensor
+        Raises DeviceError if it could not be locked."""
+        if self.device.type != "cuda":
+            return host
+        if not self.is_pinned:
+            raise DeviceError(
+                f"host memory can not be locked for the GPU, which reads rows of {name} there: `ulimit -l unlimited` allows it, and -ot {name}=CUDA0 "
+                "keeps the table on the GPU"
+            )
+        return pinned.on_device(host, self.device)
 
     def _pin(self, pages: PinnedPages, whole: Tensor) -> None:
         """After the read, which is when the system gives it pages."""

@@ -27,7 +27,7 @@ from pyspec.models.blocks.layer_input import layer_inputs
 from pyspec.models.model import ModelSpec
 from pyspec.models.mtp import MtpOfBlock
 from pyspec.models.part import LoadTypes, Place, Request
-from pyspec.models.wants import scale_of
+from pyspec.models.wants import EMBEDDING, scale_of
 from pyspec.models.weight_bytes import row_bytes
 
 KINDS = {
@@ -98,6 +98,15 @@ def _programs(
 ) -> list[tuple[ForwardProgram, Site]]:
     """The forwards of some of its blocks."""
     return [program_of_block(model.blocks[i], model.place(file, i), on) for i in blocks]
+
+
+def token_bytes(model: ModelSpec, file: GGUFFile, on: LoadTypes, table: str) -> int:
+    """Bytes of a table of rows (`wants.TABLES`) that a token reads."""
+    programs = [*_programs(model, file, on, range(model.n_layer)), *_of_inputs(model, file, on)]
+    read = [call for program, _ in programs for call in program.calls if isinstance(call.spec, Weight)]
+    widths = [x.output.width for x in read if x.spec.kind == "embedding" and table in x.spec.names]
+    info, n = file.tensors[table], model.n_embd if table == EMBEDDING else sum(widths)
+    return n // info.type.block_size * info.type.type_size
 
 
 def _of_inputs(model: ModelSpec, file: GGUFFile, on: LoadTypes) -> Programs:

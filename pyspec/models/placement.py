@@ -1,4 +1,4 @@
-"""Where a load has its feed-forwards: on the card, in the host's memory, or experts in both."""
+"""Where a load has its feed-forwards and tables: on the card, in the host's memory, or experts in both."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The feed-forwards that are not on the card alone, by the prefix of their block (blk.N).
+    """What is not on the card alone: feed-forwards by the prefix of their block (blk.N), tables by name.
 
     experts  (prefix, slots): all of the block's routed experts are in the host's memory, and so many have a slot on the card; 0: none has
     dense    blocks whose feed-forward without experts the host computes
+    tables   those of `wants.TABLES` whose rows kernels read where they lie, in the host's memory
     """
 
     experts: tuple[tuple[str, int], ...] = ()
     dense: frozenset[str] = frozenset()
+    tables: tuple[str, ...] = ()
 
     def slots(self, prefix: str) -> int | None:
         """Slots of the block's experts on the card; None: all of them stay there, and the host has no copy."""

@@ -9,6 +9,7 @@ from pyspec.gguf import GGMLType
 from pyspec.models.cuts import Cut
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+TABLES = (TOKEN_INPUTS, EMBEDDING)  # of which a token reads a few rows; the second may be the head, too
 WHOLE = (GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64)
 
 

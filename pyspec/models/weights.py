@@ -86,7 +86,7 @@ class Weights:
     unpacked at each use on a CPU (less memory, slow). `wide`: keep f16 copies beside the packed matrices of kernels.
     `ranks`: the tensors in `cuts` are divided over them, and only this rank's share is read.
     `rope`: what flags change of the model's ropes.
-    `placement`: the experts that stay in the host's memory.
+    `placement`: what stays in the host's memory.
     """
 
     def __init__(
@@ -393,8 +393,12 @@ class Weights:
 
     def embedding(self, name: str, factor: float = 1.0) -> Embedding:
         """factor: the model's own, which its rows are multiplied with."""
-        raw, type, scale = self.packed(name)
-        return Embedding(raw, type, scale * factor)
+        info = self._info(name)
+        if self._own(name) in self.placement.tables:
+            raw = self._in_host.on_device(self._host(name), name).view(info.shape[0], -1)
+        else:
+            raw, _, _ = self.packed(name)
+        return Embedding(raw, info.type, self._scale(name) * factor)
 
     def packed(self, name: str) -> tuple[Tensor, GGMLType, float]:
         """A matrix as it lies in the file: bytes by row [row, bytes of a row], their type, the tensor's second scale."""

@@ -5,6 +5,7 @@ Not run by CI, which has no GPU: `make check-gpu`. The largest file takes 7 GB o
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,7 +19,9 @@ from pyspec.bench.session import Plan, bench
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.moe.host import HostExperts, _brought
 from pyspec.engine.api import Engine
+from pyspec.gguf import open_gguf
 from pyspec.logits import LogitReader
+from pyspec.models.wants import TABLES
 from pyspec.synth import write
 from pyspec.synth.dims import find, widened
 
@@ -127,6 +130,34 @@ def test_drafts_leave_the_bits_of_a_fixed_placement(
             texts.append(engine.generate_many(prompts, max_tokens=80, temperature=0.0, ignore_eos=True))
     assert [r.tokens for r in texts[0]] == [r.tokens for r in texts[1]]
     assert sum(r.timings.draft_n for r in texts[1]) > 50
+
+
+@pytest.mark.parametrize("np", [1, 3])
+@pytest.mark.parametrize("quant", ["iq4_nl", "q3_k"])  # by the kernel; the embedding by torch
+def test_tables_in_host_memory_leave_the_bits_of_tables_on_the_card(
+    quant: str, np: int, tmp_path: Path
+) -> None:
+    """In graphs and rounds ahead, with drafts whose tokens the device alone knows. Locked memory is read where it lies."""
+    dims = replace(widened(find("qwen4exp", tiny=True)), ngrams=(2, 3, 2, 4, 40_009))
+    path = write(dims, tmp_path / "t.gguf", quant=quant)
+    with open_gguf(path) as file:
+        n_bytes = sum(file.tensors[name].n_bytes for name in TABLES)
+    rows, texts, held = [], [], []
+    for place in ("CUDA0", "CPU"):
+        rules = {"override_tensor": (f"token_embd={place}",)}
+        rows.append(logits(path, 64, **rules))
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        given = {"np": np, "ctx": 300, "device": "cuda", "exact": True, "n_draft_fixed": True}
+        with Engine.load(path, "mtp", n_draft_max=3, **given, **rules) as engine:  # type: ignore[arg-type]
+            held.append(torch.cuda.memory_allocated() - before)
+            prompts = [TOKENS[:n] for n in (9, 150, 31)]
+            found = engine.generate_many(prompts, max_tokens=60, temperature=0.0, ignore_eos=True)
+            assert engine.loop.worker.forward._graphs, "rounds are graphs"
+        texts.append([result.tokens for result in found])
+    assert torch.equal(*rows) and texts[0] == texts[1]
+    assert held[0] - held[1] == pytest.approx(n_bytes, abs=1 << 20)
 
 
 def test_a_start_under_a_cap_serves_within_it(large: Path) -> None:

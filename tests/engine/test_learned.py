@@ -54,6 +54,12 @@ def test_a_start_goes_on_from_the_one_before() -> None:
     assert state(other) == state(Controller(4, 3, chained=True))
 
 
+def test_the_order_of_a_set_is_no_other_start() -> None:
+    """Python orders words anew in each process."""
+    blocks = frozenset(f"blk.{i}" for i in range(9))
+    assert LearnedDrafting(Controller(1, 3), {"dense": blocks}).key == {"dense": sorted(blocks)}
+
+
 def test_a_few_rounds_and_nothing_new_are_not_kept(folder: Path) -> None:
     kept = LearnedDrafting(c := Controller(1, 3), {})
     for n in range(LEAST):

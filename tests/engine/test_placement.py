@@ -18,10 +18,12 @@ from click.testing import CliRunner
 from sampling import all_pairs
 from test_fit import heads_only
 
+from pyspec import synth
 from pyspec.cli import main
 from pyspec.config import EngineSettings
 from pyspec.cuda import pinned
 from pyspec.cuda.ops.moe.host import staging_bytes
+from pyspec.cuda.ops.moe.lane import JOB_ROWS
 from pyspec.draft import draft_model, mtp
 from pyspec.draft.draft_model import ModelPlan
 from pyspec.draft.drafter import DraftOptions
@@ -29,6 +31,7 @@ from pyspec.engine.load import load as loading
 from pyspec.engine.plan import fitted, memory_plan
 from pyspec.engine.plan.asks import asks_of
 from pyspec.engine.plan.describe import Description, describe
+from pyspec.engine.plan.fit import holds
 from pyspec.engine.plan.fitted import check_host, expected, fit_lines, share_on_card, without
 from pyspec.engine.plan.longest import widened
 from pyspec.engine.plan.memory_plan import (
@@ -50,13 +53,17 @@ from pyspec.engine.plan.placement import (
     wanted,
     within,
 )
-from pyspec.engine.plan.planned_bytes import host_bytes, load_bytes, plan_host, plan_memory
+from pyspec.engine.plan.planned_bytes import host_bytes, job_bytes, load_bytes, plan_host, plan_memory
 from pyspec.errors import ConfigError, DoesNotFit, PyspecError
-from pyspec.gguf import open_gguf
+from pyspec.gguf import GGMLType, open_gguf
 from pyspec.gguf.write import GGUFWriter
 from pyspec.models.host import HostBytes
 from pyspec.models.placement import ON_CARD, Placement
+from pyspec.models.wants import EMBEDDING, TOKEN_INPUTS
+from pyspec.models.weight_bytes import repacked_bytes
 from pyspec.synth import write
+from pyspec.synth.dims import Dims
+from pyspec.synth.layout import Spec
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -151,7 +158,7 @@ def test_what_a_user_would_not_expect_is_said_once(flags: dict[str, object], sai
     [
         (r"attn=CPU", "-ot attn=CPU matches blk.0.attn_q.weight, which every token reads"),
         (r"blk\.3\.=CPU", "blk.3.attn_q.weight"),
-        (r"token_embd=CPU", "token_embd.weight"),
+        (r"output\.weight=CPU", "output.weight, which every token reads"),
         (r"exps=CUDA1", r"CUDA1 is not a place for weights; the model runs on CUDA0"),
         (r"exps=Vulkan0", r"VULKAN0 is not a place"),
         (r"(exps=CPU", r"not a regular expression"),
@@ -161,6 +168,23 @@ def test_a_rule_for_anything_else_is_refused_by_name(rule: str, said: str) -> No
     with pytest.raises(ConfigError) as e:
         asked(rules=(rule,))
     assert said in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("rules", "tables"),
+    [
+        ((r"token_embd=CPU",), {TOKEN_INPUTS: True, EMBEDDING: True}),
+        ((r"^token_embd=CPU",), {EMBEDDING: True}),
+        ((r"per_layer_token_embd\.weight=CUDA0",), {TOKEN_INPUTS: False}),
+        ((r"per_layer=CUDA0", r"embd=CPU"), {TOKEN_INPUTS: False, EMBEDDING: True}),
+        ((r"exps=CPU",), {}),
+    ],
+)
+def test_rules_place_tables_too(rules: tuple[str, ...], tables: dict[str, bool]) -> None:
+    found = wanted(PlaceFlags(rules=rules), (), [TOKEN_INPUTS, EMBEDDING, "output.weight"], "CUDA0")
+    assert found.tables == tables and bool(found) == any(tables.values())
+    with pytest.raises(ConfigError, match="which every token reads"):  # a drafter's stay
+        wanted(PlaceFlags(rules=("embd=CPU",), suffix="d"), (), [EMBEDDING], "CUDA0")
 
 
 # -- by sizes --------------------------------------------------------------------------------------------------------
@@ -251,7 +275,7 @@ def described(path: Path, card: int, ram: int, **values: object) -> Description:
         ("35b", 12, 32, 40, 0.42),
         ("35b", 16, 32, 40, 0.62),
         ("35b", 24, 32, 0, 1.0),
-        ("35b", 12, 16, 28, 0.43),
+        ("35b", 12, 16, 27, 0.43),
         ("120b", 8, 64, 36, 0.07),
         ("120b", 12, 64, 36, 0.12),
         ("120b", 16, 128, 36, 0.19),
@@ -275,6 +299,7 @@ def test_experts_go_where_there_is_memory(
         assert host is None and plan.expert_cache == plan.staging == 0 and fit_lines(d) == []
         return
     assert host is not None and host.total <= host_bytes(d) == ram * GIB and host.spare == 4 * GIB
+    assert d.placement.tables == (EMBEDDING,), "first what a token reads a row of"
     stays = [b for b in d.blocks if d.placement.slots(b.prefix) is None]
     assert [b.prefix for b in stays] == [f"blk.{i}" for i in range(n_host, d.config.n_layer)]
     assert plan.wide == 0, "experts go before copies for prompts"
@@ -286,14 +311,15 @@ def test_experts_go_where_there_is_memory(
     # bytes are those of slots in place of all experts
     all_there = plan_memory(replace(d, placement=ON_CARD))
     moved = sum(b.n_expert * b.expert for b, _ in d.in_host)
+    moved += sum(map(repacked_bytes, d.tables_away))
     assert all_there.weights - plan.weights == pytest.approx(moved, rel=1e-4)
     rates = expected(d, fitted.rates_of(d))
     assert 0 < rates["uniform"] < rates["modest"] <= rates["hot"]
     lines = fit_lines(d)
     assert (
-        f"{share_on_card(d):.0%} of the model's" in lines[0]
-        and "forecast" in lines[1]
-        and "assumed: " in lines[1]
+        f"{share_on_card(d):.0%} of the model's" in lines[1]
+        and "forecast" in lines[2]
+        and "assumed: " in lines[2]
     )
 
 
@@ -374,9 +400,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_several_ranks_and_unpacked_weights_are_refused_with_the_flag(tiny: Path) -> None:
     for values, said in (
-        ({"tp": 2, "cpu_moe": True}, "-cmoe with --tp 2: feed-forwards in host memory go with one GPU"),
+        ({"tp": 2, "cpu_moe": True}, "-cmoe with --tp 2: weights in host memory go with one GPU"),
         ({"tp": 2, "draft_cpu_moe": True}, "-cmoed with --tp 2"),
-        ({"weights": "dense", "n_cpu_moe": 2}, "-ncmoe 2: feed-forwards in host memory stay packed"),
+        ({"weights": "dense", "n_cpu_moe": 2}, "-ncmoe 2: weights in host memory stay packed"),
     ):
         with pytest.raises(ConfigError) as e:
             described(tiny, 24, 64, **values)
@@ -441,7 +467,7 @@ def test_feed_forwards_without_experts_are_planned(
 
 
 @pytest.mark.parametrize(
-    ("vram", "ram", "n_host"), [(4, 64, None), (6, 64, 21), (6, 4, None), (24, 64, 0)]
+    ("vram", "ram", "n_host"), [(4, 64, None), (6, 64, 17), (6, 4, None), (24, 64, 0)]
 )
 def test_feed_forwards_go_to_the_host_where_a_model_without_experts_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vram: int, ram: int, n_host: int | None
@@ -450,7 +476,7 @@ def test_feed_forwards_go_to_the_host_where_a_model_without_experts_does_not_fit
     path = write("qwen3-8b", tmp_path / "d.gguf", quant="q4_k")
     d = widened(described(path, vram, ram, ctx=8192), tells=False)
     if not n_host:
-        assert d.placement == ON_CARD and fit_lines(d) == []
+        assert not d.placement.dense and bool(d.placement.tables) == (vram < 24 and ram > 4)
         assert (plan_memory(d).total > d.room.usable) == (n_host is None)
         assert bool(without(d)) == (ram == 4)
         return
@@ -466,9 +492,118 @@ def test_feed_forwards_go_to_the_host_where_a_model_without_experts_does_not_fit
     host_s = sum(b.dense for b in d.away) / rates.host
     assert 0.3 / host_s < rate < 1 / host_s and 1.0 <= rate / four < 1.1
     lines = fit_lines(d)
-    assert f"of {len(d.away)} blocks" in lines[0] and "tokens/s, one stream" in lines[1]
-    assert "four rows" in lines[2] and len(lines) == 3
+    assert f"of {len(d.away)} blocks" in lines[1] and "tokens/s, one stream" in lines[2]
+    assert "four rows" in lines[3] and len(lines) == 4
     assert not widened(described(path, vram, ram, fit="off"), tells=False).away
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+NARROW = {
+    "q2_k": GGMLType.IQ4_NL,
+    "q4_k": GGMLType.Q8_0,
+}  # of rows of 160 numbers, which are no whole blocks
+
+
+@pytest.fixture(scope="module")
+def flash(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Qwen3.8-Flash-Next without its weights. As Q2_K its rows that are no whole blocks are IQ4_NL, as llama.cpp's quantiser has them."""
+    folder = tmp_path_factory.mktemp("flash")
+    chosen = synth._type_of
+
+    def type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
+        found = chosen(spec, dims, quant)
+        return NARROW[quant] if found is GGMLType.Q8_0 else found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "write", heads_only)
+        patch.setattr(synth, "_type_of", type_of)
+        return {
+            quant: write("qwen3.8-flash-next", folder / f"{quant}.gguf", quant=quant) for quant in NARROW
+        }
+
+
+@pytest.mark.parametrize(
+    ("quant", "ram", "values", "tables", "fits"),
+    [
+        ("q2_k", 64, {}, (TOKEN_INPUTS, EMBEDDING), True),
+        ("q4_k", 160, {}, (TOKEN_INPUTS, EMBEDDING), True),
+        ("q4_k", 64, {}, (TOKEN_INPUTS, EMBEDDING), False),  # its experts have no place beside 51 GiB
+        ("q2_k", 24, {}, (EMBEDDING,), False),
+        ("q2_k", 64, {"fit": "off"}, (), False),
+        ("q2_k", 64, {"override_tensor": ("per_layer=CUDA0", "exps=CPU")}, (EMBEDDING,), False),
+        ("q2_k", 96, {"cpu_moe": True}, (TOKEN_INPUTS,), True),  # the card has room for the rest
+        ("q2_k", 96, {"override_tensor": ("embd=CPU", "exps=CPU")}, (TOKEN_INPUTS, EMBEDDING), True),
+        ("q2_k", 192, {"card": 141}, (), True),
+    ],
+)
+def test_tables_go_where_there_is_memory(
+    flash: dict[str, Path],
+    quant: str,
+    ram: int,
+    values: dict[str, object],
+    tables: tuple[str, ...],
+    fits: bool,
+) -> None:
+    card = int(values.get("card", 24))  # type: ignore[call-overload]
+    d = widened(
+        described(flash[quant], card, ram, **{k: x for k, x in values.items() if k != "card"}),
+        tells=False,
+    )
+    plan, host = plan_memory(d), plan_host(d)
+    assert sorted(d.placement.tables) == sorted(tables)
+    assert (plan.total <= d.room.usable and holds(host, host_bytes(d))) == fits
+    there = sum(d.file.tensors[name].n_bytes for name in tables)
+    on_card = replace(d, placement=replace(d.placement, tables=()))
+    assert host is None or host.weights - there == sum(b.experts for b, _ in d.in_host)
+    moved = plan_memory(on_card).weights - plan.weights
+    assert moved == pytest.approx(there, rel=0.02, abs=0), (
+        "no products read them, so they are as in the file"
+    )
+    lines = fit_lines(d)
+    assert [line.split()[1].rstrip(",") for line in lines[: len(tables)]] == list(d.placement.tables)
+    if TOKEN_INPUTS in tables:
+        row = {"q2_k": 90, "q4_k": 170}[quant]  # of 160 numbers, 16 of them for a token
+        assert f"a token reads {16 * row:,} bytes of it" in lines[d.placement.tables.index(TOKEN_INPUTS)]
+
+
+def test_a_forecast_counts_no_table_and_all_chosen_experts(flash: dict[str, Path]) -> None:
+    """Experts stand within parts between streams; those that a token chooses are 10 of 512."""
+    d = widened(described(flash["q2_k"], 24, 96, cpu_moe=True, moe_cache_mib=0), tells=False)
+    found = expected(d, Rates(1e15, 1e9, ""))
+    active = sum(b.experts for b, _ in d.in_host) * 10 / 512
+    assert found["uniform"] == pytest.approx(1e9 / active, rel=1e-3)
+    slow = expected(d, Rates(1e9, 1e15, ""))["uniform"]
+    assert 1e9 / slow < 3 * GIB, "the rest of the weights, without tables"
+    assert job_bytes(d) > 10 * 4 * JOB_ROWS * d.config.n_embd
+
+
+@pytest.mark.parametrize(
+    ("vram", "tables"), [(8, ()), (6, (TOKEN_INPUTS,)), (5, (TOKEN_INPUTS, EMBEDDING))]
+)
+def test_an_e_model_leaves_the_card_its_rows_of_tokens_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vram: int, tables: tuple[str, ...]
+) -> None:
+    """Gemma 4 E4B: its embedding is the head, too, so the card keeps that and loses the rows of the file."""
+    monkeypatch.setattr(GGUFWriter, "write", heads_only)
+    path = write("gemma-4-e4b", tmp_path / "e.gguf", quant="q4_k")
+    d = widened(described(path, vram, 32, np=4), tells=False)
+    assert d.placement.tables == tables and (plan_memory(d).total <= d.room.usable) and not d.away
+    on_card, there = plan_memory(replace(d, placement=ON_CARD)), sum(t.n_bytes for t in d.tables_away)
+    assert on_card.weights - plan_memory(d).weights == there  # Q6_K, which kernels read in as many bytes
+    if tables:
+        assert plan_host(d).weights == there and plan_host(d).jobs == 0
+        assert len(fit_lines(d)) == len(tables), "no forecast of experts"
+
+
+def test_fit_says_where_tables_are(flash: dict[str, Path]) -> None:
+    args = [str(flash["q2_k"]), "--vram", "24G", "--ram", "64G", "-np", "1"]
+    about = json.loads(CliRunner().invoke(main, ["fit", *args, "--json"]).stdout)
+    assert about["fits"] and about["host"]["tables"] == [TOKEN_INPUTS, EMBEDDING]
+    text = CliRunner().invoke(main, ["fit", *args]).output
+    assert f"table: {TOKEN_INPUTS}, 26.82 GiB, is in host memory; a token reads 1,440 bytes" in text
+    done = CliRunner().invoke(main, ["fit", *args, "-fit", "off"])
+    assert done.exit_code == DoesNotFit.exit_code and "table" not in done.stdout
 
 
 def test_host_memory_that_does_not_suffice_is_refused_with_numbers(heads: dict[str, Path]) -> None:

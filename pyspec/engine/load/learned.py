@@ -39,7 +39,7 @@ class LearnedDrafting:
         self, controller: Controller, key: dict[str, Any], experts: ExpertCache | None = None
     ) -> None:
         self.controller, self.experts = controller, experts
-        self.key = json.loads(json.dumps(key, default=str))
+        self.key = json.loads(json.dumps(key, default=_plain))
         name = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:40]
         self.path, self._n_kept = cache_root() / "learned" / f"{name}.json", controller.n_round
 
@@ -111,6 +111,11 @@ class LearnedDrafting:
                 path.unlink(missing_ok=True)
         except OSError as e:
             log.debug("old files in %s stay: %s", self.path.parent, e)
+
+
+def _plain(x: object) -> object:
+    """What JSON has no word for. Sets have another order in each process."""
+    return sorted(x) if isinstance(x, frozenset) else str(x)
 
 
 def _times(kept: dict[str, float]) -> dict[int, float]:

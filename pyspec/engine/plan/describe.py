@@ -19,7 +19,7 @@ from pyspec.draft.head_copy import HeadCopy, plan_head
 from pyspec.engine.plan.memory_plan import AssumedGpu, DeviceRoom, pick_dense
 from pyspec.engine.plan.placement import NOTHING, AskedPlaces, FeedForward, PlaceFlags, blocks_of, wanted
 from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice
-from pyspec.gguf import GGUFFile, open_gguf
+from pyspec.gguf import GGUFFile, TensorInfo, open_gguf
 from pyspec.models import read_config
 from pyspec.models.checks import check_ranks, check_read, check_tensors
 from pyspec.models.cuts import surplus
@@ -108,6 +108,11 @@ class Description:
         """Blocks whose feed-forwards without experts are in host memory, the drafter's behind the target's."""
         placed = (self.blocks, self.placement), (self.draft_blocks, self.draft_placement)
         return [b for blocks, at in placed for b in blocks if b.prefix in at.dense]
+
+    @property
+    def tables_away(self) -> list[TensorInfo]:
+        """Tables in host memory."""
+        return [self.file.tensors[name] for name in self.placement.tables]
 
     @property
     def rope(self) -> RopeFlags:
@@ -300,11 +305,11 @@ def _wanted(
             log.info("%s", note)
         if here and s.tp > 1:
             raise ConfigError(
-                f"{here.given} with --tp {s.tp}: feed-forwards in host memory go with one GPU; leave one of both out"
+                f"{here.given} with --tp {s.tp}: weights in host memory go with one GPU; leave one of both out"
             )
         if here and dense is not None:
             raise ConfigError(
-                f"{here.given}: feed-forwards in host memory stay packed; leave --weights dense out"
+                f"{here.given}: weights in host memory stay packed; leave --weights dense out"
             )
         found.append(here)
     return tuple(found)

@@ -1,5 +1,5 @@
-"""The fit of a model to card and host: experts that do not fit on the card go to host memory, and the rest of the card holds copies of them. Of a
-model without experts the feed-forwards of the first blocks go there."""
+"""The fit of a model to card and host: where it does not fit on the card, tables of which a token reads a few rows go to host memory, then experts, and
+the rest of the card holds copies of them. Of a model without experts the feed-forwards of the first blocks go there."""
 
 from __future__ import annotations
 
@@ -26,24 +26,34 @@ from pyspec.engine.plan.placement import (
     placement,
     within,
 )
-from pyspec.engine.plan.planned_bytes import host_bytes, job_bytes, load_bytes, plan_host, plan_memory
+from pyspec.engine.plan.planned_bytes import (
+    experts_in,
+    host_bytes,
+    job_bytes,
+    load_bytes,
+    placed_bytes,
+    plan_host,
+    plan_memory,
+)
 from pyspec.errors import DoesNotFit
-from pyspec.models.blocks.moe import Experts
+from pyspec.models.kernels import token_bytes
 from pyspec.models.placement import ON_CARD
-from pyspec.models.wants import EMBEDDING, HEAD
+from pyspec.models.wants import HEAD, TABLES, TOKEN_INPUTS
 
 log = logging.getLogger(__name__)
 
 
 def fitted(d: Description) -> Description:
-    """Experts and feed-forwards where flags put them, or, where none says so and the model does not fit on the card, experts in host memory;
-    where it has none and not even one slot would fit, as few feed-forwards as have to: shorter requests are faster.
-    The order in which things stay: all other weights, keys and values, the drafter with its experts, states; then slots, evenly on all blocks."""
-    if not d.is_cuda or d.settings.tp > 1 or not (d.wanted or d.draft_wanted or _is_free(d)):
+    """Tables, experts and feed-forwards where flags put them, or, where none says so and the model does not fit on the card, in host memory: tables
+    first, no more than have to; then experts; where it has none and not even one slot would fit, as few feed-forwards as have to: shorter requests
+    are faster. The order in which things stay: all other weights, keys and values, the drafter with its experts, states; then slots, evenly on all blocks.
+    """
+    if not d.is_cuda or d.settings.tp > 1:
         return d
     given = d = replace(d, placement=ON_CARD, draft_placement=ON_CARD)
     n_ctx = d.settings.ctx or min(d.settings.fit_ctx or START_CTX, d.n_ctx_train)
-    d = resized(d, d.settings.np, n_ctx)
+    d = _with_tables(resized(d, d.settings.np, n_ctx))
+    given = replace(given, placement=d.placement)
     if (picked := _picked(d)) is None:
         return _without_experts(d) or given
     blocks, draft_blocks = picked
@@ -53,7 +63,7 @@ def fitted(d: Description) -> Description:
         n = len(blocks)
         return replace(
             d,
-            placement=placement(blocks, slots[:n], d.wanted.dense),
+            placement=placement(blocks, slots[:n], d.wanted.dense, d.placement.tables),
             draft_placement=placement(draft_blocks, slots[n:], d.draft_wanted.dense),
         )
 
@@ -61,6 +71,28 @@ def fitted(d: Description) -> Description:
     if d.settings.moe_cache_mib >= 0:
         room = min(room, d.settings.moe_cache_mib << 20)
     return with_slots(even(both, max(room, 0)))
+
+
+def _with_tables(d: Description) -> Description:
+    """With tables in host memory: those that flags put there, and, the largest first, those for which the card has no room beside what flags leave there."""
+    asked, tensors, (blocks, draft_blocks) = d.wanted.tables, d.file.tensors, _asked(d)
+    tables = tuple(name for name in asked if asked[name])
+    draft = placement(draft_blocks, (0,) * len(draft_blocks), d.draft_wanted.dense)
+    free = [name for name in TABLES if name in tensors and name not in asked and _may_fit(d)]
+    for name in sorted(free, key=lambda name: -tensors[name].n_bytes):
+        own = placement(blocks, (0,) * len(blocks), d.wanted.dense, tables)
+        by_flags = replace(d, placement=own, draft_placement=draft)
+        if plan_memory(by_flags).total <= d.room.usable:
+            break
+        if tensors[name].n_bytes <= _host_room(by_flags):
+            tables = *tables, name
+    return replace(d, placement=placement((), (), (), tables))
+
+
+def _host_room(d: Description) -> int:
+    """Bytes of the host for weights of one replica, beside those that are there."""
+    room = (host_bytes(d) - SPARE_BYTES) // d.settings.replicas - job_bytes(d)
+    return room - placed_bytes(d) - sum(t.n_bytes for t in d.tables_away)
 
 
 def _left(d: Description) -> int:
@@ -72,8 +104,7 @@ def _left(d: Description) -> int:
 
 def _without_experts(d: Description) -> Description | None:
     """With as few feed-forwards in host memory as have to be there, of the first blocks; None where that is not free, or of no use."""
-    room = (host_bytes(d) - SPARE_BYTES) // d.settings.replicas - job_bytes(d)
-    blocks = [block for block in d.blocks if block.dense]
+    room, blocks = _host_room(d), [block for block in d.blocks if block.dense]
     if not _is_free(d) or has_experts(d):
         return None
     least = resized(d, 1, d.settings.ctx or min(d.settings.fit_ctx or LEAST_CTX, d.n_ctx))
@@ -81,7 +112,8 @@ def _without_experts(d: Description) -> Description | None:
         return None
 
     def with_first(n: int) -> Description:
-        return replace(d, placement=placement((), (), [block.prefix for block in blocks[:n]]))
+        prefixes = [block.prefix for block in blocks[:n]]
+        return replace(d, placement=placement((), (), prefixes, d.placement.tables))
 
     most = sum(size <= room for size in accumulate(block.dense for block in blocks))
     n = bisect_left(range(1, most + 1), 0, key=lambda n: _left(with_first(n))) + 1
@@ -95,24 +127,33 @@ def has_experts(d: Description) -> bool:
 def _is_free(d: Description) -> bool:
     """Whether the fit may put experts, or feed-forwards of a model without any, into host memory."""
     is_there = any(block.experts or block.dense for block in d.blocks)
-    return d.settings.fit == "on" and is_there and not d.wanted.given and d.dense is None
+    return _may_fit(d) and is_there and not d.wanted.given
+
+
+def _may_fit(d: Description) -> bool:
+    """Whether the fit may put anything into host memory."""
+    return d.settings.fit == "on" and d.dense is None
+
+
+def _asked(d: Description) -> tuple[tuple[FeedForward, ...], tuple[FeedForward, ...]]:
+    """Those whose experts flags put there."""
+    own = tuple(b for b in d.blocks if b.prefix in d.wanted.experts)
+    return own, tuple(b for b in d.draft_blocks if b.prefix in d.draft_wanted.experts)
 
 
 def _picked(d: Description) -> tuple[tuple[FeedForward, ...], tuple[FeedForward, ...]] | None:
     """Blocks of the target and of the drafter whose experts go to host memory; None: nothing goes there."""
-    asked, draft_asked = (
-        tuple(b for b in blocks if b.prefix in wanted.experts)
-        for blocks, wanted in ((d.blocks, d.wanted), (d.draft_blocks, d.draft_wanted))
-    )
+    asked, draft_asked = _asked(d)
     with_experts = tuple(block for block in d.blocks if block.n_expert)
     if with_experts and _is_free(d) and plan_memory(d).total > d.room.usable:
-        room = (host_bytes(d) - SPARE_BYTES) // d.settings.replicas - job_bytes(d)
-        asked = within(with_experts, room - sum(b.experts for b in draft_asked))
-    return (asked, draft_asked) if asked or d.wanted or d.draft_wanted else None
+        asked = within(with_experts, _host_room(d) - sum(b.experts for b in draft_asked))
+    return (
+        (asked, draft_asked) if asked or draft_asked or d.wanted.dense or d.draft_wanted.dense else None
+    )
 
 
 def check_host(d: Description) -> None:
-    """Refuse experts and feed-forwards that the host's memory does not hold. Raises DoesNotFit."""
+    """Refuse experts, feed-forwards and tables that the host's memory does not hold. Raises DoesNotFit."""
     plan = plan_host(d)
     if plan is None:
         return
@@ -172,10 +213,12 @@ def _measured(device: torch.device) -> Rates:
 def expected(d: Description, rates: Rates, n_row: int = 1) -> dict[str, float]:
     """`placement.bounds` of the model as it is placed. n_row: of a forward, in which feed-forwards in host memory are read once"""
     tensors = {name: d.file.tensors[name] for name in d.config.tensors(d.file) if name in d.file.tensors}
-    away = in_host(d.placement)
+    away = in_host(d.placement, d.file.tensors)
     stays = {name: t for name, t in tensors.items() if not EXPERTS.fullmatch(name) and name not in away}
-    if HEAD in tensors:  # else it is the head, too; of the embedding a token reads one row
-        stays.pop(EMBEDDING, None)
+    for name in (
+        TABLES if HEAD in tensors else (TOKEN_INPUTS,)
+    ):  # a token reads a few rows; without a head the embedding is it, too
+        stays.pop(name, None)
     trunk = sum(t.n_bytes for t in stays.values())
     dense = sum(block.dense for block in d.blocks if block.prefix in d.placement.dense)
     products = n_row * sum(
@@ -184,23 +227,26 @@ def expected(d: Description, rates: Rates, n_row: int = 1) -> dict[str, float]:
     active = sum(
         block.experts * spec.n_used // spec.n_expert
         for block, parts in zip(d.blocks, d.config.blocks, strict=True)
-        for spec in parts.specs
-        if isinstance(spec, Experts)
+        for spec in experts_in(parts.specs)
     )
     return bounds(trunk, active, share_on_card(d), rates, dense, products)
 
 
 def fit_lines(d: Description) -> list[str]:
-    """Where experts and feed-forwards are, and the rates that memory allows, in a few lines; nothing if all is on the card."""
-    lines = _lines_of_experts(d) if d.in_host else []
+    """Where tables, experts and feed-forwards are, and the rates that memory allows, in a few lines; nothing if all is on the card."""
+    tables = [
+        f"table: {t.name}, {size(t.n_bytes)}, is in host memory; a token reads {token_bytes(d.config, d.file, d.on, t.name):,} bytes of it over the link"
+        for t in d.tables_away
+    ]
+    lines = [*tables, *(_lines_of_experts(d) if d.in_host else [])]
     if d.away:
         there, all = (sum(block.dense for block in of) for of in (d.away, (*d.blocks, *d.draft_blocks)))
         lines.append(
             f"feed-forwards: {size(there)} of {len(d.away)} blocks, {there / all:.0%} of all without experts, are in host memory, where the CPU "
             "multiplies with them"
         )
-    if not lines:
-        return []
+    if not d.in_host and not d.away:
+        return lines
     rates = rates_of(d)
     one, four = (expected(d, rates, n_row) for n_row in (1, 4))
     rate = one["uniform"]

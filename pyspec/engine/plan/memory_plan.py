@@ -95,7 +95,7 @@ class AssumedGpu:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """Bytes of the host where experts, or other feed-forwards, are in its memory.
+    """Bytes of the host where experts, other feed-forwards or tables are in its memory.
 
     weights  those, as in the file
     jobs     page-locked rows, choices and results that card and host exchange

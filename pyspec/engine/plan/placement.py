@@ -1,10 +1,10 @@
-"""Which feed-forwards go to host memory: llama.cpp's flags and the fit, as functions of names and sizes. Nothing is read or allocated."""
+"""What goes to host memory, feed-forwards and tables: llama.cpp's flags and the fit, as functions of names and sizes. Nothing is read or allocated."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.moe.host import PRODUCTS
@@ -12,6 +12,7 @@ from pyspec.engine.plan.memory_plan import PIECE_BYTES
 from pyspec.errors import ConfigError
 from pyspec.gguf import TensorInfo
 from pyspec.models.placement import HITS, Placement
+from pyspec.models.wants import EMBEDDING, HEAD, TABLES
 from pyspec.models.weight_bytes import repacked_bytes
 
 EXPERTS = re.compile(r"(blk\.\d+)\.ffn_(?:gate|up|down|gate_up)_exps\.weight")
@@ -91,17 +92,19 @@ class PlaceFlags:
 class AskedPlaces:
     """The wishes of flags: prefixes of blocks with experts, and with other feed-forwards, in host memory.
 
-    given  the flags; "": none, so that the fit is free
-    notes  lines for a user about meanings that are easily missed
+    given   the flags; "": none, so that the fit is free
+    notes   lines for a user about meanings that are easily missed
+    tables  name -> whether it goes to host memory, of tables that rules name: the fit is free with the others
     """
 
     experts: tuple[str, ...] = ()
     dense: tuple[str, ...] = ()
     given: str = ""
     notes: tuple[str, ...] = ()
+    tables: Mapping[str, bool] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.experts or self.dense)
+        return bool(self.experts or self.dense or any(self.tables.values()))
 
 
 NOTHING = AskedPlaces()
@@ -135,7 +138,7 @@ def wanted(
 
     names   of all tensors that -ot may match
     device  llama.cpp's name of the GPU: CUDA0
-    Raises ConfigError for a rule that is none, and for one that would put anything but a feed-forward into host memory.
+    Raises ConfigError for a rule that is none, and for one that would put anything but a feed-forward or a table of the target into host memory.
     """
     if not flags.given:
         return NOTHING
@@ -153,14 +156,15 @@ def wanted(
         notes.append(f"-ngl{flags.suffix} {flags.n_gpu}: {what}")
     if (flags.n_moe or flags.all_moe) and not any(block.n_expert for block in blocks):
         notes.append(f"{flags.given}: no block has experts; -ncffn N places other feed-forwards")
-    return AskedPlaces(tuple(experts), tuple(dense), flags.given, tuple(notes))
+    tables = {name: to_host for name in TABLES if (to_host := ruled.get((name, False))) is not None}
+    return AskedPlaces(tuple(experts), tuple(dense), flags.given, tuple(notes), tables)
 
 
 def _ruled(
     flags: PlaceFlags, names: Iterable[str], device: str, notes: list[str]
 ) -> dict[tuple[str, bool], bool]:
-    """(prefix, of its experts) -> whether -ot puts it into host memory; nothing for what no rule names. A block's matrices lie together: one
-    of them there takes the others along."""
+    """(prefix, of its experts), or (table, False) -> whether -ot puts it into host memory; nothing for what no rule names. A block's matrices lie
+    together: one of them there takes the others along."""
     flag = f"-ot{flags.suffix}"
     rules = [_rule(text, flag, device) for text in flags.rules]
     found: dict[tuple[str, bool], set[bool | None]] = {}
@@ -171,11 +175,13 @@ def _ruled(
         if match := EXPERTS.fullmatch(name) or DENSE.fullmatch(name):
             key = match[1], match.re is EXPERTS
             found.setdefault(key, set()).add(None if rule is None else rule.to_host)
+        elif name in TABLES and not flags.suffix:
+            found[name, False] = {None if rule is None else rule.to_host}
         elif rule is not None and rule.to_host:
             if not BESIDE.match(name):
                 raise ConfigError(
-                    f"{flag} {rule.text} matches {name}, which every token reads, so it stays on the GPU: only experts (ffn_..._exps) and "
-                    "feed-forwards (ffn_gate, ffn_up, ffn_down) can be in host memory"
+                    f"{flag} {rule.text} matches {name}, which every token reads, so it stays on the GPU: only experts (ffn_..._exps), "
+                    f"feed-forwards (ffn_gate, ffn_up, ffn_down) and the target's tables of rows ({', '.join(TABLES)}) can be in host memory"
                 )
             stays = stays or f"{flag} {rule.text}: {name} and its like stay on the GPU"
     notes += [stays] * bool(stays)
@@ -216,18 +222,23 @@ def even(blocks: Sequence[FeedForward], room: int) -> tuple[int, ...]:
 
 
 def placement(
-    blocks: Sequence[FeedForward], slots: Sequence[int], dense: Collection[str] = ()
+    blocks: Sequence[FeedForward],
+    slots: Sequence[int],
+    dense: Collection[str] = (),
+    tables: tuple[str, ...] = (),
 ) -> Placement:
-    """Of blocks whose experts are in host memory, and of prefixes whose other feed-forwards are."""
+    """Of blocks whose experts are in host memory, of prefixes whose other feed-forwards are, and of tables there."""
     experts = tuple((block.prefix, n) for block, n in zip(blocks, slots, strict=True))
-    return Placement(experts, frozenset(dense))
+    return Placement(experts, frozenset(dense), tables)
 
 
-def in_host(place: Placement) -> frozenset[str]:
-    """Names of the tensors that are not on the card, or there by slots alone; a file has some of them."""
+def in_host(place: Placement, tensors: Collection[str]) -> frozenset[str]:
+    """Names of the tensors that are not on the card, or there by slots alone; a file has some of them. tensors: of the file, where the embedding may be
+    the head, too, which stays."""
     parts = ("gate", "up", "down", "gate_up")
     experts = {f"{prefix}.ffn_{x}_exps.weight" for prefix, _ in place.experts for x in parts}
-    return frozenset(experts | {f"{prefix}.ffn_{x}.weight" for prefix in place.dense for x in parts})
+    dense = {f"{prefix}.ffn_{x}.weight" for prefix in place.dense for x in parts}
+    return frozenset(experts | dense | {t for t in place.tables if t != EMBEDDING or HEAD in tensors})
 
 
 # -- the rate to expect ------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -34,10 +34,12 @@ from pyspec.engine.plan.memory_plan import (
 )
 from pyspec.engine.plan.placement import N_POOL, in_host
 from pyspec.models import coarse
+from pyspec.models.blocks.gated_part import GatedPart
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.blocks.together import Together
 from pyspec.models.kernels import ForwardNeeds, needs_of_model
-from pyspec.models.part import AttentionShape
-from pyspec.models.wants import HEAD
+from pyspec.models.part import AttentionShape, PartSpec
+from pyspec.models.wants import EMBEDDING, HEAD, TOKEN_INPUTS
 from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv_types import KvFormat
@@ -58,10 +60,9 @@ def plan_memory(d: Description) -> MemoryPlan:
     # of a drafter that is not in the target's
     own_file = None if d.draft.file is d.file else d.draft.file
     draft_shares = {} if own_file is None else shares_of(own_file, d.draft.wants, d.draft.n_rank)
-    unread = _unread(d) | in_host(d.placement)
-    own_unread = in_host(d.draft_placement)
+    unread, own_unread = _unread(d) | in_host(d.placement, shares), in_host(d.draft_placement, ())
     if own_file is None:
-        unread |= in_host(d.draft_placement)
+        unread |= own_unread
     read = [t for name, t in shares.items() if name not in unread]
     read += [t for name, t in draft_shares.items() if name not in own_unread]
     weights = weight_bytes(d.file, d.dense, d.is_cuda, unread, shares) + _tied_head(d)
@@ -125,27 +126,46 @@ def cache_bytes(d: Description) -> int:
 
 def load_bytes(d: Description) -> int:
     """Memory that a load takes for a while: the largest matrix as in the file, once more because memory for such is not given
-    back in between, and pieces of it while they are packed."""
-    away = in_host(d.placement) | _unread(d)
+    back in between, and pieces of it while they are packed. A table is not packed."""
+    away = in_host(d.placement, d.file.tensors) | _unread(d) | {TOKEN_INPUTS}
     return 2 * max(t.n_bytes for name, t in d.file.tensors.items() if name not in away) + PACKING_BYTES
+
+
+def experts_in(parts: Iterable[PartSpec]) -> Iterator[Experts]:
+    """Those among parts, and within them."""
+    for part in parts:
+        if isinstance(part, Experts):
+            yield part
+        inner = (
+            [part.part]
+            if isinstance(part, GatedPart)
+            else part.of.specs
+            if isinstance(part, Together)
+            else ()
+        )
+        yield from experts_in(inner)
 
 
 def job_bytes(d: Description) -> int:
     """Rows in f32, their choices, and what each chosen expert makes of them: one job at a time."""
-    specs = [spec for block in d.own.blocks for spec in block.specs if isinstance(spec, Experts)]
+    specs = [spec for block in d.own.blocks for spec in experts_in(block.specs)]
     widths = [(spec.latent or d.own.n_embd, spec.n_used) for spec in specs] or [(d.own.n_embd, 1)]
     return max(JOB_ROWS * (4 * n + n_used * (4 * n + 8)) for n, n_used in widths)
 
 
+def placed_bytes(d: Description) -> int:
+    """Experts and other feed-forwards in host memory, as in the file."""
+    return sum(block.dense for block in d.away) + sum(block.experts for block, _ in d.in_host)
+
+
 def plan_host(d: Description) -> HostPlan | None:
-    """Memory of the host where experts or other feed-forwards are there; None where there are none. The prefix cache has what they leave of its
-    share."""
-    n, free = d.settings.replicas, host_bytes(d)
-    dense = sum(block.dense for block in d.away)
-    weights = n * (dense + sum(block.experts for block, _ in d.in_host))
+    """Memory of the host where experts, other feed-forwards or tables are there; None where there are none. The prefix cache has what they leave of
+    its share."""
+    n, free, computed = d.settings.replicas, host_bytes(d), placed_bytes(d)
+    weights = n * (computed + sum(t.n_bytes for t in d.tables_away))
     if not weights:
         return None
-    jobs = n * job_bytes(d)
+    jobs = n * job_bytes(d) if computed else 0
     left = max(0, free - weights - jobs - SPARE_BYTES)
     return HostPlan(weights, jobs, min(n * cache_ram(d), left))
 
@@ -195,11 +215,12 @@ def _unread(d: Description) -> frozenset[str]:
 
 
 def _tied_head(d: Description) -> int:
-    """Of an embedding that is the head as well: rows are read as they lie in the file, and a GPU's product has a form of its own; of several
-    ranks each has all of the embedding and its share of the head's rows."""
-    if HEAD in d.file.tensors or not (d.is_cuda or d.settings.tp > 1):
+    """Of an embedding that is the head as well: rows are read as they lie in the file, on a GPU or in host memory, and a GPU's product has a form of its
+    own; of several ranks each has all of the embedding and its share of the head's rows."""
+    on_one = d.settings.tp == 1 and (not d.is_cuda or EMBEDDING in d.placement.tables)
+    if HEAD in d.file.tensors or on_one:
         return 0
-    return -(-_bytes_of(d, "token_embd.weight") // d.settings.tp)
+    return -(-_bytes_of(d, EMBEDDING) // d.settings.tp)
 
 
 def head_for_drafts(d: Description) -> int:
@@ -207,7 +228,7 @@ def head_for_drafts(d: Description) -> int:
     theirs together for it."""
     if d.settings.tp == 1 or d.draft.file is None or d.draft.no_copy == OWN_HEAD or heads_together(d):
         return 0
-    return _bytes_of(d, HEAD if HEAD in d.file.tensors else "token_embd.weight")
+    return _bytes_of(d, HEAD if HEAD in d.file.tensors else EMBEDDING)
 
 
 def heads_together(d: Description) -> bool:

@@ -18,7 +18,9 @@ from pyspec.gguf import GGMLType
 
 THREADS = 256  # of a CTA, 4 columns each
 MAX_TOKENS = (1 << 31) - 1
-PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K)
+PACKED = tuple(
+    GGMLType[name] for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
+)
 TYPES = (*PACKED, GGMLType.F16, GGMLType.BF16, GGMLType.F32)
 N_TOKEN = 37  # of the check
 SIZES = ((1, 0), (9, 32), (40, 3))  # rows, angles of the check
