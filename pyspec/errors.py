@@ -124,6 +124,10 @@ class RankLost(DeviceError):
     """One of the processes that share a model has ended, and the others cannot continue without it."""
 
 
+class HostLost(DeviceError):
+    """The host did not compute its part of a layer in time, and the device cannot continue without it; no kernel failed."""
+
+
 class EngineBug(PyspecError):
     """The engine failed because of a bug of pyspec: it would fail again in the same way."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyspec.cpu.kernels import here
 from pyspec.cuda.context import context_of, per_device
 from pyspec.cuda.op import FaultPlace, guarded_ops
-from pyspec.errors import DeviceError, OutOfBounds
+from pyspec.errors import HostLost, OutOfBounds
 
 N_FIELD = 5  # {tripped, op, slot, index, limit}
 ALL_SLOTS = -1  # the slot is not known
@@ -90,7 +90,7 @@ class Reader:
             self.record.zero_()
 
     def take(self) -> Fault | None:
-        """Result of the oldest `fetch` that was not taken; its copy must be done. Clears the record if a guard had tripped. DeviceError if
+        """Result of the oldest `fetch` that was not taken; its copy must be done. Clears the record if a guard had tripped. HostLost if
         the engine can not go on."""
         if not self.fetched:
             return None
@@ -99,7 +99,7 @@ class Reader:
             return None
         self.clear()
         if (own := guarded_ops().get(op)) is not None and own.guard is not None and own.guard.lost:
-            raise DeviceError(own.guard.lost)
+            raise HostLost(own.guard.lost)
         return fault_of(op, place, index, limit)
 
 

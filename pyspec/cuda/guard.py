@@ -18,7 +18,7 @@ class FaultPlace(Enum):
 class Guard:
     """The guard of an op's kernels. `number` stands in compiled kernels, so it never changes.
 
-    lost: of a record after which the process can not go on, what has happened; "": it concerns a request
+    lost: what HostLost says, of a record after which the process can not go on; "": it concerns a request
     """
 
     number: int

@@ -264,6 +264,6 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     c = read_assistant(plan.file, target.config)
     _check_rings(c, target.memory)
     flags = target.ropes.flags  # its queries meet keys that these have turned
-    weights = Weights(plan.file, target.device, options.dense, wide=options.wide, rope=flags)
+    weights = Weights(plan.file, target.device, rope=flags, **options.of_weights)
     block = AssistantBlock(c, weights, target)
     return Assistant(block, plan, table, target.device, options.settings.draft_p_min)

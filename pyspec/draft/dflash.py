@@ -447,10 +447,9 @@ def bound(
     """kind: DFlashNet or one made of it. Its layers on this rank, with memory of their own."""
     assert plan.file is not None
     device, ranks = target.device, target.ranks if plan.n_rank > 1 else None
-    cuts = cuts_of(plan.wants)
-    weights = Weights(
-        plan.file, device, options.dense, c.alias, options.wide, ranks, cuts, flags_of(options.settings)
-    )
+    rope, cuts = flags_of(options.settings), cuts_of(plan.wants)
+    of = options.of_weights
+    weights = Weights(plan.file, device, alias=c.alias, ranks=ranks, cuts=cuts, rope=rope, **of)
     memory = own_memory(plan, table, options, device)
     net = kind(c.share(plan.n_rank), weights, memory, target, options.head)
     if plan.best_only:

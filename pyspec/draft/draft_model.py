@@ -179,8 +179,7 @@ class DraftModel:
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert isinstance(plan, ModelPlan) and plan.file is not None
     c, device = read_config(plan.file), target.device
-    rope, at = flags_of(options.settings), options.placement
-    weights = Weights(plan.file, device, options.dense, wide=options.wide, rope=rope, placement=at)
+    weights = Weights(plan.file, device, rope=flags_of(options.settings), **options.of_weights)
     model = Decoder(c, weights, own_memory(plan, table, options, device))
     block = bound(model, plan.tokens(), target.n_vocab)
     return Chain(block, plan, table, device, options.settings.draft_p_min, target.n_vocab)

@@ -186,6 +186,11 @@ class DraftOptions:
     def kv(self) -> KvFormat:
         return draft_format(self.settings)
 
+    @property
+    def of_weights(self) -> dict[str, Any]:
+        """What `Weights` of a drafter's file take of the load, by name."""
+        return {"dense": self.dense, "wide": self.wide, "placement": self.placement}
+
 
 def draft_format(s: EngineSettings) -> KvFormat:
     """The types of a drafter's keys and values: those of the target where settings name no others."""

@@ -236,14 +236,8 @@ def _embedding_of(target: Target) -> Embedding:
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None
-    weights = Weights(
-        plan.file,
-        target.device,
-        options.dense,
-        ALIAS,
-        wide=options.wide,
-        rope=flags_of(options.settings),
-    )
+    rope = flags_of(options.settings)
+    weights = Weights(plan.file, target.device, alias=ALIAS, rope=rope, **options.of_weights)
     memory = own_memory(plan, table, options, target.device)
     block = EagleBlock(read_eagle(plan.file), weights, memory, target, options.head)
     return Chain(block, plan, table, target.device, options.settings.draft_p_min, target.n_vocab)

@@ -83,10 +83,8 @@ def check_pair(file: GGUFFile, c: ModelSpec) -> None:
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
     assert plan.file is not None
-    rope, at = flags_of(options.settings), options.placement
-    weights = Weights(
-        plan.file, target.device, options.dense, wide=options.wide, rope=rope, placement=at
-    )
+    rope = flags_of(options.settings)
+    weights = Weights(plan.file, target.device, rope=rope, **options.of_weights)
     memory = own_memory(plan, table, options, target.device)
     mtp = mtp_of(target.config).in_file(plan.file, plan.n_draft)
     block, *later = bound(mtp, weights, memory, target, options.head, plan.shared)

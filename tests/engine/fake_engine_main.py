@@ -5,7 +5,7 @@ load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug",
           "wait": make the file "waits", and load once that is removed
 park, wake  at every park or wake: "sleep S", "refuse TEXT"
 room      tokens a request may hold if no number is given
-round     in the next round, once: "abort", "endless", "fatal TEXT", "kernel MODULE"
+round     in the next round, once: "abort", "endless", "fatal TEXT", "host TEXT", "kernel MODULE"
 poison    "TOKEN N": abort when a request with that token in its prompt has generated N tokens
 """
 
@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from pyspec.config import EngineSettings
 from pyspec.cuda.checker import EXAMINATION
 from pyspec.engine.process import engine_main
-from pyspec.errors import DeviceError, NoDevice, PyspecError
+from pyspec.errors import DeviceError, HostLost, NoDevice, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import (
     Delta,
@@ -200,6 +200,8 @@ class FakeCore:
             os.abort()
         while what == "endless":
             time.sleep(0.01)
+        if what == "host":
+            self.on_death(HostLost(how))
         if what in ("fatal", "kernel"):
             EXAMINATION.under_way = (how,) if what == "kernel" else ()
             self.on_death(DeviceError(f"the device is gone: {how}"))

@@ -15,11 +15,15 @@ from test_faults import OF_REQUESTS, tripping
 
 from pyspec import synth
 from pyspec.cpu import build
-from pyspec.cuda.ops.moe import lane
+from pyspec.cuda.ops.moe import host, lane
 from pyspec.cuda.ops.moe.lane import HostLane
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.device.worker import Launched
+from pyspec.engine.load import load as loading
 from pyspec.engine.loop import expert_cache
+from pyspec.engine.plan.describe import Description
+from pyspec.engine.plan.longest import widened as fit
+from pyspec.engine.plan.placement import PlaceFlags, placement, wanted
 from pyspec.errors import DeviceError, OutOfBounds
 from pyspec.models.binding import Binding
 from pyspec.slots.round import Round
@@ -127,6 +131,65 @@ def test_experts_of_drafters_move_too(
         assert got == want and found == launched
         assert r.loop.experts.n_upload > 1 and not r.loop.experts.frozen
         assert any(moved[N_LAYER:]), moved
+
+
+FILES = {"dspark": "deepseek4", "dflash": "qwen3", "dflash2": "qwen3", "eagle3": "qwen3"}
+FLAGS: dict[str, tuple[str, dict[str, object], int]] = {
+    "-cmoed": ("dspark", {"draft_cpu_moe": True}, 2),
+    "-ncmoed": ("dspark", {"draft_n_cpu_moe": 1}, 1),
+    "-otd": ("dspark", {"draft_override_tensor": (r"blk\.1\.ffn_up_exps=CPU",)}, 1),
+    "-ngld of dflash": ("dflash", {"draft_n_gpu_layers": 1}, 1),
+    "-ngld of dflash2": ("dflash2", {"draft_n_gpu_layers": 0}, 2),
+    "-ngld of eagle3": ("eagle3", {"draft_n_gpu_layers": 0}, 1),
+}
+"""A drafter with a file of its own, flags, and how many of its layers these put into host memory."""
+
+
+def by_flags(d: Description, slots: int) -> Description:
+    """With the drafter where a card's flags put it."""
+    assert d.draft.file is not None
+    flags = PlaceFlags.of_drafter(d.settings)
+    asked = wanted(flags, d.draft_blocks, d.draft.file.tensors, "CUDA0")
+    blocks = [block for block in d.draft_blocks if block.prefix in asked.experts]
+    return replace(d, draft_placement=placement(blocks, [slots] * len(blocks), asked.dense))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        f if f in ("-cmoed", "-ngld of eagle3") else pytest.param(f, marks=pytest.mark.slow)
+        for f in FLAGS
+    ],
+)
+def test_drafters_of_other_files_are_where_flags_put_them(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DSpark's stages of DeepSeek-V4 have experts, layers of the others have not. Drafts and texts are those of all on the card."""
+    kind, flags, n_layer = FLAGS[flag]
+    dims = widened(find(FILES[kind], tiny=True))
+    path, own = (
+        synth.write(dims, tmp_path / f"{x}.gguf", quant="q8_0", drafter=x == "d", kind=kind)
+        for x in "md"
+    )
+    given = {"spec_type": kind, "draft_path": own, "n_draft_max": 3, "n_draft_fixed": True}
+    with only("torch", (moe,)):
+        want, _, launched = texts(path, 12, **given)
+    monkeypatch.setattr(loading, "widened", lambda d: by_flags(fit(d), 2))
+    # on a card both ask whether its kernels are there, too
+    monkeypatch.setattr(Binding, "slots", property(lambda b: b.placement.slots(b.prefix)))
+    monkeypatch.setattr(Binding, "away", property(lambda b: b.prefix in b.placement.dense))
+    made: list[host.HostExperts] = []
+    begin = host.HostExperts.__init__
+
+    def watched(self: host.HostExperts, *of: object) -> None:
+        begin(self, *of)  # type: ignore[arg-type]
+        made.append(self)
+
+    monkeypatch.setattr(host.HostExperts, "__init__", watched)
+    with served_lane(), only("lane", (moe,), of_a_card):
+        got, _, found = texts(path, 12, **given, **flags)
+    assert got == want and found == launched and max(map(len, found[2:])) == 4
+    assert len(made) == n_layer and all(int(layer.counts[1]) for layer in made)
 
 
 def plain(path: Path) -> Rig:

@@ -105,6 +105,21 @@ def test_eight_streams_go_on_when_their_engine_is(plants: Plants, disaster: str)
         assert counts.tokens_replayed >= sum(len(ear.request.prompt) + 10 for ear in ears)
 
 
+def test_a_host_that_is_late_again_and_again_is_no_kernels_fault_and_no_requests(
+    plants: Plants, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request that goes on meanwhile is not suspected, and no engine is examined."""
+    with start(plants) as (engine, supervisor):
+        ear = Ear(engine, n=300)
+        for i in range(4):
+            wait_for(lambda i=i: len(ear.tokens) > 10 * (i + 1))
+            plants.plant(round="host it was late")
+            wait_for(lambda i=i: supervisor.n_restart == i + 1 and engine.state() == "ok")
+        ear.check()
+    assert caplog.text.count("the engine is replaced: it was late") == 4
+    assert "failed twice" not in caplog.text
+
+
 @pytest.mark.slow
 def test_a_text_survives_many_engines(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):

@@ -19,7 +19,7 @@ from pyspec.config import EngineSettings
 from pyspec.engine.children import how_ended, is_stopped
 from pyspec.engine.messages import Fatal, Heartbeat, Link, Load, LoadRefused, Question, Ready, Reply
 from pyspec.engine.process.ahead import END_S, started
-from pyspec.errors import DeviceError, NoDevice, PyspecError, RankLost
+from pyspec.errors import DeviceError, HostLost, NoDevice, PyspecError, RankLost
 from pyspec.slot_action import SlotAction
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class EngineEnd:
     """Why an engine process is not used any more. An empty `why`: its exit status says it."""
 
     why: str
-    from_outside: bool = False  # a signal from outside killed or stopped it
+    from_outside: bool = False  # a signal from outside killed or stopped it, or the host was late
     kernels: tuple[str, ...] = ()  # modules of the op that failed
     of_device: bool = False
 
@@ -300,7 +300,8 @@ class Launcher:
         # the failing kernel is unknown if a rank ended
         self.learn(
             kernels,
-            of_device=isinstance(error, DeviceError) and not isinstance(error, RankLost | NoDevice),
+            of_device=isinstance(error, DeviceError)
+            and not isinstance(error, RankLost | HostLost | NoDevice),
         )
         return error
 

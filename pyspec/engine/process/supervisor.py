@@ -37,7 +37,16 @@ from pyspec.engine.process.ahead import COMMAND
 from pyspec.engine.process.metrics_sum import metrics_sum
 from pyspec.engine.process.process import TICK_S, EngineEnd, EngineProcess, Launcher, Watchdog
 from pyspec.engine.process.supervised_request import N_CRASH, CrashBlame, Sink, SupervisedRequest
-from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
+from pyspec.errors import (
+    DeviceError,
+    HostLost,
+    NoDevice,
+    PyspecError,
+    QueueFull,
+    RankLost,
+    SlotError,
+    Unavailable,
+)
 from pyspec.gguf import open_gguf
 from pyspec.repeats import limited
 from pyspec.request import (
@@ -573,8 +582,9 @@ class Supervisor:
             return
         if not end.why and child.fatal is not None:
             error = child.fatal.error
-            of_device = not isinstance(error, RankLost)  # the rank that ended does not name a kernel
-            end = EngineEnd(str(error), kernels=child.fatal.kernels, of_device=of_device)
+            is_late = isinstance(error, HostLost)
+            of_device = not is_late and not isinstance(error, RankLost)  # these name no kernel
+            end = EngineEnd(str(error), is_late, child.fatal.kernels, of_device)
         if not end.why:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
