@@ -547,8 +547,8 @@ def test_a_name_with_a_quantisation_is_another_file_of_its_repository(monkeypatc
 def test_the_largest_model_of_the_catalogue_that_fits_is_named():
     fits = {gib: smaller_model(gib << 30) for gib in (1, 3, 8, 24, 80)}
     assert fits == {
-        1: "gemma-3-270m:Q4_K_M",
-        3: "qwen3.5-2b",
+        1: None,
+        3: "qwen3.5-2b:Q4_K_M",
         8: "qwen3.5-9b:Q4_K_M",
         24: "qwen3.5-35b-a3b:Q4_K_M",
         80: "qwen3.5-122b-a10b",
