@@ -17,7 +17,7 @@ from pathlib import Path
 from zygote import ask
 
 MODELS = {"--hf-repo", "--hf-file", "--model", "--model-url", "--model-draft"}
-BUSY_S = 2.0  # that a request of several models takes longer where their LLAMA_SERVER_DEBUG_FAKE_TIMING is set
+BUSY_S = 4.0  # that a request of several models takes longer where their LLAMA_SERVER_DEBUG_FAKE_TIMING is set; a model stays 2 s after its load here
 
 
 def translated(args: list[str], model: str) -> list[str]:

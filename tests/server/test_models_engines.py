@@ -402,11 +402,16 @@ def test_a_storm_of_events_gives_each_request_its_text_or_an_honest_error(
                 kind = whole if dice < 0.25 else stream if dice < 0.43 else leave
                 threads.append(request(kind, name))
             elif dice < 0.90:
-                path = ("load", "unload", "park")[int((dice - 0.55) / 0.35 * 3)]
+                paths = (
+                    ("load", "unload", "park")
+                    if not is_real
+                    else ("load", "park", "park", "unload", "load", "park")
+                )
+                path = paths[int((dice - 0.55) / 0.35 * len(paths))]
                 act(f"/models/{path}", "*" if path == "unload" and rng.random() < 0.15 else name)
             elif dice < 0.94:
                 assert served.http.get("/models?reload=1").status_code == 200
-            elif pids := served.children(child):
+            elif pids := served.children(child) + served.children("plan.apart"):
                 with suppress(ProcessLookupError):
                     os.kill(rng.choice(pids), signal.SIGKILL)
             time.sleep(rng.random() ** 3 * (2.0 if is_real else 0.5))
@@ -418,9 +423,14 @@ def test_a_storm_of_events_gives_each_request_its_text_or_an_honest_error(
         counts = Counter(outcome for outcome, _ in outcomes)
         longest = max(s for _, s in outcomes)
         log.info("%s, seed %d, longest %.1f s: %s", engines, seed, longest, counts.most_common())
-        wrong = [o for o in counts if not o.startswith(("text", "left", "400", "429", "503"))]
+        honest = ("text", "left", "400", "503", "500 the engine's process ended while it was loading")
+        wrong = [outcome for outcome in counts if not outcome.startswith(honest)]
         assert not wrong, wrong
-        assert longest < BOUND_S and counts["text"] > 40
+        assert (
+            longest < BOUND_S
+            and counts["text"] > 30
+            and not any("shutting down" in outcome for outcome in counts)
+        )
         for name in files:
             assert served.complete(name, **ask) == alone[name]
         served.http.post("/models/unload", json={"model": "*"})
