@@ -22,7 +22,7 @@ from pyspec.cli.options import EngineChoice
 from pyspec.config import EngineSettings
 from pyspec.errors import ConfigError
 from pyspec.server.models.preset import Preset, Setting
-from pyspec.server.models.router import Found, Model, Router
+from pyspec.server.models.router import Download, Model, Router
 from pyspec.server.models.sources import ListedModel, all_models
 from pyspec.server.settings import LISTENING, MODELS, RouterSettings, ServerSettings
 
@@ -300,7 +300,7 @@ def router_of(
     return router
 
 
-def find(name: str) -> Found:
+def find(name: str) -> Download:
     """The files of USER/REPO:QUANT, with the drafter and the projector that a load would take. Raises DownloadError, ConfigError."""
     from pyspec.engine.named import find_sidecar
     from pyspec.hub import Repository, split_name
@@ -314,7 +314,7 @@ def find(name: str) -> Found:
         find_sidecar(name, "", path, "auto")
         projector_beside(name, "", path)
 
-    return Found(there.sizes(), fetch)
+    return Download(there.sizes(), fetch)
 
 
 def erase(repo: str, file: str) -> None:

@@ -33,7 +33,7 @@ from pyspec.server.api import routed as routed_module
 from pyspec.server.api.routed import keep_alive_of
 from pyspec.server.models import router as router_module
 from pyspec.server.models import schedule
-from pyspec.server.models.router import Found
+from pyspec.server.models.router import Download
 from pyspec.server.settings import ServerSettings
 
 SLOW = Script(text="abcdefghijklmnopqrstuvwxyz", width=1, round_s=0.1)
@@ -616,7 +616,7 @@ def test_a_download_that_fails_in_any_way_can_be_tried_again() -> None:
             if errors:
                 raise errors.pop(0)
 
-        c.router._find = lambda name: Found({}, lambda: fetch(name))
+        c.router._find = lambda name: Download({}, lambda: fetch(name))
         told: list[dict[str, Any]] = []
         tell = c.router.tell
         c.router.tell = lambda event, name, data: told.append({event: data}) or tell(event, name, data)  # type: ignore[method-assign, func-returns-value]
@@ -636,7 +636,7 @@ def test_a_download_takes_no_models_place_and_its_events_end_with_its_row() -> N
                 progress.report(f"{progress.DOWNLOAD} {name}", fraction)
             c.world.needs[name] = 1
 
-        c.router._find = lambda name: Found({name: 1000}, lambda: fetch(name))
+        c.router._find = lambda name: Download({name: 1000}, lambda: fetch(name))
         c.text("a")
         seen: list[tuple[str, str]] = []
         bytes_of: list[Any] = []
@@ -680,7 +680,7 @@ def test_a_download_is_listed_and_ends_when_it_is_told_to(
                 time.sleep(0.01)
             raise RequestError("it was cancelled")
 
-        c.router._find = lambda name: Found({"r-F16.gguf": 10}, fetch)
+        c.router._find = lambda name: Download({"r-F16.gguf": 10}, fetch)
         c.router.erase = lambda *what: gone.append(what)  # type: ignore[method-assign]
         assert c.post("/models", {"model": "u/r:F16"}).status_code == 200
         assert c.post("/models", {"model": "u/r:F16"}).status_code == 400
@@ -695,7 +695,7 @@ def test_a_download_is_listed_and_ends_when_it_is_told_to(
 
 
 def test_a_download_of_nothing_is_refused_at_once() -> None:
-    def find(name: str) -> Found:
+    def find(name: str) -> Download:
         raise DownloadError(f"{name} cannot be read: there is no such repository")
 
     with serving(World({"a": 1})) as c:

@@ -103,7 +103,7 @@ class Coming:
     outlives: bool
 
     def leave(self) -> None:
-        """Nobody waits for it here any more: it is cancelled, unless it outlives that. `end` is called with its own end."""
+        """Cancel the answer, unless it outlives its client. `end` is called when it is over."""
         if not self.outlives:
             self.task.cancel()
         self.task.add_done_callback(self._over)
@@ -119,7 +119,7 @@ def again(request: Request, raw: bytes, receive: Receive) -> Request:
 
 
 async def never() -> Message:
-    """What is received of a client that may leave unnoticed."""
+    """Receive nothing more: the client may leave unnoticed."""
     await asyncio.Event().wait()
     raise AssertionError
 

@@ -111,7 +111,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Found:
+class Download:
     """Files to download: bytes of all that their repository has, by name, and the download, which takes as long as it does. Raises PyspecError"""
 
     sizes: Mapping[str, int]
@@ -172,7 +172,7 @@ class Router:
         alone: bool = False,
         ahead: Callable[[], None] = lambda: None,
         closing: Callable[[], None] = lambda: None,
-        find: Callable[[str], Found] | None = None,
+        find: Callable[[str], Download] | None = None,
         erase: Callable[[str, str], None] = lambda repo, file: None,
     ) -> None:
         # a body is read before its model is known, which may see
@@ -258,7 +258,7 @@ class Router:
 
     def find(self, name: object, *, answers: bool = False) -> str:
         """The model of a name or an alias; if none has just this one, that of the only one like it. Raises RequestError without a name, NotFound for
-        an unknown one. answers: a lone model is asked whatever the name"""
+        an unknown one. answers: a lone model takes any name"""
         if isinstance(name, str) and name in self._names:
             return self._names[name]
         alike = {
@@ -591,7 +591,7 @@ class Router:
     # -- downloads ---------------------------------------------------------------------------------------------------
 
     async def download(self, name: str) -> None:
-        """Begin to download USER/REPO:QUANT; events tell how far it is, and how it ends. Raises PyspecError if there is no such thing."""
+        """Begin to download USER/REPO:QUANT; events tell its progress and its end. Raises PyspecError for an unknown one."""
         if self._find is None:
             raise NotSupported("this server downloads nothing")
         if name in self.downloads:
@@ -631,7 +631,7 @@ class Router:
             self.tell("download_progress", name, {"progress": self.downloads[name]})
 
     async def cancel(self, name: str) -> None:
-        """End a download; returns when it has ended. What has come of it is kept."""
+        """End a download; returns when it has ended. Its bytes are kept."""
         self._cancelled.add(name)
         while name in self.downloads:
             await asyncio.sleep(TICK_S)
