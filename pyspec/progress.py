@@ -12,6 +12,8 @@ Listener = Callable[[str, float], None]
 
 part: ContextVar[str] = ContextVar("part", default="weights")
 """The part of the load that runs in this context: what it reads is reported under its name."""
+is_stopped: ContextVar[Callable[[], bool]] = ContextVar("is_stopped", default=lambda: False)
+"""Whether the download of this context is to end."""
 _listeners: list[Listener] = []
 _drawn: list[Listener] = []  # listeners that draw a bar
 

@@ -1,4 +1,4 @@
-"""A hub of one repository on this machine: lists files, serves ranges, breaks off, and serves wrong contents on request."""
+"""A hub on this machine: lists files, serves ranges, breaks off, and serves wrong contents on request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMIT = "0" * 39 + "1"
 
 @dataclass
 class FakeHub:
-    """The served files. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
+    """The served files of REPO. `more`: other repositories, by name. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
     `sizeless`: files whose size is not said before they come. `pace`: seconds between the pieces of a file, eight of them.
     `refuses`: status and error code of the answers for a file, or for the listing (""); `in_body`: of its contents alone, not of its head.
     `rangeless`: ranges are not honoured. `elsewhere`: the server that contents are redirected to. `tokens`: of all requests for contents. `then`: files that take the place of others once one has been read."""
@@ -35,6 +35,7 @@ class FakeHub:
     then: dict[str, bytes] = field(default_factory=dict)
     elsewhere: str = ""
     tokens: list[str] = field(default_factory=list)
+    more: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -55,14 +56,19 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
 
         def answer(self, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
-            if path.startswith(f"/api/models/{REPO}"):
-                self.refuse(*hub.refuses[""]) if "" in hub.refuses else self.listing()
-                return
-            if not path.startswith(f"/{REPO}/resolve/main/"):
+            repo = "/".join(path.removeprefix("/api/models").split("/")[1:3])
+            files = hub.files if repo == REPO else hub.more.get(repo)
+            if files is None:
                 self.reply(404, b"", {})
                 return
-            name = path.removeprefix(f"/{REPO}/resolve/main/")
-            data = hub.files.get(name)
+            if path.startswith("/api/models/"):
+                self.refuse(*hub.refuses[""]) if "" in hub.refuses else self.listing(files)
+                return
+            if not path.startswith(f"/{repo}/resolve/main/"):
+                self.reply(404, b"", {})
+                return
+            name = path.removeprefix(f"/{repo}/resolve/main/")
+            data = files.get(name)
             hub.asked.append((self.command, name, self.headers.get("Range", "")))
             if body:
                 hub.tokens.append(self.headers.get("Authorization", ""))
@@ -87,17 +93,17 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 about["Content-Range"] = f"bytes {start}-{end}/{len(sent)}"
             says_size = body or name not in hub.sizeless
             if body and name in hub.then:  # before the reply: its reader may ask again at once
-                hub.files[name] = hub.then.pop(name)
+                files[name] = hub.then.pop(name)
             self.reply(206 if is_part else 200, sent[start : end + 1], about, body, says_size)
 
         def refuse(self, status: int, code: str) -> None:
             about = {"X-Error-Code": code, "X-Error-Message": f"Access to model {REPO} is restricted."}
             self.reply(status, b'{"error": "no"}', about if code else {})
 
-        def listing(self) -> None:
+        def listing(self, files: dict[str, bytes]) -> None:
             tree = [
                 {"type": "file", "oid": "0" * 40, "size": len(data), "path": name}
-                for name, data in hub.files.items()
+                for name, data in files.items()
             ]
             self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from click.testing import CliRunner
 from hub_server import REPO, FakeHub, serving
 from rewrite import rewrite
 
-from pyspec import hub, synth
+from pyspec import hub, progress, synth
 from pyspec.cli import main
+from pyspec.cli.router import erase, find
 from pyspec.engine.named import choose_sidecar
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.gguf import open_gguf
@@ -62,6 +64,33 @@ def test_what_was_broken_off_goes_on_in_the_next_run(
     assert hub.from_hub(REPO).read_bytes() == LARGE
     assert ("GET", "m-Q8_0.gguf", f"bytes={size}-") in there.asked
     assert not list((tmp_path / "hub").rglob("*.incomplete"))
+
+
+def test_a_download_of_a_server_ends_when_it_is_told_to_and_its_rest_is_kept_or_not(
+    there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
+    found = find(f"{REPO}:q8_0")
+    assert found.sizes["m-Q8_0.gguf"] == len(LARGE)
+    asked = iter([False] * 30)
+
+    def fetch() -> None:
+        progress.is_stopped.set(lambda: next(asked, True))
+        found.fetch()
+
+    with pytest.raises(DownloadError, match=r"it was cancelled; 0\.1 MB of 0\.3 MB are kept"):
+        copy_context().run(fetch)
+    (part,) = (tmp_path / "hub").rglob("*.incomplete")
+    erase("other/repo", "")
+    assert part.stat().st_size == 30 * 4096
+    found.fetch()
+    assert f"bytes={30 * 4096}-" in {bytes_of for _, _, bytes_of in there.asked}, "it goes on"
+    part.write_bytes(b"again")
+    erase(REPO, "")
+    assert not part.exists() and hub.from_hub(REPO).read_bytes() == LARGE
+    for name, said in (("other/none", "cannot be read"), (f"{REPO}:Q2_K", "has no Q2_K file")):
+        with pytest.raises((ConfigError, DownloadError), match=said):
+            find(name)
 
 
 def test_a_damaged_download_is_not_kept(there: FakeHub, tmp_path: Path):

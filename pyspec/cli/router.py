@@ -22,7 +22,7 @@ from pyspec.cli.options import EngineChoice
 from pyspec.config import EngineSettings
 from pyspec.errors import ConfigError
 from pyspec.server.models.preset import Preset, Setting
-from pyspec.server.models.router import Model, Router
+from pyspec.server.models.router import Download, Model, Router
 from pyspec.server.models.sources import ListedModel, all_models
 from pyspec.server.settings import LISTENING, MODELS, RouterSettings, ServerSettings
 
@@ -106,6 +106,7 @@ class RowReader:
             model,
             words=tuple(own_words),
             path=listed.path or model.path,
+            source=listed.source,
             pinned=on("pin"),
             starts=on("load-on-startup"),
             parks=on("park"),
@@ -292,28 +293,37 @@ def router_of(
     router = Router(
         rows.read, settings, options, budget,
         measure=partial(cards_of, options, vram) if len(budget) > 1 else None,
-        ahead=start_ahead, closing=planner.close, fetch=fetch, erase=erase,
+        ahead=start_ahead, closing=planner.close, find=find, erase=erase,
     )  # fmt: skip
     said = ", ".join(f"{place} {n / 2**30:.1f} GiB" for place, n in budget.items())
     log.info("%d models; for all of them together: %s", len(router.names), said)
     return router
 
 
-def fetch(name: str) -> None:
-    """Download USER/REPO:QUANT, with the drafter and the projector that a load would take. Raises DownloadError, ConfigError."""
+def find(name: str) -> Download:
+    """The files of USER/REPO:QUANT, with the drafter and the projector that a load would take. Raises DownloadError, ConfigError."""
     from pyspec.engine.named import find_sidecar
-    from pyspec.hub import from_hub, split_name
+    from pyspec.hub import Repository, split_name
 
-    path = from_hub(*split_name(name))
-    find_sidecar(name, "", str(path), "auto")
-    projector_beside(name, "", str(path))
+    repo, quant = split_name(name)
+    there = Repository.open(repo)
+    chosen = there.choose(quant)
+
+    def fetch() -> None:
+        path = str(there.fetch(chosen)[0])
+        find_sidecar(name, "", path, "auto")
+        projector_beside(name, "", path)
+
+    return Download(there.sizes(), fetch)
 
 
 def erase(repo: str, file: str) -> None:
-    """Delete a file of a repository, with its other parts, from the cache of downloads."""
-    from pyspec.hub.cache import cached_repositories
+    """Delete a file of a repository, with its other parts, from the cache of downloads; without a file, unfinished downloads."""
+    from pyspec.hub.cache import cached_repositories, drop_unfinished
     from pyspec.hub.names import SHARD
 
+    if not file:
+        drop_unfinished(repo)
     for repository in cached_repositories():
         for one in repository.files if repository.name == repo else ():
             if one.file == file:

@@ -72,3 +72,13 @@ def _n_bytes(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def drop_unfinished(repo: str) -> None:
+    """Delete what interrupted downloads of a repository have left."""
+    from huggingface_hub import constants
+
+    for part in Path(constants.HF_HUB_CACHE).glob(
+        f"models--{repo.replace('/', '--')}/blobs/*.incomplete"
+    ):
+        part.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from pyspec import progress
 from pyspec.errors import DownloadError
@@ -203,7 +203,11 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         if have:
             log.info("%s: resuming after %s of %s", name, _size(have), _size(about.size))
         ask = lambda: http_get(  # noqa: E731
-            about.location, file, resume_size=have, headers=headers, expected_size=about.size
+            about.location,
+            cast("BinaryIO", Stoppable(file)),
+            resume_size=have,
+            headers=headers,
+            expected_size=about.size,
         )
         _check_disk(name, part, about.size - have)
         try:
@@ -217,6 +221,22 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
         file.flush()
         _hold(name, part, blob.name)
         part.rename(blob)
+
+
+class Stoppable:
+    """A file whose next write raises DownloadError once the download is to end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._is_stopped = file, progress.is_stopped.get()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: bytes) -> int:
+        """Write, or raise DownloadError."""
+        if self._is_stopped():
+            raise DownloadError("it was cancelled")
+        return self._file.write(data)
 
 
 def _check_disk(name: str, part: Path, n_bytes: int) -> None:

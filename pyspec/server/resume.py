@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from pyspec.errors import NotFound, QueueFull, RequestError
+from pyspec.errors import NotFound, QueueFull, RequestError, Unavailable
 from pyspec.server.http.body import ClientGone
 from pyspec.server.http.gate import key_of
 from pyspec.server.settings import ServerSettings
@@ -105,6 +105,18 @@ class StreamSessions:
     def __init__(self, settings: ServerSettings) -> None:
         self._limits = settings.limits
         self._sessions: dict[SessionKey, StreamSession] = {}
+        self._coming: dict[SessionKey, asyncio.Future[None]] = {}
+
+    def expect(self, key: SessionKey, ready: asyncio.Future[None]) -> None:
+        """A conversation's generation begins when `ready` is done; a stop until then ends that with RequestError. An earlier one of the same conversation ends."""
+        self.stop(key)
+        self._coming[key] = ready
+
+        def over(done: asyncio.Future[None]) -> None:
+            if self._coming.get(key) is done:
+                del self._coming[key]
+
+        ready.add_done_callback(over)
 
     def begin(
         self,
@@ -137,8 +149,10 @@ class StreamSessions:
             del self._sessions[key]
 
     def get(self, key: SessionKey, at: int) -> StreamSession:
-        """The session, readable from byte `at` on. Raises NotFound, RequestError."""
+        """The session, readable from byte `at` on. Raises NotFound, RequestError, Unavailable before it begins."""
         session = self._sessions.get(key)
+        if session is None and key in self._coming:
+            raise Unavailable("the model of this conversation is not loaded yet; try again in a moment")
         if session is None:
             raise NotFound("no stream of this conversation is kept, or not any more")
         if at < session.dropped:
@@ -149,6 +163,11 @@ class StreamSessions:
 
     def stop(self, key: SessionKey) -> None:
         """End a conversation's generation and delete its output. An unknown conversation is no error."""
+        coming = self._coming.pop(key, None)
+        if coming is not None and not coming.done():
+            coming.set_exception(
+                RequestError("a stop cancelled the request before its model was loaded")
+            )
         session = self._sessions.pop(key, None)
         if session is not None and session.pump is not None:
             session.pump.cancel()

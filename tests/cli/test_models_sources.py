@@ -171,22 +171,36 @@ def test_a_preset_keeps_quotes_comments_and_switches_apart(folder: Path) -> None
         read_preset(folder / "none.ini")
 
 
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("[mine]\nhf-repo = u/r\ndedup-cache-models = 1\n", {"u/r:Q4_K_M"}),  # the one that is loaded
+        ("[mine]\nhf-repo = u/r:q8_0\nspec-draft-hf = u/d\ndedup-cache-models = 1\n", {"u/r:Q8_0", "u/d:F16"}),
+        ("[*]\ndedup-cache-models = 1\n[mine]\nhf-repo = U/r\nhf-file = r-Q8_0-00001-of-00002.gguf\n", {"u/r:Q8_0"}),
+        ("[mine]\nhf-repo = u/none\ndedup-cache-models = 1\n", set()),
+        ("[mine]\nhf-repo = u/r\n", set()),
+        ("[*]\ndedup-cache-models = 1\n[mine]\nhf-repo = u/r:Q8_0\n[u/r:Q8_0]\nc = 512\n", set()),  # a section of its own
+    ],
+)  # fmt: skip
 def test_a_cached_model_is_hidden_by_a_preset_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
+    text: str, hidden: set[str], monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     from pyspec.hub.cache import CachedFile, CachedRepository
 
-    files = (CachedFile("u/r", "r-Q8_0.gguf", folder / "r-Q8_0.gguf", 1),)
-    monkeypatch.setattr(
-        "pyspec.server.models.sources.cached_repositories",
-        lambda: iter([CachedRepository("u/r", files, 0)]),
-    )
-    assert [one.name for one in all_models(None, None)] == ["u/r:Q8_0"]
-    ini = preset(folder, "[mine]\nhf-repo = u/r\ndedup-cache-models = 1\n")
-    assert [(one.name, one.hidden) for one in all_models(None, ini)] == [
-        ("u/r:Q8_0", True),
-        ("mine", False),
+    files = {"u/r": ("r-Q8_0-00001-of-00002.gguf", "r-q4_k_m.gguf"), "u/d": ("d-f16.gguf",)}
+    cached = [
+        CachedRepository(repo, tuple(CachedFile(repo, name, folder / name, 1) for name in names), 0)
+        for repo, names in files.items()
     ]
+    monkeypatch.setattr("pyspec.server.models.sources.cached_repositories", lambda: iter(cached))
+    assert [(one.name, one.source) for one in all_models(None, None)] == [
+        ("u/r:Q8_0", "cache"),
+        ("u/r:Q4_K_M", "cache"),
+        ("u/d:F16", "cache"),
+    ]
+    found = all_models(None, preset(folder, text))
+    assert {one.name for one in found if one.hidden} == hidden
+    assert [one.source for one in found if one.name == "mine"] == ["preset"]
 
 
 def test_the_budget_is_what_is_said_or_free() -> None:

@@ -3,21 +3,26 @@
 
 Files that those tests fetch are not here, so every model is the one that PYSPEC_PEER_MODEL names, or PYSPEC_PEER_SECOND in place of their stories15M. Their `--ctx-size` is shared by all slots, ours
 is each request's. Made-up acceptance goes with --spec-fixed. Everything else goes through as it is: what pyspec refuses, it refuses.
+
+Without a model it is a server of several, over a cache of downloads of each worker's own below PYSPEC_PEER_CACHES and the hub that HF_ENDPOINT names. Its
+`--offline` is left out: theirs downloads all the same, ours does not.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from zygote import ask
 
 MODELS = {"--hf-repo", "--hf-file", "--model", "--model-url", "--model-draft"}
+BUSY_S = 4.0  # that a request of several models takes longer where their LLAMA_SERVER_DEBUG_FAKE_TIMING is set; a model stays 2 s after its load here
 
 
 def translated(args: list[str], model: str) -> list[str]:
-    """llama-server's arguments as pyspec's."""
-    out, ctx, slots, unified = ["-m", model], 0, 1, False
+    """llama-server's arguments as pyspec's. model: "" for several"""
+    out, ctx, slots, unified = ["-m", model] if model else [], 0, 1, False
     i = 0
     while i < len(args):
         flag = args[i]
@@ -27,7 +32,9 @@ def translated(args: list[str], model: str) -> list[str]:
                 out[1] = os.environ.get("PYSPEC_PEER_SECOND", model)
             i += 2
             continue
-        if flag == "--no-jinja":  # the suite's default; here templates are Jinja always
+        if flag == "--no-jinja" or (
+            flag == "--offline" and not model
+        ):  # the suite's defaults; here templates are Jinja always
             i += 1
             continue
         if flag == "--ctx-size":
@@ -51,7 +58,7 @@ def translated(args: list[str], model: str) -> list[str]:
         out += ["--cors-origins", "*"]  # their default; ours is this machine
     if "--metrics" not in out:
         out.append("--no-metrics")
-    if "--spec-type" not in out:
+    if "--spec-type" not in out and model:
         out += ["--spec-type", "none"]
     if ctx:
         out += ["-c", str(ctx if unified else ctx // max(slots, 1))]
@@ -60,7 +67,34 @@ def translated(args: list[str], model: str) -> list[str]:
     return out
 
 
+def serve_several(args: list[str]) -> None:
+    """A process of its own, whose engines are processes, too."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "master")
+    os.environ["HF_HOME"] = str(Path(os.environ["PYSPEC_PEER_CACHES"]) / worker)
+    from dataclasses import replace
+
+    from pyspec.cli import main
+    from pyspec.server.api import models
+
+    if "LLAMA_SERVER_DEBUG_FAKE_TIMING" in os.environ:
+        import asyncio
+
+        routed = models.routed
+
+        async def busy(router, request, *, one):
+            async def late(service, again):
+                await asyncio.sleep(BUSY_S)
+                return await one.handler(service, again)
+
+            return await routed(router, request, one=replace(one, handler=late))
+
+        models.routed = busy
+    main(["server", *translated(args, ""), "--no-warmup"], prog_name="pyspec")
+
+
 if __name__ == "__main__":
+    if not MODELS & {*sys.argv}:
+        serve_several(sys.argv[1:])
     command = [
         "server",
         *translated(sys.argv[1:], os.environ["PYSPEC_PEER_MODEL"]),

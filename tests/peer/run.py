@@ -2,7 +2,8 @@
 
 The tests are copied to a temporary folder, where fixtures that fetch models are switched off; nothing of them is kept. Every item passes or stands
 in known.toml with its reason; what does neither is printed, and the exit status is 1. Items that ask for what their model says are run a second time
-with one of its shape and random weights (stand_in.py): all that they ask but the words has to hold.
+with one of its shape and random weights (stand_in.py): all that they ask but the words has to hold. Servers of several models find such ones under
+the names of theirs, in a cache of downloads and on a hub on this machine.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import stand_in
+from huggingface_hub import hf_hub_download
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+
+from hub_server import FakeHub, serving  # noqa: E402  (tests is no package)
+
 # Behind their utils.py: nothing is downloaded; names of headers have no case, as in HTTP.
 PATCH = """
 ServerPreset.load_all = staticmethod(lambda: None)
@@ -46,6 +52,8 @@ WEIGHTS = "weights"  # of known.toml: tried again with models that stand in for 
 STOOD_IN = "passed, any text taken, with a model that stands in for theirs"
 TESTS = Path("tools") / "server" / "tests"  # in their repository
 DRAFT = "stories15M-q4_0.gguf"  # their drafter: it only has to be there
+CHAT, STORIES, GAPS = "tinygemma3-GGUF", "test-model-stories260K", "test-model-stories260K-infill"
+TO_COME = "test-model-router-download"  # on the hub, not in the cache
 
 
 def copied(source: Path, to: Path) -> Path:
@@ -98,18 +106,25 @@ def main() -> int:
         chosen = [f"unit/{file}" for file in args.files] or sorted(
             f"unit/{p.name}" for p in (suite.tests / "unit").glob("test_*.py") if p.name not in skipped
         )
+        models = folder / "stories260K.gguf", folder / "stories15M.gguf"
+        stand_in.write(models[0], stand_in.PIECES)
+        stand_in.write(models[1], f"{stand_in.PIECES} {stand_in.HELLO}")
         server = suite.zygote()
         try:
-            found = suite.run(args.model, [*(["-k", args.k] if args.k else []), *chosen])
+            with serving(hub_of(args.model, models[0])) as hub:
+                suite.fill_caches(hub)
+                found = suite.run(
+                    args.model,
+                    [*(["-k", args.k] if args.k else []), *chosen],
+                    HF_ENDPOINT=hub.url,
+                    PYSPEC_PEER_CACHES=str(suite.caches),
+                )
             again = [
                 item
                 for item, outcome in found.items()
                 if outcome == "failed" and reason(item, known) == WEIGHTS
             ]
             if again:
-                models = folder / "stories260K.gguf", folder / "stories15M.gguf"
-                stand_in.write(models[0], stand_in.PIECES)
-                stand_in.write(models[1], f"{stand_in.PIECES} {stand_in.HELLO}")
                 ids = [f"unit/{item.replace('::', '.py::', 1)}" for item in again]
                 later = suite.run(
                     models[0], ids, PYSPEC_PEER_SECOND=str(models[1]), PYSPEC_PEER_ANY_TEXT="1"
@@ -118,6 +133,18 @@ def main() -> int:
         finally:
             server.kill()
         return report(found, known)
+
+
+def hub_of(chat: Path, stories: Path) -> FakeHub:
+    """A hub with the repositories of their tests of several models."""
+    files = {
+        CHAT: {"tinygemma3-Q8_0.gguf": chat},
+        STORIES: {"stories260K-f32.gguf": stories},
+        GAPS: {"stories260K-infill-f32.gguf": stories},
+        TO_COME: {"stories260K-f16.gguf": stories},
+    }
+    read = {repo: {name: path.read_bytes() for name, path in of.items()} for repo, of in files.items()}
+    return FakeHub({}, more={f"ggml-org/{repo}": of for repo, of in read.items()})
 
 
 @dataclass
@@ -132,6 +159,22 @@ class Suite:
     @property
     def socket(self) -> Path:
         return self.folder / "zygote"
+
+    @property
+    def caches(self) -> Path:
+        return self.folder / "caches"
+
+    def fill_caches(self, hub: FakeHub) -> None:
+        """A cache of downloads for each worker, and for a run without workers: their tests delete from it."""
+        first, *others = (
+            self.caches / name / "hub"
+            for name in ("master", *(f"gw{i}" for i in range(int(self.n_worker))))
+        )
+        for repo in (CHAT, STORIES, GAPS):
+            for file in hub.more[f"ggml-org/{repo}"]:
+                hf_hub_download(f"ggml-org/{repo}", file, cache_dir=first, endpoint=hub.url)
+        for other in others:
+            shutil.copytree(first, other, symlinks=True)
 
     def zygote(self) -> subprocess.Popen[bytes]:
         """The process that servers are forked from."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -19,6 +23,7 @@ from waiting import wait_for
 
 from pyspec.engine.api import Engine
 
+log = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "fixtures"
 FAKE = """
@@ -311,3 +316,123 @@ def test_a_folder_of_models_answers_what_llama_servers_router_is_asked(tmp_path:
         assert sorted(set(listed) - set(cached)) == ["gemma3", "other", "qwen35"]
         wait_for(lambda: value("qwen35") == "loaded")
         assert http.request("DELETE", "/models?model=other").status_code == 400, "it is no download"
+
+
+BOUND_S = 150.0
+"""In which a request of the storm has its answer, loads of others before it included."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("engines", "seed"),
+    [("fakes", 1), *(pytest.param(kind, n, marks=pytest.mark.slow) for kind, n in (("fakes", 2), ("fakes", 3), ("real", 4)))],
+)  # fmt: skip
+def test_a_storm_of_events_gives_each_request_its_text_or_an_honest_error(
+    engines: str, seed: int, tmp_path: Path
+) -> None:
+    """Requests, clients that leave, loads, unloads, parks, reloads and engines that are killed, of three models in memory for two."""
+    files = {"d": "demo", "g": str(FIXTURES / "gemma3.gguf"), "q": str(FIXTURES / "qwen35.gguf")}
+    shared = "[*]\nnp = 2\nctx-size = 512\ndev = cpu\ncache-ram = 16\npark = 1\n"
+    ini = preset(
+        tmp_path, shared + "".join(f"[{name}]\nmodel = {file}\n" for name, file in files.items())
+    )
+    is_real = engines == "real"
+    before = "" if is_real else fakes(tmp_path, 60 << 20, 4 << 20)
+    child, budget, n_predict = (
+        ("engine_main", "700M", 24) if is_real else ("fake_engine_main", "130M", 200)
+    )
+    rng = random.Random(seed)
+    with serving(before, "--models-preset", ini, "--models-host-memory", budget) as served:
+        ask = {"prompt": [5, 6, 7], "temperature": 0, "n_predict": n_predict, "seed": 4}
+        alone = {name: served.complete(name, **ask) for name in files}
+        outcomes: list[tuple[str, float]] = []
+
+        def whole(name: str) -> str:
+            answer = served.http.post("/completion", json={"model": name, **ask})
+            said = answer.json()
+            if answer.status_code != 200:
+                return f"{answer.status_code} {said['error']['message']}"
+            assert said["content"] == alone[name]
+            return "text"
+
+        def stream(name: str) -> str:
+            text, events = "", []
+            body = {"model": name, **ask, "stream": True}
+            with served.http.stream("POST", "/completion", json=body) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        events.append(json.loads(line[6:]))
+                        text += events[-1].get("content", "")
+                    elif line.startswith("{"):
+                        events.append(json.loads(line))
+            if "error" in events[-1]:
+                assert alone[name].startswith(text)
+                return f"{events[-1]['error']['code']} {events[-1]['error']['message']}"
+            assert text == alone[name] and events[-1]["stop"]
+            return "text"
+
+        def leave(name: str) -> str:
+            with suppress(httpx.TimeoutException):
+                body = {"model": name, **ask, "stream": rng.random() < 0.5}
+                httpx.post(f"{served.url}/completion", json=body, timeout=rng.random())
+            return "left"
+
+        def request(kind: Callable[[str], str], name: str) -> threading.Thread:
+            def work() -> None:
+                began = time.monotonic()
+                try:
+                    outcome = kind(name)
+                except Exception as e:  # noqa: BLE001 - a thread's, told below
+                    outcome = f"WRONG {type(e).__name__}: {e}"
+                outcomes.append((outcome, time.monotonic() - began))
+
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            return thread
+
+        def act(path: str, name: str) -> None:
+            answer = served.http.post(path, json={"model": name})
+            if answer.status_code != 200:
+                outcomes.append((f"{answer.status_code} {answer.json()['error']['message']}", 0.0))
+
+        threads: list[threading.Thread] = []
+        for _ in range(200):
+            name, dice = rng.choice([*files]), rng.random()
+            if dice < 0.55:
+                kind = whole if dice < 0.25 else stream if dice < 0.43 else leave
+                threads.append(request(kind, name))
+            elif dice < 0.90:
+                paths = (
+                    ("load", "unload", "park")
+                    if not is_real
+                    else ("load", "park", "park", "unload", "load", "park")
+                )
+                path = paths[int((dice - 0.55) / 0.35 * len(paths))]
+                act(f"/models/{path}", "*" if path == "unload" and rng.random() < 0.15 else name)
+            elif dice < 0.94:
+                assert served.http.get("/models?reload=1").status_code == 200
+            elif pids := served.children(child) + served.children("plan.apart"):
+                with suppress(ProcessLookupError):
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+            time.sleep(rng.random() ** 3 * (2.0 if is_real else 0.5))
+            while sum(thread.is_alive() for thread in threads) > 20:
+                time.sleep(0.05)
+        for thread in threads:
+            thread.join(BOUND_S)
+        assert not any(thread.is_alive() for thread in threads)
+        counts = Counter(outcome for outcome, _ in outcomes)
+        longest = max(s for _, s in outcomes)
+        log.info("%s, seed %d, longest %.1f s: %s", engines, seed, longest, counts.most_common())
+        honest = ("text", "left", "400", "503", "500 the engine's process ended while it was loading")
+        wrong = [outcome for outcome in counts if not outcome.startswith(honest)]
+        assert not wrong, wrong
+        assert (
+            longest < BOUND_S
+            and counts["text"] > 30
+            and not any("shutting down" in outcome for outcome in counts)
+        )
+        for name in files:
+            assert served.complete(name, **ask) == alone[name]
+        served.http.post("/models/unload", json={"model": "*"})
+        wait_for(lambda: served.http.get("/props").json()["memory_used"] == {"host": 0}, 20.0)
+        wait_for(lambda: len(served.children(child)) <= 1)  # the spare one

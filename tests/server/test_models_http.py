@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -27,10 +28,12 @@ from pyspec import progress
 from pyspec.cli import main
 from pyspec.cli.ps import reread
 from pyspec.cli.running import enter, leave
-from pyspec.errors import DoesNotFit, ModelError, RequestError
+from pyspec.errors import DoesNotFit, DownloadError, ModelError, RequestError
+from pyspec.server.api import routed as routed_module
 from pyspec.server.api.routed import keep_alive_of
 from pyspec.server.models import router as router_module
 from pyspec.server.models import schedule
+from pyspec.server.models.router import Download
 from pyspec.server.settings import ServerSettings
 
 SLOW = Script(text="abcdefghijklmnopqrstuvwxyz", width=1, round_s=0.1)
@@ -387,7 +390,7 @@ def test_events_tell_each_change_in_order(monkeypatch: pytest.MonkeyPatch) -> No
                 for line in stream.iter_lines():
                     if line.startswith("data: "):
                         seen.append(json.loads(line[6:]))
-                        if seen[-1]["data"]["value"] == "unloaded":
+                        if seen[-1]["data"]["status"] == "unloaded":
                             return
 
         reader = threading.Thread(target=listen, daemon=True)
@@ -396,8 +399,9 @@ def test_events_tell_each_change_in_order(monkeypatch: pytest.MonkeyPatch) -> No
         wait_for(lambda: bool(c.router._readers))
         c.text("a", keep_alive=0)
         reader.join(20)
-        values = [e["data"]["value"] for e in seen]
+        values = [e["data"]["status"] for e in seen]
         assert values[0] == "loading" and values[-1] == "unloaded" and "loaded" in values
+        assert seen[-1]["data"]["exit_code"] == 0
         assert all(e["event"] == "model_status" and e["model"] == "a" for e in seen)
         numbers = [e["id"] for e in seen]
         assert numbers == sorted(numbers)
@@ -489,6 +493,18 @@ def test_files_elsewhere_are_not_deleted_and_nothing_is_downloaded_without_a_hub
     with serving(World({"a": 1})) as c:
         assert c.call("DELETE", "/models?model=a").status_code == 400
         assert c.post("/models", {"model": "user/repo"}).status_code == 400
+
+
+def test_a_wrong_name_changes_nothing_of_a_lone_model() -> None:
+    """It answers whatever it is called, but is not deleted or unloaded for another."""
+    with serving(World({"a": 1}, more={"a": {"repo": ("u/r", "a.gguf")}})) as c:
+        assert "I am a" in c.text("gpt-4")
+        for call in (
+            ("DELETE", "/models?model=b"),
+            *(("POST", f"/models/{do}", {"model": "b"}) for do in ("load", "unload", "park")),
+        ):
+            assert c.call(*call).status_code == 404, call
+        assert c.value("a") == "loaded"
 
 
 def test_a_hundred_switches_leave_nothing_behind_and_texts_are_those_of_one_model() -> None:
@@ -600,7 +616,7 @@ def test_a_download_that_fails_in_any_way_can_be_tried_again() -> None:
             if errors:
                 raise errors.pop(0)
 
-        c.router.fetch = fetch
+        c.router._find = lambda name: Download({}, lambda: fetch(name))
         told: list[dict[str, Any]] = []
         tell = c.router.tell
         c.router.tell = lambda event, name, data: told.append({event: data}) or tell(event, name, data)  # type: ignore[method-assign, func-returns-value]
@@ -620,9 +636,10 @@ def test_a_download_takes_no_models_place_and_its_events_end_with_its_row() -> N
                 progress.report(f"{progress.DOWNLOAD} {name}", fraction)
             c.world.needs[name] = 1
 
-        c.router.fetch = fetch
+        c.router._find = lambda name: Download({name: 1000}, lambda: fetch(name))
         c.text("a")
         seen: list[tuple[str, str]] = []
+        bytes_of: list[Any] = []
 
         def listen() -> None:
             with httpx.stream("GET", f"{c.url}/models/sse", timeout=20) as stream:
@@ -630,6 +647,7 @@ def test_a_download_takes_no_models_place_and_its_events_end_with_its_row() -> N
                     if line.startswith("data: "):
                         event = json.loads(line[6:])
                         seen.append((event["event"], event["model"]))
+                        bytes_of.extend(event["data"].get("progress", {}).values())
                         if event["event"] == "download_finished":
                             return
 
@@ -639,10 +657,119 @@ def test_a_download_takes_no_models_place_and_its_events_end_with_its_row() -> N
         assert c.post("/models", {"model": "u/r:F16"}).json() == {"success": True}
         reader.join(20)
         assert seen == [
-            ("download_progress", "u/r:F16"), ("download_progress", "u/r:F16"), ("models_reload", ""),
+            ("download_progress", "u/r:F16"), ("download_progress", "u/r:F16"), ("models_reload", "*"),
             ("download_finished", "u/r:F16"),
         ]  # fmt: skip
+        assert bytes_of == [{"done": 250, "total": 1000}, {"done": 500, "total": 1000}]
         assert c.value("u/r:F16") == "unloaded" and c.value("a") == "loaded"
+
+
+@pytest.mark.parametrize(
+    ("call", "erased"),
+    [(("POST", "/models/unload", {"model": "u/r:F16"}), []), (("DELETE", "/models?model=u/r:F16"), [("u/r", "")])],
+)  # fmt: skip
+def test_a_download_is_listed_and_ends_when_it_is_told_to(
+    call: tuple[Any, ...], erased: list[Any]
+) -> None:
+    with serving(World({"a": 1})) as c:
+        gone: list[Any] = []
+
+        def fetch() -> None:
+            while not progress.is_stopped.get()():
+                progress.report(f"{progress.DOWNLOAD} r-F16.gguf", 0.5)
+                time.sleep(0.01)
+            raise RequestError("it was cancelled")
+
+        c.router._find = lambda name: Download({"r-F16.gguf": 10}, fetch)
+        c.router.erase = lambda *what: gone.append(what)  # type: ignore[method-assign]
+        assert c.post("/models", {"model": "u/r:F16"}).status_code == 200
+        assert c.post("/models", {"model": "u/r:F16"}).status_code == 400
+        wait_for(lambda: bool(c.rows()["u/r:F16"]["status"]["progress"]))
+        row = c.rows()["u/r:F16"]
+        assert row["source"] == "cache" and row["status"] == {
+            "value": "downloading",
+            "progress": {"r-F16.gguf": {"done": 5, "total": 10}},
+        }
+        assert c.call(*call).json() == {"success": True} and gone == erased
+        assert c.rows().keys() == {"a"} and not c.router._cancelled
+
+
+def test_a_download_of_nothing_is_refused_at_once() -> None:
+    def find(name: str) -> Download:
+        raise DownloadError(f"{name} cannot be read: there is no such repository")
+
+    with serving(World({"a": 1})) as c:
+        c.router._find = find
+        answer = c.post("/models", {"model": "u/none"})
+        assert answer.status_code == 400 and "no such repository" in answer.text
+        assert not c.router.downloads
+
+
+def test_a_loaded_model_is_unloaded_before_its_files_are_deleted() -> None:
+    world = World({"a": 1, "b": 1}, more={"a": {"repo": ("u/r", "a.gguf"), "source": "cache"}})
+    with serving(world) as c:
+        c.text("a")
+
+        def erase(repo: str, file: str) -> None:
+            assert (repo, file) == ("u/r", "a.gguf") and world.closed == ["a"]
+            del world.needs["a"]
+
+        c.router.erase = erase  # type: ignore[method-assign]
+        row = c.rows()["a"]
+        assert (row["source"], row["can_remove"], c.rows()["b"]["can_remove"]) == ("cache", True, False)
+        assert c.call("DELETE", "/models?model=a").json() == {"success": True}
+        assert c.rows().keys() == {"b"}
+
+
+TALK = {"X-Conversation-Id": "talk"}
+
+
+def test_a_stop_cancels_a_stream_whose_model_is_loading() -> None:
+    world = World({"a": 1}, load_s=1.0)
+    with serving(world) as c:
+        assert c.get("/v1/stream?conv_id=talk").status_code == 404, "no model was loaded yet"
+        body = {"model": "a", "prompt": "a", "stream": True}
+        waits = Background(lambda: c.post("/completion", body, headers=TALK))
+        c.wait("a", "loading")
+        assert c.get("/v1/stream?conv_id=talk").status_code == 503
+        assert c.call("DELETE", "/v1/stream?conv_id=talk").status_code == 204
+        wait_for(lambda: waits.is_over)
+        assert waits.answer is not None and waits.answer.status_code == 400
+        assert "cancelled" in waits.answer.text
+        assert c.get("/v1/stream?conv_id=talk").status_code == 404
+        c.wait("a", "loaded")
+        assert c.rows()["a"]["n_running"] == 0 and not c.router.table.n_waiting
+
+
+@pytest.mark.parametrize("ping_s", [5.0, 0.1])
+def test_a_stream_whose_client_leaves_during_the_load_is_there_when_it_comes_back(
+    ping_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once its answer has begun with comments."""
+    monkeypatch.setattr(routed_module, "PING_S", ping_s)
+    world = World({"a": 1}, load_s=1.0)
+    with serving(world) as c:
+        body = json.dumps({"model": "a", "prompt": "a", "stream": True})
+        at = httpx.URL(c.url)
+        head = (
+            f"POST /completion HTTP/1.1\r\nHost: {at.netloc.decode()}\r\nContent-Type: application/json\r\n"
+            f"X-Conversation-Id: talk\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((at.host, at.port)) as client:
+            client.sendall(f"{head}{body}".encode())
+            wait_for(lambda: c.value("a") == "loading")
+            time.sleep(0.3)
+        plain = Background(lambda: c.complete("a"))
+        assert c.get("/v1/stream?conv_id=talk").status_code == 503
+        wait_for(lambda: c.get("/v1/stream?conv_id=talk").status_code == 200)
+        kept = c.get("/v1/stream?conv_id=talk&from=0").text
+        said = [
+            json.loads(line[6:])["content"] for line in kept.splitlines() if line.startswith("data: {")
+        ]
+        assert "".join(said) == plain.ok().json()["content"]
+        rows = c.post("/v1/streams/lookup", {"conversation_ids": ["talk", "other"]}).json()
+        assert [row["conversation_id"] for row in rows] == ["talk"]
+        wait_for(lambda: c.rows()["a"]["n_running"] == 0)
 
 
 def test_a_file_that_is_replaced_under_its_model_is_told_until_it_is_loaded_anew(tmp_path: Path) -> None:

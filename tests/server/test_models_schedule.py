@@ -644,6 +644,7 @@ def test_the_order_of_victims() -> None:
     assert first(row("a", age_s=50, n=1 << 30), row("b", age_s=5, n=(1 << 30) - 1)) == "a", (
         "about as dear"
     )
+    assert first(row("a", age_s=50, load_s=7.5), row("b", age_s=5, load_s=0.5)) == "a", "both at once"
     parks = row("parks", age_s=5, n=30 << 30, rest={"host": 1})
     assert first(row("loads", age_s=50, n=30 << 30), parks) == "parks", "it wakes in a moment"
     parked = ModelRow("parked", need={"host": 9}, rest={"host": 9}, state="parked", used=999.0)

@@ -173,7 +173,7 @@ def ending(done: Done) -> Finish:
 def unfinished(done: Done) -> PyspecError | None:
     """The error behind a Done that is no answer. The client did not cancel, so the engine is stopping."""
     if done.finish == "cancelled":
-        return Unavailable("the request was cancelled: the server is shutting down")
+        return Unavailable("the request was cancelled: its engine is ending")
     if done.finish == "error":
         return PyspecError("generation failed; the server's log says why")
     return None

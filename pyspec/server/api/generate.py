@@ -23,6 +23,7 @@ from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.server.api.schema import Body
 from pyspec.server.bridge import Submission
 from pyspec.server.http.envelope import JSON
+from pyspec.server.models.router import Router
 from pyspec.server.resume import ReplayStream, SessionKey, owner_of, session_key
 from pyspec.server.service import Service
 from pyspec.server.stream import EventStream, chunks, gather, while_connected
@@ -120,14 +121,14 @@ class LookupBody(Body):
     conversation_ids: Annotated[list[str], Field(max_length=1024, fail_fast=True)]
 
 
-def _session_of(service: Service, request: Request) -> SessionKey:
+def _session_of(service: Service | Router, request: Request) -> SessionKey:
     conversation = request.query_params.get("conv_id", "")
     if not conversation:
         raise RequestError("conv_id is missing; want /v1/stream?conv_id=ID")
     return session_key(conversation, request.headers, service.settings)
 
 
-async def read_stream(service: Service, request: Request) -> ASGIApp:
+async def read_stream(service: Service | Router, request: Request) -> ASGIApp:
     """The stream of a conversation from byte `from` on, followed live."""
     at = request.query_params.get("from", "") or "0"
     if not re.fullmatch(r"[0-9]{1,15}", at):
@@ -136,7 +137,7 @@ async def read_stream(service: Service, request: Request) -> ASGIApp:
     return ReplayStream(session, int(at))
 
 
-async def stop_stream(service: Service, request: Request) -> Response:
+async def stop_stream(service: Service | Router, request: Request) -> Response:
     """End a conversation's generation and delete its stream; 204 also if there is none."""
     service.sessions.stop(_session_of(service, request))
     return Response(status_code=204)
@@ -145,5 +146,10 @@ async def stop_stream(service: Service, request: Request) -> Response:
 async def lookup_streams(service: Service, request: Request) -> Response:
     """The streams of the named conversations."""
     body = await service.on_body(request, lambda service, raw: service.checked(LookupBody, raw))
+    return kept(service, request, body)
+
+
+def kept(service: Service | Router, request: Request, body: LookupBody) -> Response:
+    """Rows of those streams that the request's key may read."""
     owner = owner_of(request.headers, service.settings)
     return JSON(service.sessions.rows(owner, list(dict.fromkeys(body.conversation_ids))))

@@ -15,8 +15,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import pyspec
-from pyspec.errors import DoesNotFit, NotSupported, RequestError, SwitchedOff, Unavailable
+from pyspec.errors import DoesNotFit, RequestError, SwitchedOff, Unavailable
 from pyspec.server.api import views
+from pyspec.server.api.generate import LookupBody, kept, read_stream, stop_stream
 from pyspec.server.api.openapi import Endpoint, Handler, get, post
 from pyspec.server.api.routed import routed
 from pyspec.server.api.schema import Body, validate
@@ -67,6 +68,8 @@ def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
             "input_modalities": ["text", "image"] if sees(router, name) else ["text"],
             "output_modalities": ["text"],
         },
+        "source": model.source,
+        "can_remove": bool(model.repo[0]),
         "memory": {
             "card": sum(n for place, n in need.bytes.items() if place != "host") if need else None,
             "host": need.bytes.get("host", 0) if need else None,
@@ -88,6 +91,21 @@ def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
     return view
 
 
+def coming_view(router: Router, name: str) -> dict[str, Any]:
+    """The row of a model that is being downloaded and is none yet."""
+    return {
+        "id": name,
+        "aliases": [],
+        "tags": [],
+        "object": "model",
+        "created": int(router.started),
+        "owned_by": "pyspec",
+        "status": {"value": "downloading", "progress": router.downloads[name]},
+        "source": "cache",
+        "can_remove": False,
+    }
+
+
 async def _models(router: Router, request: Request) -> Response:
     if request.query_params.get("reload") in ("1", "true"):
         if not request.scope.get(HAS_KEY, True):
@@ -96,6 +114,7 @@ async def _models(router: Router, request: Request) -> Response:
     if "anthropic-version" in request.headers:
         return JSON(views.anthropic_models(router.names, router.started))
     rows = [row_view(router, name, request.scope.get(HAS_KEY, True)) for name in router.names]
+    rows += [coming_view(router, name) for name in router.downloads if name not in router.models]
     named = [
         {
             "name": name,
@@ -131,11 +150,18 @@ async def _load(router: Router, request: Request) -> Response:
     return JSON(DONE)
 
 
-async def _named(
-    router: Router, request: Request, do: Callable[[str], None], may: Callable[[ModelRow], bool]
+async def _unload(router: Router, request: Request) -> Response:
+    """Unload a model, or end its download."""
+    if (said := await _body(router, request)) in router.downloads:
+        await while_connected(router.cancel(said), request.receive)
+        return JSON(DONE)
+    return _named(router, said, router.unload, lambda row: row.is_resident)
+
+
+def _named(
+    router: Router, said: str, do: Callable[[str], None], may: Callable[[ModelRow], bool]
 ) -> Response:
-    """Do it to the model that a body names; "*" for all that may, but pinned ones."""
-    said = await _body(router, request)
+    """Do it to the model of a name; "*" for all that may, but pinned ones."""
     rows = router.table.rows
     names = (
         [router.find(said)] if said != "*" else [n for n, r in rows.items() if may(r) and not r.pinned]
@@ -145,38 +171,33 @@ async def _named(
     return JSON(DONE)
 
 
-async def _unload(router: Router, request: Request) -> Response:
-    return await _named(router, request, router.unload, lambda row: row.is_resident)
-
-
 async def _park(router: Router, request: Request) -> Response:
     """As soon as its requests have ended."""
 
     def may(row: ModelRow) -> bool:
         return row.state == "loaded" and row.rest is not None
 
-    return await _named(router, request, router.park, may)
+    return _named(router, await _body(router, request), router.park, may)
 
 
 async def _download(router: Router, request: Request) -> Response:
     """Begin a download of USER/REPO:QUANT."""
     name = await _body(router, request)
-    if router.fetch is None:
-        raise NotSupported("this server downloads nothing")
-    if name in router.downloads:
-        raise RequestError(f"{name} is being downloaded already")
-    router.begin()
-    router.download(name)
+    await while_connected(router.download(name), request.receive)
     return JSON(DONE)
 
 
 async def _delete(router: Router, request: Request) -> Response:
-    """Delete a model's files from the cache of downloads."""
-    name = router.find(request.query_params.get("model"))
+    """Delete a model's files from the cache of downloads; it is unloaded first, and its download ends."""
+    if (said := request.query_params.get("model")) in router.downloads:
+        await while_connected(router.cancel(said), request.receive)
+        await asyncio.to_thread(router.erase, said.partition(":")[0], "")
+        router.tell("model_remove", said, {})
+        return JSON(DONE)
+    name = router.find(said)
     if not router.models[name].repo[0]:
         raise RequestError(f"{name} is not in the cache of downloads; files elsewhere are not deleted")
-    if router.table.rows[name].is_resident:
-        raise RequestError(f"model {name} is loaded; unload it first")
+    await while_connected(router.gone(name), request.receive)
     await asyncio.to_thread(router.erase, *router.models[name].repo)
     await router.reload()
     return JSON(DONE)
@@ -291,7 +312,7 @@ async def _props(router: Router, request: Request) -> Response:
     if not router.settings.props:
         raise SwitchedOff("/props is switched off; start the server without --no-props")
     if router.alone or "model" in request.query_params:
-        name = router.find(request.query_params.get("model"))
+        name = router.find(request.query_params.get("model"), answers=True)
         service = router.services.get(name)
         if service is None and router.alone:
             return (
@@ -308,6 +329,8 @@ async def _props(router: Router, request: Request) -> Response:
             "build_info": f"b0-pyspec {pyspec.__version__}",
             "is_sleeping": False,
             "model_alias": "",
+            "model_path": "none",
+            "default_generation_settings": {"params": {}, "n_ctx": 0},
             "memory_budget": router.table.budget,
             "memory_used": router.table.used(),
         }
@@ -340,15 +363,10 @@ async def _metrics(router: Router, request: Request) -> Response:
     return Response(body, media_type=None, headers={"Content-Type": kind, **started})
 
 
-def of_last(one: Endpoint) -> Handler:
-    """The handler of kept streams: all models share them."""
-
-    async def handle(router: Router, request: Request) -> ASGIApp:
-        if router.last is None:
-            raise RequestError("no stream is kept: no model was loaded yet")
-        return await one.handler(router.last, request)
-
-    return handle
+async def _lookup(router: Router, request: Request) -> Response:
+    """The streams of the named conversations, of all models."""
+    raw = await read_body(request, router.settings.limits, router.reading)
+    return kept(router, request, validate(LookupBody, parse_object(raw, router.settings.limits)))
 
 
 _NAME = ({"name": "model", "in": "query", "required": True, "schema": {"type": "string"}},)
@@ -369,15 +387,15 @@ ROUTER_ENDPOINTS: tuple[Endpoint, ...] = (
     get("/version", _version, "The version of pyspec (vLLM)", (401,)),
     get("/ping", _ping, "Does the server run (vLLM)", content_type="", methods=("GET", "POST")),
     get("/props", _props, "Settings of the server, or of ?model=", (400, 401, 404, 501)),
+    get("/v1/stream", read_stream),
+    get("/v1/stream", stop_stream, methods=("DELETE",)),
+    get("/v1/streams/lookup", _lookup, methods=("POST",)),
     get("/metrics", _metrics, "Counters for Prometheus, by model", (400, 401, 404, 501), content_type="text/plain"),
 )
 # fmt: on
-SHARED = ("/v1/stream", "/v1/streams/lookup")
 SAME = ("/openapi.json",)
 
 
 def endpoint_of(one: Endpoint) -> Handler:
     """The handler of an endpoint of one model, for a server of several."""
-    if one.paths[0] in SHARED:
-        return of_last(one)
     return one.handler if one.paths[0] in SAME else partial(routed, one=one)

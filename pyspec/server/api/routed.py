@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +17,7 @@ from pyspec.server.api.openapi import Endpoint
 from pyspec.server.http.body import ClientGone, parse_object, read_body
 from pyspec.server.http.envelope import dumps
 from pyspec.server.models.router import Router
-from pyspec.server.resume import ReplayStream
+from pyspec.server.resume import ReplayStream, session_key
 from pyspec.server.service import LARGE_BODY
 from pyspec.server.stream import HEADERS, disconnected, stop_task, while_connected
 
@@ -46,7 +48,7 @@ def autoload_of(router: Router, request: Request) -> bool:
 async def routed(router: Router, request: Request, *, one: Endpoint) -> ASGIApp:
     """Answer with the service of the model that the request names: its body, or its query."""
     if request.method in ("GET", "HEAD"):
-        name = router.find(request.query_params.get("model") or None)
+        name = router.find(request.query_params.get("model") or None, answers=True)
         return await one.handler(router.loaded(name), request)
     client = request.client.host if request.client is not None else ""
     raw = await read_body(request, router.settings.limits, router.reading, client)
@@ -55,31 +57,71 @@ async def routed(router: Router, request: Request, *, one: Endpoint) -> ASGIApp:
         body = parse_object(raw, router.settings.limits)
     elif raw:
         body = await asyncio.to_thread(parse_object, raw, router.settings.limits)
-    name = router.find(body.get("model") or request.query_params.get("model"))
+    name = router.find(body.get("model") or request.query_params.get("model"), answers=True)
     idle_s = keep_alive_of(body.get("keep_alive"))
     ticket, ready = router.claim(name, idle_s, autoload_of(router, request))
-    again = Request(request.scope, replaying(raw, request.receive))
-
-    async def answer() -> ASGIApp:
-        return await one.handler(router.loaded(name, was=True), again)
-
-    def end() -> None:
-        router.end(ticket)
-
+    end = partial(router.end, ticket)
+    if ready.done():
+        try:
+            ready.result()
+            app = await one.handler(router.loaded(name, was=True), again(request, raw, request.receive))
+        except BaseException:
+            end()
+            raise
+        return Claimed(app, end)
+    streams = one.streams and body.get("stream") is True
+    conversation = request.headers.get("x-conversation-id", "") if streams else ""
     try:
-        if not ready.done() and one.streams and body.get("stream") is True:
-            waiting = WaitingStream(ready, answer, end)
-            await while_connected(asyncio.wait({ready}, timeout=PING_S), request.receive)
-            if not ready.done():
-                return waiting
-        elif not ready.done():
-            await while_connected(asyncio.wait({ready}), request.receive)
-        ready.result()
-        app = await answer()
+        if conversation:
+            router.sessions.expect(session_key(conversation, request.headers, router.settings), ready)
     except BaseException:
         end()
         raise
-    return Claimed(app, end)
+    outlives = bool(conversation)
+
+    async def answer() -> ASGIApp:
+        await ready
+        service = router.loaded(name, was=True)
+        return await one.handler(service, again(request, raw, never if outlives else request.receive))
+
+    coming = Coming(asyncio.ensure_future(answer()), end, outlives)
+    try:
+        first = asyncio.wait({coming.task}, timeout=PING_S if streams else None)
+        await while_connected(first, request.receive)
+        return Claimed(coming.task.result(), end) if coming.task.done() else WaitingStream(coming)
+    except BaseException:
+        coming.leave()
+        raise
+
+
+@dataclass(frozen=True)
+class Coming:
+    """An answer that waits for its model. outlives: it is a stream that its client may come back to"""
+
+    task: asyncio.Task[ASGIApp]
+    end: Callable[[], None]
+    outlives: bool
+
+    def leave(self) -> None:
+        """Cancel the answer, unless it outlives its client. `end` is called when it is over."""
+        if not self.outlives:
+            self.task.cancel()
+        self.task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[ASGIApp]) -> None:
+        app = None if task.cancelled() or task.exception() is not None else task.result()
+        end_after(app, self.end)
+
+
+def again(request: Request, raw: bytes, receive: Receive) -> Request:
+    """A request whose body was read before."""
+    return Request(request.scope, replaying(raw, receive))
+
+
+async def never() -> Message:
+    """Receive nothing more: the client may leave unnoticed."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def replaying(raw: bytes, receive: Receive) -> Receive:
@@ -102,35 +144,36 @@ class Claimed:
         try:
             await self._app(scope, receive, send)
         finally:
-            pump = self._app.pump if isinstance(self._app, ReplayStream) else None
-            if pump is None or pump.done():
-                self._end()
-            else:
-                pump.add_done_callback(lambda task: self._end())
+            end_after(self._app, self._end)
+
+
+def end_after(app: ASGIApp | None, end: Callable[[], None]) -> None:
+    """Call `end` now, or when a stream that outlives its client has ended."""
+    pump = app.pump if isinstance(app, ReplayStream) else None
+    if pump is None or pump.done():
+        end()
+    else:
+        pump.add_done_callback(lambda task: end())
 
 
 class WaitingStream:
     """A stream that has begun before its model is loaded: comments, so that proxies stay, then the answer's events or its error."""
 
-    def __init__(
-        self, ready: asyncio.Future[None], answer: Callable[[], Any], end: Callable[[], None]
-    ) -> None:
-        self._ready, self._answer, self._end = ready, answer, end
+    def __init__(self, coming: Coming) -> None:
+        self._coming = coming
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = self._coming.task
         left = asyncio.ensure_future(disconnected(receive))
         app: ASGIApp | None = None
         try:
             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            while not self._ready.done() and not left.done():
+            while not task.done() and not left.done():
                 await send(part(b": waiting for the model\n\n"))
-                await asyncio.wait(
-                    {self._ready, left}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED
-                )
-            if left.done():
+                await asyncio.wait({task, left}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
                 return
-            self._ready.result()
-            app = await self._answer()
+            app = task.result()
         except (PyspecError, ClientGone) as e:
             error = {
                 "error": {
@@ -143,9 +186,9 @@ class WaitingStream:
         finally:
             await stop_task(left)
             if app is None:
-                self._end()
+                self._coming.leave()
         if app is not None:
-            await Claimed(app, self._end)(scope, receive, without_head(send))
+            await Claimed(app, self._coming.end)(scope, receive, without_head(send))
 
 
 def part(data: bytes, *, is_last: bool = False) -> Message:

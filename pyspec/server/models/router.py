@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyspec import progress
-from pyspec.errors import ConfigError, EngineBug, NotFound, PyspecError, RequestError, Unavailable
+from pyspec.errors import (
+    ConfigError,
+    EngineBug,
+    NotFound,
+    NotSupported,
+    PyspecError,
+    RequestError,
+    Unavailable,
+)
 from pyspec.hub.names import bare_name
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import Reading
@@ -63,6 +71,7 @@ class Model:
 
     words   its flags, as its row shows them
     path    its file; "" if it is not downloaded
+    source  "cache", "models_dir" or "preset"
     starts  it is loaded when the server starts
     parks   it is parked where it would be unloaded, if there is room: its plan says what it keeps
     repo    it is in the cache of downloads: repository and file
@@ -77,6 +86,7 @@ class Model:
     settings: ServerSettings
     words: tuple[str, ...] = ()
     path: str = ""
+    source: str = "preset"
     pinned: bool = False
     starts: bool = False
     parks: bool = False
@@ -98,6 +108,14 @@ class Model:
             found = Path(self.path).stat()
             return found.st_size, found.st_mtime_ns
         return 0, 0
+
+
+@dataclass(frozen=True)
+class Download:
+    """Files to download: bytes of all that their repository has, by name, and the download, which takes as long as it does. Raises PyspecError"""
+
+    sizes: Mapping[str, int]
+    fetch: Callable[[], None]
 
 
 @dataclass
@@ -140,7 +158,7 @@ class Router:
     budget   bytes for all models by place; measure: the same for GPUs, measured anew beside `used` bytes of our own, or None
     alone    one model, named on the command line: paths without `model` are its own
     ahead    starts the process of the next engine, so that a load finds it ready; closing: called at the end
-    fetch    downloads USER/REPO:QUANT, None: that is not possible; erase: deletes a file of a repository from the cache
+    find     looks for USER/REPO:QUANT, None: nothing is downloaded; raises PyspecError. erase: deletes a file of a repository from the cache
     """
 
     def __init__(
@@ -154,13 +172,13 @@ class Router:
         alone: bool = False,
         ahead: Callable[[], None] = lambda: None,
         closing: Callable[[], None] = lambda: None,
-        fetch: Callable[[str], None] | None = None,
+        find: Callable[[str], Download] | None = None,
         erase: Callable[[str, str], None] = lambda repo, file: None,
     ) -> None:
         # a body is read before its model is known, which may see
         self.settings, self.options, self.alone = settings.for_pictures(), options, alone
         self._read, self._measure, self._ahead, self._closing = read, measure, ahead, closing
-        self.fetch, self.erase = fetch, erase
+        self._find, self.erase = find, erase
         most = 0 if alone else options.models_max
         self.table = Schedule(budget, most=most, queue=options.models_queue, wait_s=options.models_wait)
         self.models: dict[str, Model] = {}
@@ -169,7 +187,8 @@ class Router:
         self.sessions = StreamSessions(settings)
         self.last: Service | None = None  # the last one that was made
         self.started = time.time()
-        self.downloads: dict[str, float] = {}  # done fractions by name
+        self.downloads: dict[str, dict[str, dict[str, int]]] = {}  # done and all bytes by name and file
+        self._cancelled: set[str] = set()  # downloads that are to end
         self.n_load = self.n_failed = self.n_wake = 0
         self.stamps: dict[str, tuple[int, int]] = {}
         self.is_draining = False
@@ -220,7 +239,7 @@ class Router:
                 self._do(self.table.unload(name, time.monotonic()))
                 if name not in self._names.values() and not self.table.rows[name].is_resident:
                     self._forget(name)
-        self.tell("models_reload", "", {})
+        self.tell("models_reload", "*", {})
 
     def is_stale(self, name: str) -> bool:
         """The file is not the one that was planned."""
@@ -237,9 +256,9 @@ class Router:
         """The models that lists show."""
         return [name for name, model in self.models.items() if not model.hidden and name in self._names]
 
-    def find(self, name: object) -> str:
+    def find(self, name: object, *, answers: bool = False) -> str:
         """The model of a name or an alias; if none has just this one, that of the only one like it. Raises RequestError without a name, NotFound for
-        an unknown one."""
+        an unknown one. answers: a lone model takes any name"""
         if isinstance(name, str) and name in self._names:
             return self._names[name]
         alike = {
@@ -249,7 +268,7 @@ class Router:
         }
         if len(alike) == 1:
             return alike.pop()
-        if len(self._names) and len(self.models) == 1:
+        if answers and len(self._names) and len(self.models) == 1:
             return next(iter(self.models))
         some = ", ".join(self.names[:8]) or "none: the folders and the cache have no GGUF"
         if not isinstance(name, str) or not name:
@@ -404,7 +423,7 @@ class Router:
                 case Wake(name):
                     self._run(partial(self._move, name, self._engines[name], False))
                 case Changed(name):
-                    self.tell("model_status", name, self.status(name))
+                    self.tell_status(name)
 
     def _run(self, work: Callable[[], object]) -> None:
         threading.Thread(target=work, name="pyspec-models", daemon=True).start()
@@ -437,7 +456,7 @@ class Router:
         def report(stage: str, fraction: float) -> None:
             if len(self._loads) == 1:  # reports do not say whose they are
                 loading.stage = stage, fraction
-                self._post(lambda: self.tell("model_status", name, self.status(name)))
+                self._post(partial(self.tell_status, name))
 
         log.info("loading %s: %s", name, need.text)
         began, engine, error = time.monotonic(), None, None
@@ -558,34 +577,68 @@ class Router:
         if name not in self._names.values():
             self._forget(name)
 
+    async def gone(self, name: str) -> None:
+        """Unload a model and return when its memory is free. Raises RequestError if requests load it again."""
+        row = self.table.rows[name]
+        if row.is_resident or row.asked is not None or row.waiting:
+            self.unload(name)
+        until = time.monotonic() + row.stop_s + CLOSE_S + CLOSE_S
+        while row.is_resident:
+            if time.monotonic() > until:
+                raise RequestError(f"model {name} is in use")
+            await asyncio.sleep(TICK_S)
+
     # -- downloads ---------------------------------------------------------------------------------------------------
 
-    def download(self, name: str) -> None:
-        """Begin to download USER/REPO:QUANT; events tell how far it is, and how it ends."""
-        assert self.fetch is not None
-        fetch, self.downloads[name] = self.fetch, 0.0
+    async def download(self, name: str) -> None:
+        """Begin to download USER/REPO:QUANT; events tell its progress and its end. Raises PyspecError for an unknown one."""
+        if self._find is None:
+            raise NotSupported("this server downloads nothing")
+        if name in self.downloads:
+            raise RequestError(f"{name} is being downloaded already")
+        self.begin()
+        self.downloads[name] = {}
+        try:
+            found = await asyncio.to_thread(self._find, name)
+        except BaseException as e:
+            del self.downloads[name]
+            self._cancelled.discard(name)
+            if not isinstance(e, Exception):  # its client has left
+                raise
+            raise RequestError(f"{name} can not be downloaded: {_as_error(e, 'looking for it')}") from e
 
         def report(stage: str, fraction: float) -> None:
-            if stage.startswith(progress.DOWNLOAD):
-                self._post(partial(self._has_come, name, fraction))
+            file = stage.removeprefix(progress.DOWNLOAD).strip()
+            if stage.startswith(progress.DOWNLOAD) and (size := found.sizes.get(file)):
+                done = {file: {"done": int(fraction * size), "total": size}}
+                self._post(partial(self._has_come, name, done))
 
         def work() -> None:
             failed = ""
+            progress.is_stopped.set(lambda: name in self._cancelled)
             try:
                 with progress.listening(report):
-                    fetch(name)
+                    found.fetch()
             except Exception as e:  # noqa: BLE001 - `_as_error` logs it
                 failed = str(_as_error(e, f"the download of {name}"))
             self._post(partial(self._is_downloaded, name, failed))
 
         self._run(work)
 
-    def _has_come(self, name: str, fraction: float) -> None:
-        self.downloads[name] = round(fraction, 3)
-        self.tell("download_progress", name, {"value": round(fraction, 3)})
+    def _has_come(self, name: str, done: dict[str, dict[str, int]]) -> None:
+        if name in self.downloads:
+            self.downloads[name] = self.downloads[name] | done
+            self.tell("download_progress", name, {"progress": self.downloads[name]})
+
+    async def cancel(self, name: str) -> None:
+        """End a download; returns when it has ended. Its bytes are kept."""
+        self._cancelled.add(name)
+        while name in self.downloads:
+            await asyncio.sleep(TICK_S)
 
     def _is_downloaded(self, name: str, failed: str) -> None:
         del self.downloads[name]
+        self._cancelled.discard(name)
         if failed:
             log.error("the download of %s failed: %s", name, failed)
             self.tell("download_failed", name, {"error": failed})
@@ -611,14 +664,7 @@ class Router:
             value = "sleeping"
         found: dict[str, Any] = {"value": value, "args": list(model.words)}
         if name in self.downloads:
-            found |= {
-                "value": "downloading",
-                "progress": {
-                    "stages": ["download"],
-                    "current": "download",
-                    "value": self.downloads[name],
-                },
-            }
+            found |= {"value": "downloading", "progress": self.downloads[name]}
         elif loading := self._loads.get(name):
             stage, fraction = loading.stage
             found["progress"] = {"stages": ["load"], "current": stage, "value": round(fraction, 3)}
@@ -626,13 +672,21 @@ class Router:
             found |= {"failed": True, "exit_code": row.failed.exit_code, "reason": str(row.failed)}
         return found
 
+    def tell_status(self, name: str) -> None:
+        """Send a model's state, as llama-server does: `status` is a word there."""
+        status = self.status(name)
+        said = {"status": status["value"]} | ({"exit_code": 0} if status["value"] == "unloaded" else {})
+        self.tell(
+            "model_status", name, said | {k: v for k, v in status.items() if k not in ("value", "args")}
+        )
+
     def tell(self, event: str, name: str, data: Mapping[str, Any]) -> None:
         """Send an event to all readers; those that are slow lose their oldest."""
         self._version += 1
         for reader in self._readers:
             if reader.full():
                 reader.get_nowait()
-            reader.put_nowait({"event": event, "model": name, "data": dict(data), "id": self._version})
+            reader.put_nowait({"model": name, "event": event, "data": dict(data), "id": self._version})
 
     async def events(self) -> AsyncGenerator[dict[str, Any] | None, None]:
         """Events from now on, until the server ends; None after some seconds without any."""

@@ -26,6 +26,9 @@ Bytes = Mapping[str, int]
 State = Literal["unloaded", "loading", "loaded", "draining", "stopping", "parking", "parked", "waking"]
 
 PATIENCE_S = 30.0  # then busy models are drained for the one that waits
+SOON_S = (
+    8.0  # models that load within that are equally cheap: their times tell of the machine's other work
+)
 YOUNG_S = 2.0  # a model without a request stays that long after its load
 BACKOFF_S = (1.0, 5.0, 30.0, 60.0)  # in which a model that failed to load fails its requests at once
 MOST_PARKED = 4  # each keeps a process, with a context on its card
@@ -194,9 +197,12 @@ class ModelRow:
 
 def rank(row: ModelRow, now: float) -> tuple[bool, bool, int, int, float]:
     """Which models leave first, the smallest first: parked ones, those that are drained already, those unused for longest (minutes, each class
-    twice as long as the one before), those that serve again soonest (seconds, likewise), and the one used longest ago."""
+    twice as long as the one before), those that serve again soonest (in SOON_S, likewise), and the one used longest ago."""
     minutes = max(0.0, now - row.used) / 60.0
-    age, cost = int(log2(1.0 + minutes)), 0 if row.state == "parked" else int(log2(1.0 + row.cost_s))
+    age, cost = (
+        int(log2(1.0 + minutes)),
+        0 if row.state == "parked" else int(log2(1.0 + row.cost_s / SOON_S)),
+    )
     return row.state != "parked", row.state != "draining", -age, cost, row.used
 
 

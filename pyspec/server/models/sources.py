@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from pyspec.errors import ConfigError, ModelError
-from pyspec.hub import choose, models_of, quant_of, sidecars
+from pyspec.hub import choose, models_of, quant_of, sidecars, split_name
 from pyspec.hub.cache import cached_repositories
 from pyspec.hub.names import SHARD, choose_projector
 from pyspec.server.models.preset import SHARED, Preset, Setting, read_preset
@@ -16,14 +17,19 @@ from pyspec.vision.projector import read_projector
 
 log = logging.getLogger(__name__)
 
-NAMES_MODEL = ("model", "m", "hf-repo", "hf", "hfr", "LLAMA_ARG_MODEL", "LLAMA_ARG_HF_REPO")
+REPOSITORY = ("hf-repo", "hf", "hfr", "LLAMA_ARG_HF_REPO")
+FILE = ("hf-file", "hff", "LLAMA_ARG_HF_FILE")
+DRAFTER = ("spec-draft-hf", "hf-repo-draft", "hfd", "hfrd", "LLAMA_ARG_SPEC_DRAFT_HF_REPO")
+NAMES_MODEL = ("model", "m", "LLAMA_ARG_MODEL", *REPOSITORY)
 """Keys of a section that say which file it is."""
+CACHE, FOLDER, PRESET = "cache", "models_dir", "preset"
 
 
 @dataclass(frozen=True)
 class ListedModel:
     """A model as a source names it.
 
+    source  "cache", "models_dir" or "preset"
     words   flags that name its files; path: of the model's, if it is here
     flags   those of a preset's `[*]`, then those of its section
     own     keys for the router, of a preset
@@ -33,6 +39,7 @@ class ListedModel:
     """
 
     name: str
+    source: str
     words: tuple[str, ...] = ()
     path: str = ""
     flags: tuple[Setting, ...] = ()
@@ -52,14 +59,16 @@ def of_folder(folder: Path) -> Iterator[ListedModel]:
     for name in models_of([path.name for path in entries if path.is_file()]):
         shard = SHARD.match(name)
         if shard is None or int(shard[2]) == 1:
-            yield ListedModel(shard[1] if shard else Path(name).stem, ("-m", str(folder / name)))
+            stem = shard[1] if shard else Path(name).stem
+            yield ListedModel(stem, FOLDER, ("-m", str(folder / name)))
     for inner in (path for path in entries if path.is_dir()):
         names = [path.relative_to(inner).as_posix() for path in inner.rglob("*.gguf")]
         if models_of(names):
             target = choose(names, repo=str(inner))[0]
             drafter = next((("-md", str(inner / one.file)) for one in sidecars(names, target)), ())
             projector = _projector(inner, choose_projector(target, names))
-            yield ListedModel(inner.name, ("-m", str(inner / target), *drafter, *projector))
+            words = "-m", str(inner / target), *drafter, *projector
+            yield ListedModel(inner.name, FOLDER, words)
 
 
 def _projector(folder: Path, name: str) -> tuple[str, ...]:
@@ -79,7 +88,7 @@ def of_cache() -> Iterator[ListedModel]:
     seen: set[str] = set()
     for repository in cached_repositories():
         for name in models_of([file.file for file in repository.files]):
-            quant = quant_of(name)
+            quant = quant_of(name).upper()
             named = f"{repository.name}:{quant}" if quant else repository.name
             words: tuple[str, ...] = ("-hf", named)
             if named in seen:
@@ -88,7 +97,7 @@ def of_cache() -> Iterator[ListedModel]:
             seen.add(named)
             path = next(str(file.path) for file in repository.files if file.file == name)
             sees = bool(choose_projector(name, [file.file for file in repository.files]))
-            yield ListedModel(named, words, path, repo=(repository.name, name), sees=sees)
+            yield ListedModel(named, CACHE, words, path, repo=(repository.name, name), sees=sees)
 
 
 def all_models(folder: Path | None, preset_path: Path | None) -> list[ListedModel]:
@@ -102,33 +111,44 @@ def all_models(folder: Path | None, preset_path: Path | None) -> list[ListedMode
     shared = tuple(preset.flags(SHARED))
     for name, one in found.items():
         found[name] = replace(one, flags=shared, own=preset.own(name), preset=preset)
+    hiding: set[tuple[str, str]] = set()
     for name in preset.sections:
         if name == SHARED:
             continue
         flags = preset.flags(name)
-        before = found.get(name, ListedModel(name))
+        before = found.get(name, ListedModel(name, PRESET))
         words = before.words
         if any(setting.key in NAMES_MODEL for setting in flags):
             words = ()
         elif not words:
             words = ("-hf" if "/" in name else "-m", name)
         path = before.path if words == before.words else ""
+        own, flags = preset.own(name), [*shared, *flags]
+        if "dedup-cache-models" in own and preset.switch(own["dedup-cache-models"]):
+            hiding |= {*_cached_files(flags, [*found.values()])}
         found[name] = ListedModel(
-            name, words, path, (*shared, *flags), preset.own(name), preset, before.repo, sees=before.sees
+            name, PRESET, words, path, tuple(flags), own, preset, before.repo, sees=before.sees
         )
-        if "dedup-cache-models" in found[name].own and preset.switch(
-            found[name].own["dedup-cache-models"]
-        ):
-            repo = next(
-                (s.value for s in flags if s.key in ("hf-repo", "hf", "hfr", "LLAMA_ARG_HF_REPO")), ""
-            )
-            for other in [n for n, one in found.items() if one.repo[0] and _same(n, repo) and n != name]:
-                found[other] = replace(found[other], hidden=True)
-    return list(found.values())
+    return [replace(one, hidden=one.source == CACHE and one.repo in hiding) for one in found.values()]
 
 
-def _same(name: str, repo: str) -> bool:
-    """The name of a cached model is this repository's, and its quantisation if one is named."""
-    return bool(repo) and (
-        name.lower() == repo.lower() or (":" not in repo and name.partition(":")[0] == repo)
-    )
+def _cached_files(flags: Sequence[Setting], listed: Iterable[ListedModel]) -> Iterator[tuple[str, str]]:
+    """Repository and file of a section's model and drafter, where they are in the cache."""
+    said = {
+        keys: setting.value
+        for setting in flags
+        for keys in (REPOSITORY, FILE, DRAFTER)
+        if setting.key in keys
+    }
+    for keys, file in ((REPOSITORY, said.get(FILE, "")), (DRAFTER, "")):
+        with suppress(ConfigError):  # its load says so
+            repo, quant = split_name(said.get(keys, ""))
+            here = {
+                _whole(one.repo[1]): one.repo for one in listed if one.repo[0].lower() == repo.lower()
+            }
+            yield here[choose([*here], quant, _whole(file))[0]]
+
+
+def _whole(file: str) -> str:
+    """A file's name without its part's number."""
+    return SHARD.sub(r"\1.gguf", file)

@@ -53,7 +53,7 @@ async function watchModels() {
     const response = await fetch('models/sse', {headers: headers()});
     if (!response.ok) throw new Error(response.statusText);
     for await (const {event, model: name, data} of events(response)) {
-      if (event === 'model_status' && states.has(name)) states.set(name, data);
+      if (event === 'model_status' && states.has(name)) states.set(name, {...data, value: data.status});
       else if (event !== 'download_progress') await listModels();
       drawModels();
     }
