@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,8 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # a shell that starts tests in the background has them ignore it
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
     return begin
