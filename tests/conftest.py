@@ -1,7 +1,8 @@
 """Tests import each other's helper modules by name; they share only the seed, the choice of slow cases, and the tier of kernels.
 
 PYSPEC_TEST_KERNELS=triton uses that tier in tests that leave the kernels open (make check-gpu KERNELS=triton). PYSPEC_TEST_TIMES=1
-writes a line at each test's end, so that an interrupted run shows the passed tests and their times.
+writes a line at each test's end, so that an interrupted run shows the passed tests and their times. PYSPEC_TEST_PART=1/3 runs the first of three
+parts of the tests, of each of which it has some.
 """
 
 import gc
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -29,12 +31,15 @@ from pyspec.text.template import ChatTemplate  # noqa: E402
 
 gc.disable()  # until all tests are collected: thousands of objects come to stay, and each collection passes over them
 KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
+PART = os.environ.get("PYSPEC_TEST_PART", "1/1")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before -m looks at the marks."""
     mark_slow(items)
+    part, n_part = map(int, PART.split("/"))
+    items[:] = [item for item in items if crc32(item.nodeid.encode()) % n_part == part - 1]
 
 
 def pytest_collection_finish() -> None:
