@@ -193,7 +193,7 @@ def test_experts_come_that_are_used_and_slots_have_their_records(large: Path) ->
         assert after.expert_uploads > 100 and rates[-1] > rates[0] + 0.1, rates
         cache, uploads = e.loop.experts, e.loop.worker.uploads
         assert uploads.failed is None and cache.moves, cache.frozen
-        assert 5e8 < cache.link < 2e11, "bytes a second of copies and packing"
+        assert 2e9 < cache.link < 2e11, "bytes a second of copies and packing"
         torch.cuda.synchronize()
         for layer in uploads.layers:
             same_as_packed(layer)
