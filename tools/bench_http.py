@@ -14,6 +14,8 @@
             --result 500 --call 120 --pause 0, medians): times to the whole answer
 
 --golden NAME (of tools/golden.toml) with --drafts N has the server simulate the acceptance of a public table.
+--peer PATH: a llama-server in place of pyspec's; the options behind -- are its own. --free GIB: another process holds the rest of the GPU's
+memory, as if the card were smaller.
 Prompts are random ids, and answers end by length. The server must have no other clients meanwhile.
 """
 
@@ -28,8 +30,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -53,7 +55,8 @@ class Stream:
             "prompt": [random.randrange(3, how.vocab) for _ in range(n_prompt)],
             "n_predict": n_predict,
         }
-        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False} | more
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False}
+        body |= {"return_tokens": True} | more
         self.body = json.dumps(body)
         self.came: list[float] = []
         self.tokens: list[int] = []
@@ -162,8 +165,8 @@ def joins(port: int, how: argparse.Namespace) -> None:
             made = n_stream * n_each * how.predict / took
             waits = median(s.first_ms for chain in chains for s in chain)
             print(
-                f"{n_stream} streams, {n_each} requests each of {how.tokens} + {how.predict}: {made:.0f} tokens/s over {took:.2f} s, "
-                f"lockstep {rate:.0f}: {made / rate:.3f}; first tokens {waits:.0f} ms in the median"
+                f"{n_stream} streams, {n_each} requests each of {how.tokens} + {how.predict}: {made:.1f} tokens/s over {took:.2f} s, "
+                f"lockstep {rate:.1f}: {made / rate:.3f}; first tokens {waits:.0f} ms in the median"
             )
 
 
@@ -318,22 +321,35 @@ def free_port() -> int:
 
 def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
     how.port = how.port or free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "pyspec",
-        "server",
-        "-m",
-        str(how.model),
-        "--port",
-        str(how.port),
-        *golden_flags(how),
-        *more,
-    ]
-    began = time.perf_counter()
-    with open(how.log, "w") if how.log else tempfile.NamedTemporaryFile("w") as log:
+    program = [how.peer] if how.peer else [sys.executable, "-m", "pyspec", "server"]
+    command = [*program, "-m", str(how.model), "--port", str(how.port), *golden_flags(how), *more]
+    with (
+        held(how.free) if how.free else nullcontext(),
+        open(how.log, "w") if how.log else tempfile.NamedTemporaryFile("w") as log,
+    ):
+        began = time.perf_counter()
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         measure_server(server, began, log.name, how)
+
+
+HOLDS = (
+    "import sys, torch; free = torch.cuda.mem_get_info()[0]; "
+    "held = torch.empty(free - int(float(sys.argv[1]) * 2**30), dtype=torch.uint8, device='cuda'); "
+    "print(f'free: {torch.cuda.mem_get_info()[0] / 2**30:.2f} GiB', flush=True); sys.stdin.read()"
+)
+
+
+@contextmanager
+def held(free: float) -> Iterator[None]:
+    """A process holds all but so many GiB of the GPU's memory."""
+    command = [sys.executable, "-c", HOLDS, str(free)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            print(process.stdout.readline().strip(), flush=True)
+            yield
+        finally:
+            process.kill()
 
 
 def measure_server(
@@ -387,6 +403,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--golden", default="", choices=["", *GOLDEN], metavar="NAME")
     parser.add_argument("--drafts", type=int, default=0, help="drafted tokens, with --golden")
     parser.add_argument("--vocab", type=int, default=30_000, help="ids of prompts are below this")
+    parser.add_argument("--peer", default="", help="llama-server in place of pyspec's")
+    parser.add_argument("--free", type=float, default=0.0, help="GiB of the GPU's memory; 0: all")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--log", default="", help="file for what the server says")
     return parser
