@@ -115,10 +115,13 @@ class Child:
 
 
 class Checker:
-    """Checks by one child at a time, which it replaces. Safe to use from several threads."""
+    """Checks by one child at a time, which it replaces. Safe to use from several threads.
+
+    stays  whether the child waits for the next check, and keeps its memory on the GPU meanwhile
+    """
 
     def __init__(self, limits_s: dict[str, float]) -> None:
-        self.limits_s = limits_s
+        self.limits_s, self.stays = limits_s, True
         self._child: Child | None = None
         self._lock = threading.Lock()
 
@@ -139,6 +142,8 @@ class Checker:
                 child = self._child = self._child or take()
                 child.send(request)
                 found, why = self._listen(child)
+                if not self.stays:
+                    self._drop()
                 if found is not None:
                     return found
             return Verdict(f"could not be checked: {why}", lasting=False)

@@ -1,7 +1,8 @@
 """Compile and check ahead: while a load reads files and weights, all cores work on the kernels that it will bind.
 
 Threads of this process compile programs into the cache that every process reads (NVRTC releases the GIL and works on many programs at
-once). Then children check the kernels (checker.py). An op that is bound meanwhile waits for its own verdict only.
+once). Then children check the kernels (checker.py). An op that is bound meanwhile waits for its own verdict only. A load that leaves a child
+no memory begins when all verdicts are known and the child is gone.
 """
 
 from __future__ import annotations
@@ -106,6 +107,19 @@ class Preparation:
         finally:
             self._idle.put(by)
 
+    def finish_first(self, asks: Iterable[Ask]) -> None:
+        """Decide all asks, then end the children: the memory that they take is the load's."""
+        for op, spec in asks:
+            op.chosen(spec)
+        self._end()
+
+    def _end(self) -> None:
+        self._checkers.shutdown(wait=True)
+        self.close()
+        checker.close()
+        for thread in self._leaving:
+            thread.join()
+
     def finish(self, late: Sequence[Ask], then: Callable[[], None] = lambda: None) -> None:
         """Close in another thread once all verdicts are known, and decide `late`. Then end the children, which frees their GPU memory, and
         call `then`."""
@@ -116,11 +130,7 @@ class Preparation:
         kernel_context.use(context)
         for op, spec in late:
             op.chosen(spec)
-        self._checkers.shutdown(wait=True)
-        self.close()
-        checker.close()
-        for thread in self._leaving:
-            thread.join()
+        self._end()
         then()
 
     def close(self) -> None:
@@ -175,7 +185,11 @@ def begin(asks: Sequence[Ask], device: torch.device, planned: int) -> Preparatio
         return None
     wanted = wanted_of(asks, target_of(device))
     cores, free = n_cores(), torch.cuda.mem_get_info(device)[0]
-    return Preparation(wanted, cores, n_children(free, planned, cores))
+    preparation = Preparation(wanted, cores, n_children(free, planned, cores))
+    checker.shared().stays = free - planned >= CHILD_BYTES
+    if not checker.shared().stays:
+        preparation.finish_first(asks)
+    return preparation
 
 
 # -- for GPUs that need not be here -----------------------------------------------------------------------------------

@@ -119,6 +119,20 @@ def test_packed_products_are_asked_as_layers_will() -> None:
 
 
 @pytest.mark.usefixtures("an_h200")
+def test_products_of_a_copy_of_the_head_are_asked_for_any_number_of_rows() -> None:
+    """Four checks of the copy ran during the load, one after the other."""
+    d = on_gpu("qwen35_q8_0", spec_type="mtp", draft_head="q4_0")
+    assert d.head is not None
+    copies = {
+        (op.name, spec.epilogue)
+        for op, spec in asks_of(d)
+        if op.name.startswith("linear") and spec.type is GGMLType.Q4_0
+    }
+    ways = Epilogue.PLAIN, Epilogue.RESIDUAL
+    assert copies == {(op, way) for op in ("linear", "linear_tall", "linear_many") for way in ways}
+
+
+@pytest.mark.usefixtures("an_h200")
 def test_a_gated_product_is_asked_for_where_it_has_the_activation(tmp_path: Path) -> None:
     """gemma3's gates are gelu, which the product does not have: its matrices are multiplied as they are."""
     inner = [f"blk.{i}.ffn_{x}.weight" for i in range(7) for x in ("gate", "up")]

@@ -175,6 +175,32 @@ def test_a_load_goes_on_without_what_nobody_waits_for(
     assert again.decided[SPEC].name == "right" and answers.asked == ["right"], "it is kept"
 
 
+@pytest.mark.parametrize("free", [2 << 30, 64 << 30])
+def test_a_load_that_fills_the_card_begins_when_no_child_has_memory_there(
+    own: Checker, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """Beside a card's last GiB a child of 0.9 to 1.8 GiB had every load end for want of memory."""
+    right = next(i for i in checker_fakes.twice.impls if i.name == "right")
+    op = replace(checker_fakes.twice, impls=[right], verdicts={}, _decided={})
+    wanted = [Wanted(op.candidate(right, SPEC), [])]
+    monkeypatch.setattr(jit, "missing", lambda device: None)
+    monkeypatch.setattr(prepare, "target_of", lambda device: GpuKind((9, 0)))
+    monkeypatch.setattr(prepare, "wanted_of", lambda asks, target: wanted)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    begun = prepare.begin([(op, SPEC)], GPU, 1 << 30)
+    assert begun is not None
+    fills = free < 3 << 30
+    assert (own._child is None) == fills, "one that has all verdicts is gone"
+    assert (SPEC in op.decided) == fills
+    if fills:
+        other = TwiceSpec(torch.device("cpu"), 5)
+        assert verdicts.refusal(op.candidate(right, other)) is None, "nobody foretold this one"
+        assert own._child is None, "its child does not stay either"
+    over = threading.Event()
+    begun.finish([], over.set)
+    assert over.wait(60)
+
+
 @pytest.mark.parametrize(("no_cuda", "no_triton"), [("x", None), (None, "x"), ("x", "x")])
 def test_checks_run_ahead_wherever_either_tier_may(
     no_cuda: str | None, no_triton: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -122,4 +122,4 @@ def _head_copy(d: Description) -> Iterator[Request]:
         return
     small = LinearSpec(d.device, d.head.to, PROBE_ROWS, d.head.info.shape[1])
     for way in (Epilogue.PLAIN, Epilogue.RESIDUAL):
-        yield linear, replace(small, epilogue=way)
+        yield from ((op, replace(small, epilogue=way)) for op in (linear, linear_tall))
