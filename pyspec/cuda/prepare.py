@@ -112,6 +112,7 @@ class Preparation:
         for op, spec in asks:
             op.chosen(spec)
         self._end()
+        checker.shared().stays = False
 
     def _end(self) -> None:
         self._checkers.shutdown(wait=True)
@@ -186,8 +187,7 @@ def begin(asks: Sequence[Ask], device: torch.device, planned: int) -> Preparatio
     wanted = wanted_of(asks, target_of(device))
     cores, free = n_cores(), torch.cuda.mem_get_info(device)[0]
     preparation = Preparation(wanted, cores, n_children(free, planned, cores))
-    checker.shared().stays = free - planned >= CHILD_BYTES
-    if not checker.shared().stays:
+    if free - planned < CHILD_BYTES:
         preparation.finish_first(asks)
     return preparation
 

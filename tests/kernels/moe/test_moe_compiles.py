@@ -187,3 +187,5 @@ def test_experts_that_rows_take_are_counted_as_if_all_were_as_likely() -> None:
     assert abs(moe_builds.n_taken(40, 3, 6) - mean) < 0.5 and moe_builds.n_taken(
         40, 3, 1
     ) == pytest.approx(3)
+    for n_expert in (1, 2, 3, 7):  # a prompt's last few experts that come from host memory
+        assert moe_builds.n_taken(n_expert, 8, 2048) == n_expert

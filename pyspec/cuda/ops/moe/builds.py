@@ -117,8 +117,8 @@ def n_resident(n_job: float, choices: Sequence[int], n_multiprocessor: int) -> i
 
 
 def n_taken(n_expert: int, n_used: int, n_row: int) -> float:
-    """Expected number of experts taken by any row, if all are equally likely."""
-    return n_expert * (1 - (1 - n_used / n_expert) ** n_row)
+    """Expected number of experts taken by any row, if all are equally likely. n_expert: may be a few of a model's, fewer than a row uses."""
+    return n_expert * (1 - (1 - min(1.0, n_used / n_expert)) ** n_row)
 
 
 def layout_of(type: GGMLType | None) -> int:
