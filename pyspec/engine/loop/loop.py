@@ -502,6 +502,7 @@ class Loop:
 
     def leave(self) -> None:
         """Let go of the other ranks. Nothing runs after that."""
+        self.pictures.rest()
         self.worker.leave()
 
     def cancel(self, job: Job) -> None:
