@@ -106,7 +106,7 @@ class Loop:
         rows = limits.decoding
         controller.rules = rules or PromptRules(rows, rows, n_free=limits.prompts)
         self.turns = Turns(clock)
-        self.behind = BehindPrompt(self.committer, self.lookahead)
+        self.behind = BehindPrompt(self.committer, self.lookahead, self.pictures)
         self.awake: list[Job] = []  # jobs that take part in this round
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
         # deliver events; called while the GPU is busy, or when nothing waits for it
