@@ -151,7 +151,7 @@ class _Stage:
                 self.pages[i] = pages
 
 
-class Shown:
+class PictureMemory:
     """Static memory for rows of pictures in a single prompt. Fields: as of `slots.batch.PictureRows`.
 
     is_clear  no row is a picture's
@@ -188,7 +188,7 @@ class Arena:
         self.width = width
         self.n_row = most_rows(n_seq, width)
         self.prompts: set[int] = set()
-        self.shown: Shown | None = None
+        self.shown: PictureMemory | None = None
         n_row = max(self.n_row, PROMPTS[-1])
         n_start = -(-(n_seq + 1) // 4) * 4  # lines of 16 bytes
         rows = _Block(0, torch.int64, (len(ROW64), n_row))
@@ -235,7 +235,7 @@ class Arena:
     def see(self, width: int) -> None:
         """From now on prompts may have rows of pictures, of `width` numbers each. Call it before graphs are captured: those of all prompts
         choose between them and tokens."""
-        self.shown = Shown(PROMPTS[-1], width, self.memory.device)
+        self.shown = PictureMemory(PROMPTS[-1], width, self.memory.device)
 
     def _cut(self, blocks: dict[str, _Block], bucket: int, places: int) -> dict[str, Tensor]:
         """The fields of a batch of `bucket` rows with `places` places for sequences."""

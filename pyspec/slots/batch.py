@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
-from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout, Shown
+from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout, PictureMemory
 from pyspec.slots.images import IMAGE, ImageSpan, handle_of, index_of
 from pyspec.slots.table import SlotTable
 
@@ -309,7 +309,7 @@ def _upload_pictures(
     n_row: int,
     device: torch.device,
     pictures: Mapping[int, Tensor] | None,
-    shown: Shown | None,
+    shown: PictureMemory | None,
     bucket: int | None,
 ) -> PictureRows:
     """shown: put them there, padded to `bucket` rows."""
@@ -338,7 +338,7 @@ def _upload_pictures(
     return replace(own, rows=rows)
 
 
-def _of_arena(shown: Shown, seen: Tensor, bucket: int | None = None) -> PictureRows:
+def _of_arena(shown: PictureMemory, seen: Tensor, bucket: int | None = None) -> PictureRows:
     n = len(seen) if bucket is None else bucket
     return PictureRows(shown.is_row[:n], shown.axes[:, :n], shown.rows[:n], seen, 0, {})
 
