@@ -143,7 +143,7 @@ class Decoder:
                 f"rows of pictures have {pictures.rows.shape[1]} numbers, {self.config.picture_width} are needed"
             )
         part = pictures.rows[:, (i + 1) * self.n_embd : (i + 2) * self.n_embd]
-        return x.index_add(0, pictures.at, part)
+        return torch.where(pictures.is_row, x + part, x)
 
     def of_states(self, hidden: Tensor) -> Tensor:
         """Logits [row, n_vocab] of the result of `states`."""

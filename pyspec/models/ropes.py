@@ -72,11 +72,10 @@ class Rope:
         """With those of pictures' rows, each frequency by its own axis."""
         if self.axis is None or (pictures := batch.pictures) is None:
             return angles
-        n = pictures.axes.shape[1]
+        n, is_row = pictures.axes.shape[1], pictures.is_row[..., None]
         own, index = self.angles(pictures.axes.flatten()), self.axis.expand(1, n, 1, -1)
-        for whole, x in zip(angles, own, strict=True):
-            whole.index_copy_(0, pictures.at, x.view(3, n, 1, -1).gather(0, index)[0])
-        return angles
+        cos, sin = (x.view(3, n, 1, -1).gather(0, index)[0] for x in own)
+        return torch.where(is_row, cos, angles[0]), torch.where(is_row, sin, angles[1])
 
     def _lengthened(self, angles: Angles) -> Angles:
         if self.length == 1.0:
@@ -135,7 +134,7 @@ def seen_rows(x: Tensor, batch: Batch) -> Tensor:
         return x
     if pictures.rows is None or pictures.rows.shape[1] < x.shape[1]:
         raise EngineBug(f"pictures without rows of {x.shape[1]} numbers")
-    return x.index_copy_(0, pictures.at, pictures.rows[:, : x.shape[1]])
+    return torch.where(pictures.is_row, pictures.rows[:, : x.shape[1]], x)
 
 
 def bound(spec: RopeSpec, weights: Weights) -> Rope:

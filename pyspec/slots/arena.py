@@ -151,6 +151,25 @@ class _Stage:
                 self.pages[i] = pages
 
 
+class PictureMemory:
+    """Static memory for rows of pictures in a single prompt. Fields: as of `slots.batch.PictureRows`.
+
+    is_clear  no row is a picture's
+    """
+
+    def __init__(self, n_row: int, width: int, device: torch.device) -> None:
+        self.is_row = torch.zeros(n_row, 1, dtype=torch.bool, device=device)
+        self.axes = torch.zeros(3, n_row, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(n_row, width, device=device)
+        self.is_clear = True
+
+    def clear(self) -> None:
+        """No row is a picture's from now on."""
+        if not self.is_clear:
+            self.is_row.zero_()
+            self.is_clear = True
+
+
 class Arena:
     """Static memory for the layouts of one caller (verify, draft, ...).
 
@@ -158,6 +177,7 @@ class Arena:
     n_row    rows of the largest batch of verifies or drafts
     prompts  those of PROMPTS with a captured graph; other prompts run without
     pads     batches are padded to buckets, whose graphs are captured before the first request
+    shown    rows of pictures, where prompts may have some (`see`); None: a prompt with pictures is not put here
     """
 
     pads = True
@@ -168,6 +188,7 @@ class Arena:
         self.width = width
         self.n_row = most_rows(n_seq, width)
         self.prompts: set[int] = set()
+        self.shown: PictureMemory | None = None
         n_row = max(self.n_row, PROMPTS[-1])
         n_start = -(-(n_seq + 1) // 4) * 4  # lines of 16 bytes
         rows = _Block(0, torch.int64, (len(ROW64), n_row))
@@ -210,6 +231,11 @@ class Arena:
         if n_row < LEAST_PROMPT:
             return None
         return min((rows for rows in self.prompts if n_row <= rows), default=None)
+
+    def see(self, width: int) -> None:
+        """From now on prompts may have rows of pictures, of `width` numbers each. Call it before graphs are captured: those of all prompts
+        choose between them and tokens."""
+        self.shown = PictureMemory(PROMPTS[-1], width, self.memory.device)
 
     def _cut(self, blocks: dict[str, _Block], bucket: int, places: int) -> dict[str, Tensor]:
         """The fields of a batch of `bucket` rows with `places` places for sequences."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
-from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout
+from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout, PictureMemory
 from pyspec.slots.images import IMAGE, ImageSpan, handle_of, index_of
 from pyspec.slots.table import SlotTable
 
@@ -81,17 +81,18 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class PictureRows:
-    """Rows of pictures in a batch, which then lies in no arena: no graph and no recording has them.
+    """Rows of pictures in a batch. It lies in no arena, besides a single prompt where the arena has memory for them (`Arena.see`): every batch
+    of a graph of prompts has these fields there, also a text, in which no row is a picture's.
 
-    at     [n]         int64  their rows in the batch
-    axes   [3, n]      int64  positions by time, row and column, for ropes of three axes
-    rows   [n, width]  f32    as the encoder made them: the model's width, and behind it parts of later blocks. None: nobody has sent them yet
-    seen   [row]       int64  `Batch.hi`, where rows of a picture see all of it
+    is_row  [row, 1]      bool   which rows they are
+    axes    [3, row]      int64  their positions by time, row and column, for ropes of three axes
+    rows    [row, width]  f32    as the encoder made them: the model's width, and behind it parts of later blocks. None: nobody has sent them yet
+    seen    [row]         int64  `Batch.hi`, where rows of a picture see all of it
     sources  the pictures whole, by handle, for those who observe the batch and compute some of these rows later
     ahead  on the host: most rows that one sees behind itself by that
     """
 
-    at: Tensor
+    is_row: Tensor
     axes: Tensor
     rows: Tensor | None
     seen: Tensor
@@ -185,7 +186,7 @@ def lay_out(
     pages: those of each sequence, if they are held already (`SlotTable.reach`).
     sees_own: rows see themselves, besides the rows before; otherwise the first of a slot's tokens is seen all the same.
     see_block: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
-    arena: put it there, padded to a bucket, if it fits and has no rows of pictures; see `Batch.bucket`.
+    arena: put it there, padded to a bucket, if it fits; see `Batch.bucket`. With rows of pictures only one that has memory for them.
     pictures: rows [n_row, width] f32 of the encoder by handles, on the device. None: others send them (`PictureRows.rows`).
     """
     starts = [0]
@@ -205,9 +206,9 @@ def lay_out(
         of_rows = np.repeat(first_keys, [seq.width for seq in seqs])
         layout.rows[ROW64.index("lo")] = np.minimum(layout.rows[ROW64.index("positions")], of_rows)
     found = _find_pictures(layout, seqs, starts) if any(seq.images for seq in seqs) else None
-    if found is not None:
+    if arena is not None and found is not None and arena.shown is None:
         arena = None
-    bucket = None if arena is None else arena.bucket([seq.width for seq in seqs])
+    bucket = None if arena is None or found is not None else arena.bucket([seq.width for seq in seqs])
     prompt = bucket is None and arena is not None and not see_block and _is_prompt(seqs)
     if arena is not None and prompt:
         bucket = arena.prompt_bucket(starts[-1])
@@ -220,8 +221,12 @@ def lay_out(
     max_hi = [end + seq.slack for end, seq in zip(ends, seqs, strict=True)]
     about: dict[str, Any] = {**fields, "max_hi": max_hi, "causal": causal, "bucket": bucket}
     about |= {"pages": pages, "single": single, "prompt": prompt and bucket is not None}
+    shown = arena.shown if arena is not None and about["prompt"] else None
     if found is not None:
-        about["pictures"] = _upload_pictures(*found, seqs, device, pictures)
+        about["pictures"] = _upload_pictures(found, seqs, starts[-1], device, pictures, shown, bucket)
+    elif shown is not None:
+        shown.clear()
+        about["pictures"] = _of_arena(shown, fields["hi"])
     return Batch(seqs=seqs, starts=starts, page_size=size, **about)
 
 
@@ -272,7 +277,7 @@ def _write(
 
 
 _Found = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
-"""Ids and rows of pictures in a batch, their axes [3, n], and `PictureRows.seen`."""
+"""Ids and rows of pictures in a batch, the axes [3, row] of all rows, and `PictureRows.seen`."""
 
 
 def _find_pictures(layout: Layout, seqs: Sequence[Seq], starts: Sequence[int]) -> _Found | None:
@@ -295,39 +300,64 @@ def _find_pictures(layout: Layout, seqs: Sequence[Seq], starts: Sequence[int]) -
             seen[rows] = np.maximum(seen[rows], image.end)
             rope_at[behind] -= image.shift
     tokens[at] = 0
-    return ids, at, axes[:, at], seen
+    return ids, at, axes, seen
 
 
 def _upload_pictures(
-    ids: NDArray[np.int64],
-    at: NDArray[np.int64],
-    axes: NDArray[np.int64],
-    seen: NDArray[np.int64],
+    found: _Found,
     seqs: Sequence[Seq],
+    n_row: int,
     device: torch.device,
     pictures: Mapping[int, Tensor] | None,
+    shown: PictureMemory | None,
+    bucket: int | None,
 ) -> PictureRows:
-    whole = np.concatenate([at, axes.ravel(), seen])
-    n, both = len(at), sent(torch.from_numpy(whole), device)
+    """shown: put them there, padded to `bucket` rows."""
+    ids, at, axes, seen = found
+    parts = [] if pictures is None else _parts(ids, at, seqs, pictures)
+    is_row = np.zeros(n_row, dtype=np.int64)
+    is_row[at] = 1
+    ints = sent(torch.from_numpy(np.stack([is_row, *axes, seen])), device)
     ahead = max((image.n_row - 1 for seq in seqs for image in seq.images), default=0)
-    rows = None if pictures is None else _gathered(ids, seqs, pictures)
     used = {image.handle for seq in seqs for image in seq.images}
     sources = {handle: own for handle, own in (pictures or {}).items() if handle in used}
-    return PictureRows(both[:n], both[n : 4 * n].view(3, n), rows, both[4 * n :], ahead, sources)
+    own = PictureRows(ints[0].bool()[:, None], ints[1:4], None, ints[4], ahead, sources)
+    if shown is not None:
+        shown.clear()
+        shown.is_clear = False
+        shown.is_row[:n_row].copy_(own.is_row)
+        shown.axes[:, :n_row].copy_(own.axes)
+        own = replace(_of_arena(shown, own.seen, bucket), ahead=ahead, sources=sources)
+    if pictures is None:
+        return replace(own, rows=None)
+    rows = own.rows
+    if rows is None:
+        rows = torch.zeros(n_row, parts[0][1].shape[1], device=device)
+    for first, part in parts:
+        rows[first : first + len(part)].copy_(part)
+    return replace(own, rows=rows)
 
 
-def _gathered(ids: NDArray[np.int64], seqs: Sequence[Seq], pictures: Mapping[int, Tensor]) -> Tensor:
-    """[n, width] the rows that these ids name. OutOfBounds for one that is not there."""
+def _of_arena(shown: PictureMemory, seen: Tensor, bucket: int | None = None) -> PictureRows:
+    n = len(seen) if bucket is None else bucket
+    return PictureRows(shown.is_row[:n], shown.axes[:, :n], shown.rows[:n], seen, 0, {})
+
+
+def _parts(
+    ids: NDArray[np.int64], at: NDArray[np.int64], seqs: Sequence[Seq], pictures: Mapping[int, Tensor]
+) -> list[tuple[int, Tensor]]:
+    """(first row in the batch, rows) that these ids name. OutOfBounds for one that is not there."""
     parts = []
-    for run in np.split(ids, (np.diff(ids) != 1).nonzero()[0] + 1):
+    cuts = ((np.diff(ids) != 1) | (np.diff(at) != 1)).nonzero()[0] + 1
+    for run, places in zip(np.split(ids, cuts), np.split(at, cuts), strict=True):
         handle, first = handle_of(int(run[0])), index_of(int(run[0]))
         rows = pictures.get(handle)
         if rows is None or first + len(run) > len(rows):
             slot = next(seq.slot for seq in seqs if int(run[0]) in seq.tokens)
             n = 0 if rows is None else len(rows)
             raise OutOfBounds(f"slot {slot} rows of a picture", first + len(run), n + 1, slot)
-        parts.append(rows[first : first + len(run)])
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.append((int(places[0]), rows[first : first + len(run)]))
+    return parts
 
 
 def _fresh(layout: Layout, n_out: int, device: torch.device) -> dict[str, Tensor]:

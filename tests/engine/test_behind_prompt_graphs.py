@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from engine_rig import DEVICE, Rig, plain_rig, rig
+from seen import IMAGES, N_TOKEN, look, seeing, seen
+from seen import PROMPTS as SEEN
 from test_behind_prompt import AHEAD, KINDS, Watched
 
 from pyspec.draft.chain import Chain
 from pyspec.draft.dflash import DFlash
 from pyspec.engine.loop import admission, commit
+from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.policy.queue import GPU_WORTH
 from pyspec.models.target import Out
 from pyspec.slots.arena import LEAST_PROMPT, Arena
@@ -98,3 +102,56 @@ def test_texts_stay_behind_graphs_of_prompts(
     r.run()
     assert [h.tokens for h in heard] == want
     assert graphs == GRAPHS and ahead > 2 and w.behind["decodes, ahead"] > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"), [("qwen35", "mtp"), ("qwen35", "none"), ("mistral3", "ngram")]
+)
+def test_prompts_with_pictures_find_graphs_and_rounds_behind_them(
+    name: str, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They and texts take turns in the same places."""
+    monkeypatch.setattr("pyspec.slots.arena.LEAST_PROMPT", 1)
+    for module in (admission, commit):
+        monkeypatch.setattr(module, "worth_on", lambda _device: GPU_WORTH)
+    settings: dict[str, object] = {"spec_type": drafter, "n_draft_fixed": drafter != "none"}
+    text = [3 + i % 50 for i in range(200)]
+    want = rig(IMAGES / f"{name}.gguf", spec_type="none", ctx=CTX).generate(text, N_TOKEN).tokens
+    r = seeing(name, np=3, ctx=CTX, prefix_cache=False, **settings)
+    r.call_by_call()
+    arena = padded(r, 1 + r.loop.controller.n_max)
+    assert r.loop.pictures.encoder is not None
+    arena.see(r.loop.pictures.encoder.projector.width)
+    w = Watched(r, overwrites=False, graph_of=arena.prompt_bucket)
+    r.loop.controller.rules = replace(r.loop.controller.rules, graphs_see=True)
+    spoil_results(r)
+    run, found = r.loop.worker.forward, {"picture": 0, "text": 0}
+
+    def watch(batch: Batch) -> Out:
+        if any(seq.images for seq in batch.seqs):
+            found["picture"] += batch.prompt
+            assert batch.prompt or len(batch.seqs) > 1
+        elif batch.prompt:
+            found["text"] += 1
+        return run(batch)
+
+    def read(pending: PendingRound, behind: PendingRound | None) -> None:
+        if behind is not None and any(w.seq.images for w in behind.work):
+            ahead.append(behind)
+        w.read(pending, behind)
+
+    r.loop.worker.forward = watch  # type: ignore[assignment]
+    r.loop.read, ahead = read, list[PendingRound]()  # type: ignore[method-assign]
+    beside = r.submit(text[:20], 350)
+    for _ in range(2):
+        heard = []
+        for p in SEEN:
+            heard.append((r.submit(text, N_TOKEN), want))
+            heard.append((look(r, seen(name, p)), seen(name, p).tokens))
+        while not all(h.over for h, _ in heard):
+            r.loop.step()
+        assert all(h.error is None and h.tokens == tokens for h, tokens in heard)
+    assert not beside.over
+    r.run()
+    assert found["picture"] > 4 and found["text"] > 1 and not r.loop.worker.shown
+    assert ahead or name != "mistral3", "one with pictures is launched behind a text"

@@ -4,9 +4,11 @@ that end one request."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from seen import IMAGES, MODELS, N_TOKEN, PROMPTS, Seen, look, picture, seeing, 
 from torch import Tensor
 
 from pyspec.device.worker import Launched
+from pyspec.engine.loop.pictures import Pictures
 from pyspec.engine.loop.round import RowLimits, plan_work
 from pyspec.engine.policy.affinity import chain_of
 from pyspec.engine.validate import Validator
@@ -232,12 +235,48 @@ def test_a_large_picture_holds_no_round_up_for_a_whole_block(
     assert is_right(heard, s)
 
 
-def test_a_cpu_beside_a_gpu_encodes_in_a_thread() -> None:
-    r, s, other = seeing("qwen35", np=2), seen("qwen35", "two"), seen("qwen35", "one")
+class NoStream:
+    """Stands for a stream of a GPU and for an event, which ask for no device. over: what was recorded is"""
+
+    over = True
+
+    def __init__(self, *_: object) -> None:
+        self.waits = 0
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def record(self, stream: object) -> None:
+        assert isinstance(stream, NoStream)
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def threaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """A rig whose encoder has the thread that it has beside a GPU, and on one: "cuda" says that it is there, and computes on the CPU."""
+    r, empty = seeing("qwen35", np=2), torch.empty
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "Event", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: NoStream())
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **kw: empty(*a, **kw))
+    beside = SimpleNamespace(device=torch.device("cuda"))
+    old, device = r.loop.pictures, torch.device(request.param)
+    new = Pictures(beside, old.encoder, device)  # type: ignore[arg-type]
+    new.warm_up()
+    new.worker, r.loop.pictures, r.loop.admission.pictures = old.worker, new, new
+    return r
+
+
+def test_an_encoder_beside_a_gpu_or_on_one_has_a_thread(threaded: Rig) -> None:
+    r, s, other = threaded, seen("qwen35", "two"), seen("qwen35", "one")
     encoder, here = watched(r), threading.get_ident()
     threads: set[int] = set()
     encoder.before = lambda: threads.add(threading.get_ident())
-    r.loop.pictures._thread = ThreadPoolExecutor(1)
     heard = [(look(r, each), each) for each in (s, other)]
     while not all(h.over for h, _ in heard):
         r.loop.step()
@@ -247,6 +286,48 @@ def test_a_cpu_beside_a_gpu_encodes_in_a_thread() -> None:
     while not lost.over:
         r.loop.step()
     assert "out of luck" in str(lost.error)
+
+
+def test_rounds_go_on_while_a_library_plans_for_a_new_size(threaded: Rig) -> None:
+    """As cuDNN's attention does, for longer than many rounds."""
+    r, s = threaded, seen("qwen35", "late")
+    encoder, planned, began = watched(r), threading.Event(), threading.Event()
+
+    def plan() -> None:
+        began.set()
+        assert planned.wait(60)
+
+    encoder.before = plan
+    beside = r.submit(s.text, 90)
+    r.loop.step()
+    heard, n = look(r, s), len(beside.tokens)
+    while len(beside.tokens) < n + 40:
+        r.loop.step()
+    assert began.is_set() and encoder.n_slice == 1 and not heard.events
+    planned.set()
+    while not heard.over:
+        r.loop.step()
+    assert is_right(heard, s)
+
+
+def test_a_thread_is_waited_for_before_weights_go(threaded: Rig) -> None:
+    r, s = threaded, seen("qwen35", "one")
+    encoder, began, ended = watched(r), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        began.set()
+        time.sleep(0.3)
+        ended.set()
+
+    encoder.before = slow
+    gone = look(r, s)
+    r.loop.step()
+    assert began.wait(60)
+    r.loop.cancel(gone.job)
+    r.loop.step()
+    assert not ended.is_set() and not r.loop.pictures.is_busy
+    r.loop.leave()
+    assert ended.is_set()
 
 
 def test_requests_of_one_picture_encode_it_once_and_a_kept_one_not_at_all() -> None:

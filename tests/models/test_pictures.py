@@ -16,7 +16,8 @@ from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.errors import EngineBug, OutOfBounds
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.slots.batch import lay_out
+from pyspec.slots.arena import Arena
+from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.kv_types import BF16, F8
 
 CAUSAL = ("mistral3", "qwen35", "qwen3vl")
@@ -148,3 +149,72 @@ def test_rows_of_pictures_are_causal_in_the_widths_of_gemma_4_e(
     path = rewrite(IMAGES / "gemma4.gguf", tmp_path / "m.gguf", change=wider)
     with open_gguf(path) as file:
         assert read_config(file).sees_pictures == seen
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> Arena:
+    """One with places for graphs of prompts of any length."""
+    monkeypatch.setattr("pyspec.slots.arena.LEAST_PROMPT", 1)
+    found = Arena(1, 20, torch.device(DEVICE))
+    found.prompts |= {256}
+    return found
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_graph_of_prompts_reads_the_pictures_that_lie_in_its_arena(name: str, arena: Arena) -> None:
+    """The forward of one batch, as a graph has it, gives each prompt's logits, once that lies there: pictures behind others, of other places and
+    sizes, and texts. They have the bits of the prompt's own forward."""
+    own, whole, prompts = bench(name), bench(name), [read_prompt(name, p) for p in PROMPTS]
+    (width,) = {rows.shape[1] for p in prompts for rows in p.rows.values()}
+    arena.see(width)
+
+    def laid(p: SeenPrompt, ids: list[int]) -> Batch:
+        own.table.slots[0].tokens.clear()
+        own.memory.reset(0)
+        return lay_out(own.table, [own.rows(0, p, ids)], DEVICE, arena=arena, pictures=p.rows)
+
+    kept = laid(NO_PICTURES, [5] * 256)
+    assert kept.prompt and kept.bucket == 256 and kept.pictures is not None
+    addresses = [x.data_ptr() for x in (kept.pictures.is_row, kept.pictures.axes, kept.pictures.rows)]
+    text = [x % 250 for x in range(90, 237)]
+    want = alone_logits(whole, text)
+    for p in (*prompts, *prompts[::-1]):
+        batch = laid(p, p.ids)
+        assert (
+            batch.prompt
+            and batch.pictures is not None
+            and batch.pictures.sources.keys() == p.rows.keys()
+        )
+        assert addresses == [
+            x.data_ptr() for x in (batch.pictures.is_row, batch.pictures.axes, batch.pictures.rows)
+        ]
+        assert int(batch.pictures.is_row.sum()) == sum(span.n_row for span in p.spans)
+        direct = own.target.run(batch).logits
+        laid(p, p.ids)
+        held = replace(batch, pictures=kept.pictures)
+        assert torch.equal(own.target.run(held).logits, direct)
+        assert (direct[-1].cpu().double() - torch.tensor(p.logits)[0]).abs().max() < CLOSE
+        held = replace(laid(NO_PICTURES, text), pictures=kept.pictures)
+        assert (own.target.run(held).logits[-1].cpu() - want).abs().max() < CLOSE
+
+
+def test_only_a_prompt_alone_lies_in_an_arena_with_its_pictures(arena: Arena) -> None:
+    own, p = bench("qwen35", 2), read_prompt("qwen35", "one")
+
+    def is_there(*seqs: Seq) -> bool:
+        batch = lay_out(own.table, seqs, DEVICE, arena=arena, pictures=p.rows)
+        return batch.bucket is not None
+
+    whole = own.rows(0, p, p.ids)
+    assert not is_there(whole), "it has no memory for them"
+    arena = Arena(2, 20, torch.device(DEVICE))
+    arena.see(p.rows[3].shape[1])
+    assert not is_there(whole), "nobody has captured it"
+    arena.prompts |= {256}
+    assert is_there(whole)
+    assert not is_there(whole, Seq(1, 0, [1])) and not is_there(replace(whole, mode=SeqMode.VERIFY))
+    assert not is_there(replace(whole, n_past=1, tokens=whole.tokens[1:]))
+    verify = lay_out(own.table, [Seq(1, 0, [1, 2])], DEVICE, arena=arena)
+    assert verify.bucket == 2 and verify.pictures is None, "other graphs know nothing of pictures"
+    with pytest.raises(EngineBug, match="without rows"):
+        own.target.forward(lay_out(own.table, [whole], DEVICE, arena=arena))

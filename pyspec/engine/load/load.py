@@ -347,6 +347,8 @@ def _loop(
     s = d.settings
     make_arena = partial(_arena, target, table, arena_pages(d))
     arena = None if s.plain_loop else make_arena(d.width)
+    if arena is not None and arena.pads and encoder is not None and memory.is_whole:
+        arena.see(encoder.projector.width)
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time
     most = most_rows(s.np, d.width)
     pads = arena is not None and arena.pads
@@ -365,6 +367,7 @@ def _loop(
         *(s.tpot, s.ttft, s.prompt_weight),
         n_free=d.batch,
         graph_of=no_graph if arena is None else arena.prompt_bucket,
+        graphs_see=arena is not None and arena.shown is not None,
     )
     if arena is not None and drafter is not None:
         drafter.use_graphs(partial(make_arena, d.draft_width))

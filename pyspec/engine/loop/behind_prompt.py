@@ -15,6 +15,7 @@ from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
 from pyspec.engine.loop.pending_round import PendingRound
+from pyspec.engine.loop.pictures import Pictures
 from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
 from pyspec.engine.policy.plan import RoundPlan, RoundState
 from pyspec.errors import SlotError
@@ -26,9 +27,9 @@ ON = True  # else the host reads a prompt before it launches the next round
 class BehindPrompt:
     """Launches such rounds. Arguments: the loop's."""
 
-    def __init__(self, committer: Committer, lookahead: Lookahead) -> None:
+    def __init__(self, committer: Committer, lookahead: Lookahead, pictures: Pictures) -> None:
         self.committer, self.worker, self.speculator = committer, committer.worker, committer.speculator
-        self.lookahead = lookahead
+        self.lookahead, self.pictures = lookahead, pictures
 
     def follows(self, pending: PendingRound, jobs: Mapping[int, Job]) -> bool:
         """The round is of this kind: a prompt alone, read to its end, for which others rest. jobs: by slot."""
@@ -77,9 +78,12 @@ class BehindPrompt:
         self.committer.settle(pending)
         work = plan_work([alone], {}, limits, self.worker.memory.n_late)
         seqs, reads, sent = [w.seq for w in work], logits_need(work), clock()
-        launched = self._try(
-            lambda: self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
-        )
+
+        def launch() -> Launched:
+            self.pictures.bring(work)
+            return self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
+
+        launched = self._try(launch)
         if launched is None:
             return None
         pending.next = Continuation(known=())

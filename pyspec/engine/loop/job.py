@@ -213,7 +213,7 @@ class Job:
         """Whether one forward may read its prompt as a whole, from the first token on."""
         assert self.slot is not None
         left, cut = self.todo
-        is_new = not (self.slot.n_past or self.slot.n_fold or self.n_to_score or self.images)
+        is_new = not (self.slot.n_past or self.slot.n_fold or self.n_to_score)
         return is_new and (not cut or cut >= left)
 
     @property

@@ -106,7 +106,7 @@ class Loop:
         rows = limits.decoding
         controller.rules = rules or PromptRules(rows, rows, n_free=limits.prompts)
         self.turns = Turns(clock)
-        self.behind = BehindPrompt(self.committer, self.lookahead)
+        self.behind = BehindPrompt(self.committer, self.lookahead, self.pictures)
         self.awake: list[Job] = []  # jobs that take part in this round
         self.slot_tasks: list[SlotTask] = []  # each runs once its slot is idle
         # deliver events; called while the GPU is busy, or when nothing waits for it
@@ -502,6 +502,7 @@ class Loop:
 
     def leave(self) -> None:
         """Let go of the other ranks. Nothing runs after that."""
+        self.pictures.rest()
         self.worker.leave()
 
     def cancel(self, job: Job) -> None:

@@ -42,6 +42,7 @@ def park(loop: Loop) -> None:
     movable = loop.movable
     if (device.type == "cuda" and movable is None) or not worker.memory.is_whole:
         raise NotSupported("this model was not loaded to be parked, or several GPUs share it")
+    loop.pictures.rest()
     with worker.lock:
         if loop.disk is not None:
             loop.disk.flush(FLUSH_S)

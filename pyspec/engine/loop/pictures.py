@@ -1,8 +1,9 @@
 """Rows of pictures: encoded once, between rounds, and kept for texts that have them behind other beginnings.
 
 A picture is encoded for a request that waits, once the cache has been asked and lacks a row of it. On a CPU parts of the encoder's blocks run
-behind each round, with the engine's threads; on a GPU a few blocks are launched on a stream of their own; on the CPU beside a GPU they have a
-thread.
+behind each round, with the engine's threads. Beside a GPU they have a thread, and on one a stream, too: a few blocks are launched behind a
+round. Launching them can take far longer than a round: cuDNN's attention builds a plan for every number of patches, torch takes that first on
+Hopper, and page-locking memory for a picture's rows takes milliseconds.
 An encoder that fails ends the requests that want the picture, and no other.
 """
 
@@ -12,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isqrt
 
@@ -35,16 +37,20 @@ SLICE_FLOP = 5e11  # of the blocks that a GPU is given between two rounds: some 
 SLICE_S = 0.1  # in which a CPU encodes behind each round: less than it may read prompts
 
 
+Slice = tuple[Tensor | None, torch.cuda.Event | None]
+"""The rows, if the encoder is through, in host memory once the event is over; None: no device is waited for."""
+
+
 @dataclass(slots=True)
 class Encoding:
-    """A picture that is being encoded. rows: in host memory, once `done` is over; None: the encoder is not through. aside: a step that another
+    """A picture that is being encoded. rows: in host memory, once `done` is over; None: the encoder is not through. aside: a slice that another
     thread takes"""
 
     handle: int
     steps: Iterator[Tensor | None]
     rows: Tensor | None = None
     done: torch.cuda.Event | None = None
-    aside: Future[Tensor | None] | None = None
+    aside: Future[Slice] | None = None
 
 
 class Pictures:
@@ -77,22 +83,35 @@ class Pictures:
         self._running: Encoding | None = None
         self._stream: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
-        if encoder is not None and self.device.type == "cpu" != worker.device.type:
+        self._last: Future[Slice] | None = None  # of the thread
+        if encoder is not None and "cuda" in (self.device.type, worker.device.type):
             self._thread = ThreadPoolExecutor(1, "pyspec-pictures")
         if encoder is not None and self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which has the weights
 
     def warm_up(self) -> None:
-        """Encode a large picture on a GPU: its memory is taken, and libraries are ready, before the first request."""
-        if self.encoder is None or self._stream is None:
+        """Encode a large picture on a GPU: its memory is taken, and libraries are ready, before the first request. They keep handles for each
+        thread."""
+        if self.encoder is None or self._stream is None or self._thread is None:
             return
         p = self.encoder.projector
         side = min(isqrt(p.high) * p.step, (p.n_position or p.high) * p.patch)
         width, height = p.size_of(side, side)
         grid, pixels = p.grid(width, height), np.zeros((height, width, 3), np.uint8)
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            self.encoder.encode(Picture(b"", pixels, *grid, p.n_row(width, height))).cpu()
+        whole = self.encoder.slices(Picture(b"", pixels, *grid, p.n_row(width, height)), p.n_block or 1)
+        _, done = self._thread.submit(self._sliced, whole).result()
+        assert done is not None
+        done.synchronize()
+
+    def rest(self) -> None:
+        """Wait for the thread and its stream, of a picture that nobody may want by now: the weights that they read go next. Ignores errors of the
+        device."""
+        if self._last is not None:
+            wait((self._last,))
+        if self._stream is not None:
+            with suppress(RuntimeError):
+                self._stream.synchronize()
 
     @property
     def is_busy(self) -> bool:
@@ -181,44 +200,40 @@ class Pictures:
             picture = self._queue.pop(handle)
             running = self._running = Encoding(handle, iter(()))
             running.steps = self._begun(picture)
+        if running.aside is not None:
+            if is_alone:
+                wait((running.aside,), ALONE_S)
+            if not running.aside.done():
+                return
+            (running.rows, running.done), running.aside = running.aside.result(), None
         if running.done is not None:
             if is_alone:
                 running.done.synchronize()
             if not running.done.query():
                 return
             running.done = None
-        if running.rows is None:
-            if not self._has_next(running, is_alone):
-                return
-            with torch.cuda.stream(self._stream):
-                rows = self._taken(running.steps) if running.aside is None else running.aside.result()
-                running.aside = None
-                if self._stream is not None:
-                    host = None if rows is None else torch.empty(rows.shape, pin_memory=True)
-                    rows = None if rows is None or host is None else host.copy_(rows, non_blocking=True)
-                    running.done = torch.cuda.Event()
-                    running.done.record(self._stream)
-            running.rows = rows
-        if running.rows is not None and running.done is None:
+        if running.rows is None and self._thread is not None:
+            running.aside = self._last = self._thread.submit(self._sliced, running.steps)
+        elif running.rows is None:
+            running.rows, _ = self._sliced(running.steps)
+        if running.rows is not None:
             self._keep(running.handle, running.rows)
             self._running, self.has_news = None, True
 
-    def _taken(self, steps: Iterator[Tensor | None]) -> Tensor | None:
-        """Steps of a slice; the rows, if it reaches them."""
-        until = time.perf_counter() + self.slice_s
-        while (rows := _next(steps)) is None and time.perf_counter() < until:
-            pass
-        return rows
-
-    def _has_next(self, running: Encoding, is_alone: bool) -> bool:
-        """The next step may be taken, or its thread has taken it."""
-        if self._thread is None:
-            return True
-        if running.aside is None:
-            running.aside = self._thread.submit(_next, running.steps)
-        if is_alone:
-            wait((running.aside,), ALONE_S)
-        return running.aside.done()
+    @torch.inference_mode()
+    def _sliced(self, steps: Iterator[Tensor | None]) -> Slice:
+        """Take steps for a slice. Another thread may call this: it touches nothing of this object that changes."""
+        with torch.cuda.stream(self._stream):
+            until = time.perf_counter() + self.slice_s
+            while (rows := next(steps)) is None and time.perf_counter() < until:
+                pass
+            if self._stream is None:
+                return rows, None
+            if rows is not None:
+                rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+            return rows, done
 
     def _begun(self, picture: Picture) -> Iterator[Tensor | None]:
         encoder = self.encoder
@@ -232,11 +247,6 @@ class Pictures:
         self._kept[handle] = rows.cpu()
         while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > self.most_bytes:
             self._kept.popitem(last=False)
-
-
-@torch.inference_mode()
-def _next(steps: Iterator[Tensor | None]) -> Tensor | None:
-    return next(steps)
 
 
 def _bytes(rows: Tensor) -> int:

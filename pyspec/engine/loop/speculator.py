@@ -578,5 +578,6 @@ def _drafts_of(offer: Offer | SuffixDraft, n: int) -> Drafts:
 
 def _prompt(job: Job, rules: PromptRules) -> Prompt:
     """A request that is read, as plans see it."""
-    graph = rules.graph_of(job.n_prefill) if job.is_unread else None
+    is_taken = job.is_unread and (rules.graphs_see or not job.images)
+    graph = rules.graph_of(job.n_prefill) if is_taken else None
     return Prompt(job.todo[0], graph or 0, job.started, pauses(job, rules))

@@ -108,11 +108,11 @@ def plan_memory(d: Description) -> MemoryPlan:
 
 def projector_bytes(d: Description) -> int:
     """Of images on the model's device: the encoder's weights, activations of the largest one, and on a GPU what libraries keep for its stream, and
-    rows that forwards read: those of one forward, and of two images that are read in part."""
+    rows that forwards read: those of one forward, of a graph of prompts, and of two images that are read in part."""
     p = d.projector
     if p is None:
         return 0
-    rows = 4 * p.width * (d.batch + 2 * p.most_rows) if d.is_cuda else 0
+    rows = 4 * p.width * (d.batch + 2 * p.most_rows + PROMPTS[-1]) if d.is_cuda else 0
     if d.encodes_on.type != d.device.type:
         return rows
     size = 2 if d.is_cuda else 4

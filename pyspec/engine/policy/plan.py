@@ -75,6 +75,7 @@ class PromptRules:
     weight       time of a long prompt in units of a decoding slot's; 0: no limit
     n_free       rows of it that never pause
     graph_of     rows of the graph that holds a whole prompt of so many tokens; None: there is none
+    graphs_see   it holds prompts with pictures, too
     """
 
     least: int = 1 << 30
@@ -84,6 +85,7 @@ class PromptRules:
     weight: float = 1.0
     n_free: int = 0
     graph_of: Callable[[int], int | None] = no_graph
+    graphs_see: bool = False
 
     @property
     def are_fixed(self) -> bool:
