@@ -80,11 +80,15 @@ class DeviceContext:
         """To be within while something is allocated, loaded or launched here: torch and the driver ask the thread for its device."""
         return torch.cuda.device(self.device.index) if self.is_gpu else nullcontext()
 
+    def outside(self) -> AbstractContextManager[None]:
+        """To be within while something is allocated that does not move with a model."""
+        return nullcontext() if self.movable is None else self.movable.within(None)
+
     def once(self, make: Callable[..., Made], *key: Hashable) -> Made:
         """make(device, *key), made at the first call with the device current, and kept here."""
         found = self._made.get((make, *key))
         if found is None:
-            with self.current():
+            with self.current(), self.outside():  # other engines use it while a model is parked
                 made = make(self.device, *key)
             # If two threads make it, both use the first
             found = self._made.setdefault((make, *key), made)

@@ -10,11 +10,11 @@ torch ends the process if a pool is freed while any thread is within another one
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
-from pyspec.cuda.context import DeviceContext, context_of
+from pyspec.cuda.context import context_of
 
 
 @contextmanager
@@ -28,19 +28,14 @@ def temporary(device: torch.device) -> Iterator[None]:
     if "pool" not in own:
         with context.current():
             own["pool"] = torch.cuda.MemPool()
-    with context.in_pool, _outside(context), torch.cuda.use_mem_pool(own["pool"], context.device.index):
+    with context.in_pool, context.outside(), torch.cuda.use_mem_pool(own["pool"], context.device.index):
         yield
-
-
-def _outside(context: DeviceContext) -> AbstractContextManager[None]:
-    """Of the pool of a model that may be parked, if this thread is within it."""
-    return nullcontext() if context.movable is None else context.movable.within(None)
 
 
 def release(device: torch.device) -> None:
     """Give the memory of this thread's temporary tensors back to the device, and all unused memory that torch keeps."""
     context = context_of(device)
-    with context.lock, context.in_pool, _outside(context):  # graphs are captured with the first
+    with context.lock, context.in_pool, context.outside():  # graphs are captured with the first
         context.temporary.__dict__.pop("pool", None)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -82,6 +82,20 @@ def test_a_wake_keeps_graphs_texts_and_what_was_read(name: str) -> None:
     assert talk(file, parks=True) == talk(file, parks=False)
 
 
+def test_an_engine_goes_on_while_another_of_its_process_is_parked() -> None:
+    with Engine.load("demo", np=7, ctx=1111, device="cuda:0", parks=True) as first:
+        want = said(first, PROMPT)[0]
+        first.park()
+        with Engine.load("demo", np=2, ctx=700, device="cuda:0", parks=True) as second:
+            assert said(second, PROMPT)[0] == want
+            second.park()
+            first.wake()
+            assert said(first, PROMPT)[0] == want
+        first.park()  # closed like this
+    with Engine.load("demo", np=3, ctx=900, device="cuda:0") as third:
+        assert said(third, PROMPT)[0] == want
+
+
 def test_a_closed_engine_leaves_no_memory() -> None:
     sizes = []
     for _ in range(4):

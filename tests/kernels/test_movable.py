@@ -7,6 +7,8 @@ import ctypes
 import mmap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pyspec.cuda.context import DeviceContext
 from pyspec.cuda.movable import EMPTIED, KEPT, MovableMemory
 from pyspec.errors import DeviceError, DoesNotFit
 
@@ -246,3 +249,21 @@ def test_what_is_kept_is_a_copy_in_pages_of_its_own() -> None:
         copy = memory.keep(one[::2])
         one += 1
         assert copy.equal(torch.arange(77).to(dtype).view(7, 11)[::2]) and copy.dtype is dtype
+
+
+def test_what_engines_share_stays_when_a_model_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tickets of kernels lay among the weights of the engine that was loaded first: when it was parked, the next one's launches failed."""
+    context = DeviceContext(torch.device("cpu"))
+    context.movable = MovableMemory(torch.device("cpu"), FakeDriver(1 << 30))
+    within: list[str] = []
+
+    @contextmanager
+    def using(kind: str) -> Iterator[None]:
+        within.append(kind)
+        yield
+        within.remove(kind)
+
+    monkeypatch.setattr(context.movable, "_using", using)
+    with context.movable.within(KEPT):
+        assert context.once(lambda device: tuple(within)) == ()
+        assert within == [KEPT], "and weights go on"

@@ -131,7 +131,9 @@ def test_texts_are_those_of_a_cpu(name: str, drafter: str, np: int) -> None:
             assert sum(n) > 0.7 * N_TEXT * len(n), "near ties are few"
         assert engine.metrics().requests_failed == 0
         assert not engine.loop.worker.shown and engine.loop.stats.guard_trips == 0
-        assert engine.loop.pictures.n_encoded == 4 and engine.loop.worker.arena is not None
+        assert engine.loop.pictures.n_encoded == 4
+        # a card's kernels take no heads and states as narrow as those of the others' fixtures
+        assert (engine.loop.worker.arena is not None) == (name in ("gemma3", "mistral3"))
 
 
 @pytest.mark.usefixtures("in_f32")

@@ -285,8 +285,8 @@ def _warm_up(loop: Loop, d: Description, plan: MemoryPlan) -> None:
         if d.is_cuda:
             warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
             warm_up(loop, d.tokenizer, d.n_overhang, warmed)
-            loop.pictures.warm_up()
             temporary.release(d.device)  # pieces of the sizes of captures; rounds have theirs
+            loop.pictures.warm_up()
         if d.settings.check_tap_shift:
             round_ms = loop.controller.costs.verify(1)
             check_drafter(loop.worker, round_ms, d.tokenizer, d.template, d.n_overhang)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyspec.cuda.context import per_device
+from pyspec.cuda.context import context_of, per_device
 from pyspec.slots.kv import KVPool
 
 MAX_SEQ = 128  # sequences of a launch of attend.cu, as in attend_fold.cuh
@@ -34,7 +34,8 @@ class Workspace:
 
     def take(self, n_float: int) -> Tensor:
         if not self.buffers or self.buffers[-1].numel() < n_float:
-            self.buffers.append(torch.empty(n_float, dtype=torch.float32, device=self.device))
+            with context_of(self.device).outside():
+                self.buffers.append(torch.empty(n_float, dtype=torch.float32, device=self.device))
         return self.buffers[-1]
 
 
