@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pyspec.cuda.ops.gated_streams.ref import GatedStreamsSpec
-from pyspec.forward.call import Folding, Value
+from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
-from pyspec.models.part import AttentionShape, PartSpec, Place, Plain
+from pyspec.models.part import Around, PartSpec, Place
 from pyspec.models.residual import Gates
 from pyspec.models.wants import Want
-from pyspec.slots.parts import LayerParts
 
 INJECT = "inject.weight"
 
@@ -38,35 +37,17 @@ def head_row(gates: Gates, f: Forward, x: Value) -> Value:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedPart(Plain):
-    """The part as data. part: takes normed rows (`Binding.norm` of "")."""
+class GatedPart(Around):
+    """The part as data."""
 
     part: PartSpec
     gates: Gates
-
-    @property
-    def attends(self) -> AttentionShape | None:
-        return self.part.attends
-
-    @property
-    def folds(self) -> Folding | None:
-        return self.part.folds
 
     def tensors(self, at: Place) -> dict[str, Want]:
         n = self.gates.n_stream
         inject = Want((n, n * at.n_embd))
         own = {f"{self.gates.name}_{INJECT}": inject, **self.gates.tensors(at.n_embd)}
         return self.part.tensors(at) | {at.name(name): want for name, want in own.items()}
-
-    def memory(self) -> LayerParts:
-        return self.part.memory()
-
-    def share(self, n: int) -> GatedPart:
-        return replace(self, part=self.part.share(n))
-
-    def of_file(self, at: Place) -> GatedPart:
-        """See `PartSpec.of_file`."""
-        return replace(self, part=self.part.of_file(at))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """The streams behind it."""
