@@ -7,7 +7,7 @@ kernels that binding will ask for, and the bound part. Plans and drafters are fo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -19,7 +19,7 @@ from pyspec.models.placement import ON_CARD, Placement
 from pyspec.models.rope import NO_FLAGS, RopeFlags
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import KvFormat
-from pyspec.slots.parts import STATE, LayerParts, Recurrent
+from pyspec.slots.parts import LayerParts
 
 Request = tuple[Any, Any]
 """An op and the spec that it is bound with."""
@@ -136,44 +136,6 @@ class Plain:
 
     def of_file(self, at: Place) -> Self:
         return self
-
-
-class Around(Plain):
-    """A part that reads and writes the stream for another one, `part`, which takes normed rows (`Binding.norm` of "")."""
-
-    __slots__ = ()
-    part: PartSpec
-
-    @property
-    def attends(self) -> AttentionShape | None:
-        return self.part.attends
-
-    @property
-    def folds(self) -> Folding | None:
-        return self.part.folds
-
-    def memory(self) -> LayerParts:
-        return self.part.memory()
-
-    def share(self, n: int) -> Self:
-        return self._of(self.part.share(n))
-
-    def of_file(self, at: Place) -> Self:
-        return self._of(self.part.of_file(at))
-
-    def _of(self, part: PartSpec) -> Self:
-        changed: Self = replace(cast(Any, self), part=part)
-        return changed
-
-
-class Stateful(Plain):
-    """A recurrence, whose state has the sizes of `shape`."""
-
-    __slots__ = ()
-    shape: Any
-
-    def memory(self) -> LayerParts:
-        return {STATE: Recurrent(self.shape)}
 
 
 def column_block(at: Place, tensor: str) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
 from pyspec.forward.call import RunInput, Value
 from pyspec.forward.trace import Forward
-from pyspec.models.part import Around, PartSpec, Place
+from pyspec.models.blocks.gated_part import Around
+from pyspec.models.part import PartSpec, Place
 from pyspec.models.wants import Want
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 from pyspec.cuda.ops.gated_streams.ref import GatedStreamsSpec
-from pyspec.forward.call import Value
+from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
-from pyspec.models.part import Around, PartSpec, Place
+from pyspec.models.part import AttentionShape, PartSpec, Place, Plain
 from pyspec.models.residual import Gates
 from pyspec.models.wants import Want
+from pyspec.slots.parts import LayerParts
 
 INJECT = "inject.weight"
 
@@ -34,6 +36,34 @@ def head_row(gates: Gates, f: Forward, x: Value) -> Value:
     """The row that the head reads of streams x."""
     (row,) = read_streams(gates, f, x)
     return row
+
+
+class Around(Plain):
+    """A part that reads and writes the stream for another one, `part`, which takes normed rows (`Binding.norm` of "")."""
+
+    __slots__ = ()
+    part: PartSpec
+
+    @property
+    def attends(self) -> AttentionShape | None:
+        return self.part.attends
+
+    @property
+    def folds(self) -> Folding | None:
+        return self.part.folds
+
+    def memory(self) -> LayerParts:
+        return self.part.memory()
+
+    def share(self, n: int) -> Self:
+        return self._of(self.part.share(n))
+
+    def of_file(self, at: Place) -> Self:
+        return self._of(self.part.of_file(at))
+
+    def _of(self, part: PartSpec) -> Self:
+        changed: Self = replace(cast(Any, self), part=part)
+        return changed
 
 
 @dataclass(frozen=True, slots=True)

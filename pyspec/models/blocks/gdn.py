@@ -14,12 +14,13 @@ from pyspec.cuda.ops.norms.spec import NormsSpec
 from pyspec.forward.call import Folding, Value
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, KeyGroups, Keys, Readers
-from pyspec.models.part import Place, Stateful
+from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
+from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet(Stateful):
+class DeltaNet(Plain):
     """Gated DeltaNet as data.
 
     Where value heads are grouped by key heads (`shape.grouped`), files join matrices by key head: `ssm_ba` has the strengths and then the
@@ -53,6 +54,9 @@ class DeltaNet(Stateful):
             at.name("ssm_norm.weight"): Want((s.dim,)),
             at.name("ssm_out.weight"): Want((n, inner), cut=Cut(1, (v,))),
         }
+
+    def memory(self) -> LayerParts:
+        return {STATE: Recurrent(self.shape)}
 
     def share(self, n: int) -> DeltaNet:
         n_key, n_reader = self.groups.places(n)

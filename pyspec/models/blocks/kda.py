@@ -14,15 +14,16 @@ from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
 from pyspec.models.blocks.gdn import sigmoid_gated
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.part import Place, Stateful
+from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
+from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "ssm_f_a", "ssm_g_a", "ssm_beta")
 """Their products stand side by side."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kda(Stateful):
+class Kda(Plain):
     """Kimi Delta Attention as data. Decays and gates come by one matrix or by two (`ssm_f_b`, `ssm_g_b`), as the file has them.
 
     turns_decays  `ssm_a` has another sign than the op wants
@@ -61,6 +62,9 @@ class Kda(Stateful):
             at.name("ssm_a"): Want((s.n_v_head, 1), also=((s.n_v_head,),), cut=by_head),
             at.name("ssm_dt.bias"): Want((inner,), cut=by_head),
         }
+
+    def memory(self) -> LayerParts:
+        return {STATE: Recurrent(self.shape)}
 
     def share(self, n: int) -> Kda:
         n_head = self.shape.n_v_head // n

@@ -13,12 +13,13 @@ from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, KeyGroups, Keys
-from pyspec.models.part import Place, Stateful
+from pyspec.models.part import Place, Plain
 from pyspec.models.wants import Want
+from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2(Stateful):
+class Mamba2(Plain):
     """Mamba-2 as data. norms: its groups are normed before the last projection"""
 
     shape: Mamba2Shape
@@ -49,6 +50,9 @@ class Mamba2(Stateful):
             at.name("ssm_out.weight"): Want((n, inner), cut=Cut(1, (x,))),
             **({at.name("ssm_norm.weight"): of_groups} if self.norms else {}),
         }
+
+    def memory(self) -> LayerParts:
+        return {STATE: Recurrent(self.shape)}
 
     def share(self, n: int) -> Mamba2:
         return replace(self, shape=self.shape.share(n))

@@ -9,12 +9,13 @@ from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.forward.call import Value
 from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Units, each_of
-from pyspec.models.part import Place, Stateful, column_block
+from pyspec.models.part import Place, Plain, column_block
 from pyspec.models.wants import Want
+from pyspec.slots.parts import STATE, LayerParts, Recurrent
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv(Stateful):
+class ShortConv(Plain):
     """A gated short convolution as data. block: columns of its last matrix that stand together in the file."""
 
     shape: ShortConvShape
@@ -29,6 +30,9 @@ class ShortConv(Stateful):
             at.name("shortconv.conv.weight"): Want((s.n_channel, s.n_conv), cut=Cut(0, (own,))),
             at.name("shortconv.out_proj.weight"): Want((n, s.n_channel), cut=Cut(1, (own,))),
         }
+
+    def memory(self) -> LayerParts:
+        return {STATE: Recurrent(self.shape)}
 
     def share(self, n: int) -> ShortConv:
         return replace(self, shape=self.shape.of_channels(each_of(self.shape.n_channel, n, self.block)))
