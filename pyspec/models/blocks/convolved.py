@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
 from pyspec.forward.call import RunInput, Value
 from pyspec.forward.trace import Forward
-from pyspec.models.blocks.gated_part import Around
+from pyspec.models.blocks.gated_part import AroundPart
 from pyspec.models.part import PartSpec, Place
 from pyspec.models.wants import Want
 
 
 @dataclass(frozen=True, slots=True)
-class Convolved(Around):
+class Convolved(AroundPart):
     """The part as data.
 
     name   of its tensors, without their endings

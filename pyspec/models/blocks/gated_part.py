@@ -38,7 +38,7 @@ def head_row(gates: Gates, f: Forward, x: Value) -> Value:
     return row
 
 
-class Around(Plain):
+class AroundPart(Plain):
     """A part that reads and writes the stream for another one, `part`, which takes normed rows (`Binding.norm` of "")."""
 
     __slots__ = ()
@@ -67,7 +67,7 @@ class Around(Plain):
 
 
 @dataclass(frozen=True, slots=True)
-class GatedPart(Around):
+class GatedPart(AroundPart):
     """The part as data."""
 
     part: PartSpec
