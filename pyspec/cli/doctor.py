@@ -118,8 +118,6 @@ def doctor(
     if archs and not compiles:
         raise click.UsageError("--arch needs --compile")
     if compiles:
-        from pyspec.cli.doctor import compile_model
-
         ctx.exit(compile_model(choice, archs, as_json))
     about = diagnose(choice, device, recheck, kernels, cost)
     if as_json:

@@ -21,7 +21,7 @@ class FreeMemory:
 
 def free_memory() -> FreeMemory | None:
     """Free memory of the first GPU, else of the machine. None if unknown."""
-    return _of_gpu() or _of_machine()
+    return next((FreeMemory(*gpu) for gpu in _gpus()), None) or _of_machine()
 
 
 def card_memory() -> dict[str, int]:
@@ -33,11 +33,6 @@ def host_memory() -> int:
     """Free bytes of this machine; 8 GiB if that is unknown."""
     found = _of_machine()
     return 8 << 30 if found is None else found.free
-
-
-def _of_gpu() -> FreeMemory | None:
-    found = _gpus()
-    return FreeMemory(*found[0]) if found else None
 
 
 def _gpus() -> list[tuple[str, int]]:

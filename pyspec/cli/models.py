@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from pyspec.cli import verbose_option
 if TYPE_CHECKING:
     from pyspec.catalog import Entry
     from pyspec.cli.free_memory import FreeMemory
+    from pyspec.hub.cache import CachedFile
 
 SHARE = 0.96  # share of free memory that a load may use: engine/plan/memory_plan.py, RESERVE
 
@@ -44,8 +45,12 @@ def models(as_json: bool) -> None:
     """
     from pyspec.catalog import catalogue
     from pyspec.cli.free_memory import free_memory
+    from pyspec.hub.cache import cached_repositories
+    from pyspec.hub.names import PROJECTORS
 
-    entries, here, free, sight = catalogue().values(), _here(), free_memory(), _projectors()
+    files = [file for repository in cached_repositories() for file in repository.files]
+    sight = {f.repo: str(f.path) for f in files if PROJECTORS.search(f.file.lower())}
+    entries, here, free = catalogue().values(), _here(files), free_memory()
     found = {entry.name: list(_choices(entry, free, here, sight)) for entry in entries}
     is_smaller = False
     if as_json:
@@ -103,31 +108,18 @@ def _drafters(entry: Entry) -> str:
     return ", ".join(filter(None, kinds)) or "-"
 
 
-def _projectors() -> dict[str, str]:
-    """Paths of projectors on this machine, by repository."""
-    from pyspec.hub.cache import cached_repositories
-    from pyspec.hub.names import PROJECTORS
-
-    files = (file for repository in cached_repositories() for file in repository.files)
-    return {file.repo: str(file.path) for file in files if PROJECTORS.search(file.file.lower())}
-
-
-def _here() -> set[str]:
+def _here(files: Sequence[CachedFile]) -> set[str]:
     """Names of the models on this machine."""
     from pyspec.catalog import catalogue
     from pyspec.hub import quant_of
-    from pyspec.hub.cache import cached_repositories
 
-    files = [file for repository in cached_repositories() for file in repository.files]
+    cached = {(file.repo, quant_of(file.file).lower()) for file in files}
     found = set()
     for entry in catalogue().values():
         source = entry.target
         if source is not None and source.packaged:
             found.add(entry.name)
-        for need in entry.needs() if source is not None and source.repo else ():
-            quant = need.quant.removeprefix("UD-").lower()
-            if source is not None and any(
-                file.repo == source.repo and quant_of(file.file).lower() == quant for file in files
-            ):
-                found.add(need.name)
+        elif source is not None:
+            quants = {need.name: need.quant.removeprefix("UD-").lower() for need in entry.needs()}
+            found |= {name for name, quant in quants.items() if (source.repo, quant) in cached}
     return found

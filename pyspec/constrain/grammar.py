@@ -16,11 +16,9 @@ from pyspec.constrain.gbnf_lark import lark_of
 from pyspec.constrain.trie import TokenTable, one_line
 from pyspec.errors import RequestError
 from pyspec.request import Grammar
-from pyspec.text.schemas import closed
+from pyspec.text.schemas import JSON_OPTIONS, closed
 
 SOURCE_BYTES = 256 << 10
-SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
-"""White space between two JSON tokens, as llama.cpp allows it. It is bounded, so that no run of spaces lasts."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Allowed tokens depend on the text so far and not on its split into tokens: the model may spell as it likes."""
 _FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
@@ -73,8 +71,7 @@ def _json_schema(source: str) -> dict[str, Any]:
             if schema is not False
             else "nothing fits the schema false"
         )
-    options: Any = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
-    found = LLMatcher.grammar_from_json_schema(closed(schema), overrides=options)
+    found = LLMatcher.grammar_from_json_schema(closed(schema), overrides=JSON_OPTIONS)
     body: dict[str, Any] = json.loads(found)
     return body
 

@@ -152,5 +152,10 @@ class BlockSpec:
         return x
 
 
+def pair(mixer: PartSpec, feed: PartSpec, norm: str = "ffn_norm") -> BlockSpec:
+    """A block of a mixer and a feed-forward. norm: the one before the feed-forward."""
+    return BlockSpec((Part("attn_norm", mixer), Part(norm, feed)))
+
+
 def _number(w: Any, name: str) -> float:
     return float(w.vector(name).item())

@@ -173,22 +173,20 @@ class BoundForward:
 
     def first(self) -> fuse.FirstRead | None:
         """The product that reads the first input first, behind a norm, if one does before all others."""
-        call = self.program.readers(self.program.inputs[0])[0]
-        prep = call.inputs[1]
-        if call.op not in READS or not isinstance(prep, OpCall) or prep.op != "norm":
-            return None
-        return self.sources.weight(call.spec), self.sources.norm(prep.inputs[1], prep.spec.eps)
+        return self._read_by(self.program.readers(self.program.inputs[0])[0])
 
     def first_read(self, value: Value) -> fuse.FirstRead | None:
         """The product that reads a stream first, and the norm before it, if nothing else reads it but a sum."""
         readers = [call for call in self.program.readers(value) if call.inputs[0] is value]
-        if len(readers) != 1 or readers[0].op not in READS:
-            return None
-        prep = readers[0].inputs[1]
+        found = self._read_by(readers[0]) if len(readers) == 1 else None
+        return found and (reader_of(found[0]), found[1])
+
+    def _read_by(self, call: OpCall) -> fuse.FirstRead | None:
+        """The product of a call and the norm before it; None: it is no such call."""
+        prep = call.inputs[1] if call.op in READS else None
         if not isinstance(prep, OpCall) or prep.op != "norm":
             return None
-        product = reader_of(self.sources.weight(readers[0].spec))
-        return product, self.sources.norm(prep.inputs[1], prep.spec.eps)
+        return self.sources.weight(call.spec), self.sources.norm(prep.inputs[1], prep.spec.eps)
 
 
 class Block(BoundForward):

@@ -5,6 +5,8 @@ The copy is made on the device from the matrix that is there, some rows at a tim
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -57,38 +59,37 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
     """The copy of `matrix`, which is the tensor `info`; None where a GPU's kernel does not take it."""
     n_out, n_in = info.shape
     step = max(1, PIECE // n_in // TILE_ROWS) * TILE_ROWS
+    ends = [(first, min(first + step, n_out)) for first in range(0, n_out, step)]
+    pieces = (rows_of(matrix, *each) for each in ends)
     if isinstance(matrix, CpuMatrix) and runs_packed(to):
-        pieces = [rows_of(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)]
-        return CpuMatrix(
-            [(torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces]), to, 1.0)]
-        )
+        return CpuMatrix([(_fitted(pieces, to), to, 1.0)])
     if device.type != "cuda":
         weight = torch.empty(n_out, n_in)
-        for first in range(0, n_out, step):
-            rows = rows_of(matrix, first, min(first + step, n_out))
-            weight[first : first + step] = dequantize(fit_q4(rows, to), to, rows.shape)
+        for (first, end), rows in zip(ends, pieces, strict=True):
+            weight[first:end] = dequantize(fit_q4(rows, to), to, rows.shape)
         return Dense(weight)
     tier = tier_of(LinearSpec(device, to, n_out, n_in), (Epilogue.PLAIN, Epilogue.RESIDUAL))
     if tier is None:
         return None
     if tier == "triton":
         with temporary(device):
-            pieces = [
-                rows_of(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)
-            ]
-            raw = torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces])
+            raw = _fitted(pieces, to)
         return StreamedTiles(tile(raw, to, (n_out, n_in)), device, gated=False, wide=None)
-    return Streamed(_packed(matrix, n_out, n_in, to, device, step), device, gated=False, wide=None)
+    return Streamed(_packed(pieces, n_out, n_in, to, device), device, gated=False, wide=None)
+
+
+def _fitted(pieces: Iterable[Tensor], to: GGMLType) -> Tensor:
+    """[row, bytes of a row] uint8"""
+    return torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces])
 
 
 def _packed(
-    matrix: Matrix, n_out: int, n_in: int, to: GGMLType, device: torch.device, step: int
+    pieces: Iterable[Tensor], n_out: int, n_in: int, to: GGMLType, device: torch.device
 ) -> Packed:
     """Whole tiles at a time: they lie one behind the other."""
     data, at = torch.empty(packed_bytes(to, n_out, n_in), dtype=torch.uint8, device=device), 0
     with temporary(device):
-        for first in range(0, n_out, step):
-            rows = rows_of(matrix, first, min(first + step, n_out))
+        for rows in pieces:
             n = packed_bytes(to, rows.shape[0], n_in)
             repack(fit_q4(rows, to), to, (rows.shape[0], n_in), out=data[at : at + n])
             at += n

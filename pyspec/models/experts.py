@@ -50,6 +50,12 @@ def read_experts(file: GGUFFile, router: Router = "softmax", **own: Any) -> Expe
     return Experts(**{**read, **own})
 
 
+def read_routed(file: GGUFFile, router: Router = "softmax", **own: Any) -> Experts:
+    """Experts beside a shared one, whose weights are divided by their sum where the file says so. Arguments as of `read_experts`."""
+    renorm = file.hparams.flag("expert_weights_norm", False)
+    return read_experts(file, router, **{"n_ff_shared": shared_width(file), "renorm": renorm, **own})
+
+
 def shared_width(file: GGUFFile) -> int:
     """Inner values of the shared expert: as many as the file has. Of several, which are one in files, architectures name them in several ways:
     by a key of one's or of all, or by their count."""

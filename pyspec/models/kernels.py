@@ -135,10 +135,10 @@ def program_of_block(block: BlockSpec, at: Place, on: LoadTypes) -> tuple[Forwar
 
 
 def program_of(
-    block: Block, at: Place, on: LoadTypes, *widths: int | None, norm: str = ""
+    block: Block, at: Place, on: LoadTypes, *widths: int | None
 ) -> tuple[ForwardProgram, Site]:
     """That of a function whose inputs have these widths; a block's own one reads the stream alone."""
-    site = on.site(at, norm)
+    site = on.site(at)
     return plain(traced(block, site, *(widths or (at.n_embd,)))), site
 
 

@@ -9,20 +9,11 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.errors import PairError
 from pyspec.gguf import GGMLType, GGUFFile
-from pyspec.models.wants import EMBEDDING, HEAD
-from pyspec.models.weights import Weights
+from pyspec.models.wants import EMBEDDING, HEAD, WHOLE
+from pyspec.models.weights import PLAIN, Weights
 
 D2T = "d2t"  # of a head with fewer tokens than the target: which of the target's each is
-PLAIN_NUMBERS = (
-    GGMLType.F32,
-    GGMLType.F16,
-    GGMLType.BF16,
-    GGMLType.F64,
-    GGMLType.I8,
-    GGMLType.I16,
-    GGMLType.I32,
-    GGMLType.I64,
-)
+PLAIN_NUMBERS = (*PLAIN, *WHOLE, GGMLType.F64)
 
 
 def check_own(file: GGUFFile, n_vocab: int) -> None:

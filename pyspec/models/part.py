@@ -119,7 +119,7 @@ class PartSpec(Protocol):
 
 
 class Plain:
-    """What most parts say: they have no recurrence and no attention, and shares do not depend on types."""
+    """What most parts say: they have no recurrence, no attention and no memory, and shares do not depend on types."""
 
     __slots__ = ()
 
@@ -130,6 +130,9 @@ class Plain:
     @property
     def folds(self) -> Folding | None:
         return None
+
+    def memory(self) -> LayerParts:
+        return {}
 
     def of_file(self, at: Place) -> Self:
         return self

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import BlockSpec, pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
@@ -35,26 +37,23 @@ def read_gqa(
     n_ff = file.hparams.integer("feed_forward_length") if n_ff is None else n_ff
     rope = rope or read_rope(file, shape, neox=neox)
     attention = Attention(shape, rope, qk_norm=qk_norm, biased=biased)
-    block = BlockSpec((Part("attn_norm", attention), Part(feed_norm, feed or Mlp(n_ff))))
+    block = pair(attention, feed or Mlp(n_ff), feed_norm)
     return read_decoder(file, (block,) * block_count(file), n_ff)
 
 
-def read_decoder(
-    file: GGUFFile,
-    blocks: tuple[BlockSpec, ...],
-    n_ff: int,
-    eps: str = "attention.layer_norm_rms_epsilon",
-) -> ModelSpec:
-    """A decoder of these blocks, and the numbers that every file has. eps: its key"""
+def read_decoder(file: GGUFFile, blocks: Iterable[BlockSpec], n_ff: int, **own: Any) -> ModelSpec:
+    """A decoder of these blocks, and the numbers that every file has. own: fields of `ModelSpec` that the architecture fixes."""
     h = file.hparams
+    if "eps" not in own:
+        own["eps"] = h.number("attention.layer_norm_rms_epsilon")
     return ModelSpec(
         arch=file.architecture,
         n_vocab=vocab_size(file),
         n_embd=h.integer("embedding_length"),
         n_ff=n_ff,
         n_ctx_train=h.integer("context_length"),
-        eps=h.number(eps),
-        blocks=blocks,
+        blocks=tuple(blocks),
+        **own,
     )
 
 

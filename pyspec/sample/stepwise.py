@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -129,7 +130,12 @@ def _best_first(left: Candidates) -> Tensor:
     return left.logits.sort(descending=True, stable=True).indices
 
 
-def _cut(left: Candidates, params: SamplingParams) -> None:
+def _cut(left: Candidates, row: RowInputs, *, by: str) -> None:
+    """The cut of one setting."""
+    value = getattr(row.params, by)
+    if value == getattr(_OFF, by):
+        return
+    params = replace(_OFF, min_keep=row.params.min_keep, **{by: value})
     settings = chain.Settings.stack([params], [0.0], len(left.ids), left.logits.device)
     if settings.cuts:
         left.take(chain.survivors(left.scaled()[None], settings)[0])
@@ -139,21 +145,6 @@ def _top_k(left: Candidates, row: RowInputs) -> None:
     k = row.params.top_k
     if 0 < k < len(left.ids):
         left.take(chain.ranked(left.logits[None], k)[0][0].sort().values)
-
-
-def _typical(left: Candidates, row: RowInputs) -> None:
-    if row.params.typical_p < 1:
-        _cut(left, replace(_OFF, typical_p=row.params.typical_p, min_keep=row.params.min_keep))
-
-
-def _top_p(left: Candidates, row: RowInputs) -> None:
-    if row.params.top_p < 1:
-        _cut(left, replace(_OFF, top_p=row.params.top_p, min_keep=row.params.min_keep))
-
-
-def _min_p(left: Candidates, row: RowInputs) -> None:
-    if row.params.min_p > 0:
-        _cut(left, replace(_OFF, min_p=row.params.min_p, min_keep=row.params.min_keep))
 
 
 def _top_n_sigma(left: Candidates, row: RowInputs) -> None:
@@ -229,9 +220,9 @@ STEPS: dict[str, Callable[[Candidates, RowInputs], None]] = {
     "dry": _dry,
     "top_n_sigma": _top_n_sigma,
     "top_k": _top_k,
-    "typ_p": _typical,
-    "top_p": _top_p,
-    "min_p": _min_p,
+    "typ_p": partial(_cut, by="typical_p"),
+    "top_p": partial(_cut, by="top_p"),
+    "min_p": partial(_cut, by="min_p"),
     "xtc": _xtc,
     "temperature": _temperature,
 }

@@ -45,13 +45,9 @@ QUANTS: dict[str, LlamaFileType] = {
     "iq4_xs": LlamaFileType.IQ4_XS,
     "mxfp4": LlamaFileType.MXFP4_MOE,
     "nvfp4": LlamaFileType.NVFP4,
-    "mxfp4_moe": LlamaFileType.MXFP4_MOE,
-    "nvfp4_moe": LlamaFileType.NVFP4,
-    "q4_k_moe": LlamaFileType.Q4_K_M,
-    "q3_k_moe": LlamaFileType.Q3_K_M,
-    "iq3_xxs_moe": LlamaFileType.IQ3_XXS,
-    "iq2_xxs_moe": LlamaFileType.IQ2_XXS,
 }
+OF_EXPERTS = ("mxfp4", "nvfp4", "q4_k", "q3_k", "iq3_xxs", "iq2_xxs")
+QUANTS |= {f"{name}_moe": QUANTS[name] for name in OF_EXPERTS}
 """Names for `quant`, with their file types."""
 
 Progress = Callable[[int, int], None]

@@ -24,6 +24,7 @@ THINKING = re.compile(r"""\.thinking\b|["']thinking["']""")
 READS_PARTS = re.compile(r"""\btext\b""")
 
 Chat = list[dict[str, Any]]
+PLAIN: Chat = [{"role": "user", "content": WORD}]
 Render = Callable[[Chat, Sequence[Mapping[str, Any]] | None], str]
 """Renders a chat with these tools. Returns "" if the template refuses it or fails. Raises Unavailable if the sandbox got no time."""
 
@@ -87,20 +88,17 @@ class Abilities:
     @cached_property
     def needs_properties(self) -> bool:
         """True if the template fails on a tool whose parameters have no properties."""
-        return not self._render([{"role": "user", "content": WORD}], [tool({"type": "object"})])
+        return not self._render(PLAIN, [tool({"type": "object"})])
 
     @cached_property
     def shows_tools(self) -> bool:
         """True if the text shows tools."""
-        tools = [tool({"type": "object", "properties": {}})]
-        return FUNCTION in self._written([{"role": "user", "content": WORD}], tools)
+        return FUNCTION in self._with_tool
 
     @cached_property
     def hides_tools(self) -> bool:
         """True if a chat with tools renders, but the text does not show the tools."""
-        tools = [tool({"type": "object", "properties": {}})]
-        text = self._written([{"role": "user", "content": WORD}], tools)
-        return WORD in text.lower() and FUNCTION not in text
+        return WORD in self._with_tool.lower() and not self.shows_tools
 
     @cached_property
     def shows_calls(self) -> bool:
@@ -145,14 +143,12 @@ class Abilities:
     @cached_property
     def needs_turns(self) -> bool:
         """True if the template refuses two consecutive user messages."""
-        user = {"role": "user", "content": WORD}
-        return not self._written([user, user]) and self._renders_plain
+        return not self._written([*PLAIN, *PLAIN]) and self._renders_plain
 
     @cached_property
     def takes_user_behind_result(self) -> bool:
         """True if a user message may follow a tool's result."""
-        user = {"role": "user", "content": WORD}
-        return bool(self._with_id(CALL_ID, user)) or not self._with_id(CALL_ID)
+        return bool(self._with_id(CALL_ID, *PLAIN)) or not self._with_id(CALL_ID)
 
     @cached_property
     def takes_long_ids(self) -> bool:
@@ -167,7 +163,12 @@ class Abilities:
     @cached_property
     def _renders_plain(self) -> bool:
         """True if the text shows the plainest chat. Then a failure on another chat is that chat's."""
-        return WORD in self._render([{"role": "user", "content": WORD}], None).lower()
+        return WORD in self._render(PLAIN, None).lower()
+
+    @cached_property
+    def _with_tool(self) -> str:
+        """The plainest chat with a tool."""
+        return self._written(PLAIN, [tool({"type": "object", "properties": {}})])
 
     def _with_id(self, id_: str | None, *behind: dict[str, Any]) -> str:
         """A chat with a call and its result, both with this id or without one, then these messages."""

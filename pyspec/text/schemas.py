@@ -18,6 +18,13 @@ from typing import Any
 from pyspec.text.schema_patterns import plain_patterns
 from pyspec.text.schema_refs import referred, words
 
+JSON_OPTIONS: Any = {
+    "whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,20}",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""llguidance's options of all schemas. White space between two JSON tokens is as llama.cpp allows it, and bounded, so that no run of spaces lasts."""
+
 # -- keywords --------------------------------------------------------------------------------------------------------
 # Rewrites keywords of JSON Schemas that llguidance does not know into ones that it knows. Keywords without effect are dropped.
 # llguidance refuses the remaining ones by name.

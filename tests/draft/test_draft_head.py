@@ -86,7 +86,9 @@ def test_a_copy_in_pieces_is_that_of_the_whole(
     got = coarse.coarse(matrices[kind], info, to, CPU)
     want = dequantize(fit_q4(weight, to), to, info.shape)
     assert isinstance(got, Dense) and torch.equal(got.weight, want)
-    packed = coarse._packed(matrices[kind], *info.shape, to, CPU, 512)  # matrices that a GPU streams
+    ends = [(first, min(first + 512, len(weight))) for first in range(0, len(weight), 512)]
+    pieces = (coarse.rows_of(matrices[kind], *each) for each in ends)
+    packed = coarse._packed(pieces, *info.shape, to, CPU)  # matrices that a GPU streams
     assert torch.equal(unpack(packed), want) and packed.data.numel() == packed_bytes(to, *info.shape)
     x = torch.randn(3, info.shape[1])
     assert (got(x) - matrices["dense"](x)).norm() < 0.2 * matrices["dense"](x).norm()

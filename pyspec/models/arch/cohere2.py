@@ -5,8 +5,6 @@ Three of four blocks have a window and a rope, the others neither. Logits are mu
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import LAYER, BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
@@ -30,9 +28,11 @@ def read(file: GGUFFile) -> ModelSpec:
         return BlockSpec((Part("attn_norm", Together(parts), kind=LAYER),))
 
     windows = read_windows(file, block_count(file), PATTERN)
-    blocks = tuple(block(window) for window in windows)
-    return replace(
-        read_decoder(file, blocks, n_ff, "attention.layer_norm_epsilon"),
+    return read_decoder(
+        file,
+        map(block, windows),
+        n_ff,
+        eps=h.number("attention.layer_norm_epsilon"),
         residual=Residual(last=LAYER),
         logit_factor=h.number("logit_scale"),
     )

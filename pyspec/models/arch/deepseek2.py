@@ -5,16 +5,13 @@ YaRN leaves cos and sin as they are, and multiplies scores. Files from before th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.mla import Mla
 from pyspec.models.blocks.moe import Experts
-from pyspec.models.experts import feeds, read_experts, shared_width
+from pyspec.models.experts import feeds, read_routed
 from pyspec.models.model import ModelSpec
-from pyspec.models.part import PartSpec
 from pyspec.models.read import read_decoder, trunk_layers, vocab_size
 from pyspec.models.rope import RopeSpec, read_scaling
 
@@ -26,13 +23,9 @@ def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
     n_layer, n_nextn = trunk_layers(file)
     attention, experts = read_mla(file), _experts(file)
-
-    def block(feed: PartSpec) -> BlockSpec:
-        return BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed)))
-
-    blocks = tuple(block(feed) for feed in feeds(file, n_layer, experts))
-    spec = read_decoder(file, blocks, max(h.integer("feed_forward_length"), experts.n_inner))
-    return replace(spec, n_nextn=n_nextn, mtp_block=block(experts))
+    blocks = (pair(attention, feed) for feed in feeds(file, n_layer, experts))
+    n_ff = max(h.integer("feed_forward_length"), experts.n_inner)
+    return read_decoder(file, blocks, n_ff, n_nextn=n_nextn, mtp_block=pair(attention, experts))
 
 
 def read_mla(file: GGUFFile, *, turns: bool = True) -> Mla:
@@ -64,9 +57,4 @@ def _experts(file: GGUFFile) -> Experts:
     h = file.hparams
     n_vocab, blocks = GLM_FLASH
     is_glm = vocab_size(file) == n_vocab and h.integer("block_count") in blocks
-    return read_experts(
-        file,
-        "sigmoid" if is_glm else "softmax",
-        n_ff_shared=shared_width(file),
-        renorm=h.flag("expert_weights_norm", False),
-    )
+    return read_routed(file, "sigmoid" if is_glm else "softmax")

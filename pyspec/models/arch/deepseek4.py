@@ -12,7 +12,7 @@ from pyspec.models.blocks.sparse_attention import IndexerShape, SparseAttention,
 from pyspec.models.blocks.stream_experts import StreamExperts
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape
-from pyspec.models.read import check_rope, read_limits, trunk_layers, vocab_size
+from pyspec.models.read import check_rope, read_decoder, read_limits, trunk_layers, vocab_size
 from pyspec.models.residual import Residual
 from pyspec.ranges import Whole, quoted
 
@@ -28,19 +28,15 @@ def read(file: GGUFFile) -> ModelSpec:
     feeds = [
         replace(experts, limits=limits[i], n_named=n_vocab if i < n_hash else 0) for i in range(n_layer)
     ]
-
-    return ModelSpec(
-        arch=file.architecture,
-        n_vocab=n_vocab,
-        n_embd=h.integer("embedding_length"),
+    blocks = (
+        stream_block(mixers[ratio], feed, residual.n)
+        for ratio, feed in zip(_ratios(file, n_block), feeds, strict=False)
+    )
+    return read_decoder(
+        file,
+        blocks,
+        experts.n_inner,
         n_nextn=n_nextn,
-        n_ff=experts.n_inner,
-        n_ctx_train=h.integer("context_length"),
-        eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(
-            stream_block(mixers[ratio], feed, residual.n)
-            for ratio, feed in zip(_ratios(file, n_block), feeds, strict=False)
-        ),
         mtp_block=stream_block(replace(mixers[0], in_pages=True), experts, residual.n),
         residual=residual,
         ties_head=False,

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
-from pyspec.models.experts import feeds, read_experts, shared_width
+from pyspec.models.experts import feeds, read_routed
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import read_attention, read_decoder, read_rope, trunk_layers
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    h, shape = file.hparams, read_attention(file)
-    experts = read_experts(
-        file, n_ff_shared=shared_width(file), renorm=h.flag("expert_weights_norm", False)
-    )
+    shape, experts = read_attention(file), read_routed(file)
     attention = Attention(shape, read_rope(file, shape, neox=True), qk_norm=True)
-    blocks = tuple(
-        BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed)))
-        for feed in feeds(file, trunk_layers(file)[0], experts)
-    )
-    return read_decoder(file, blocks, max(h.integer("feed_forward_length", 0), experts.n_inner))
+    blocks = (pair(attention, feed) for feed in feeds(file, trunk_layers(file)[0], experts))
+    n_ff = max(file.hparams.integer("feed_forward_length", 0), experts.n_inner)
+    return read_decoder(file, blocks, n_ff)

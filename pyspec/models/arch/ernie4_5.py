@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.experts import read_experts, shared_width
@@ -21,13 +21,8 @@ def read(file: GGUFFile) -> ModelSpec:
     attention = Attention(shape, read_rope(file, shape, neox=False))
     every = h.integer("interleave_moe_layer_step", 1, legal=Whole(1, 1 << 16))
     lead = h.integer("leading_dense_block_count", 0)
-    blocks = tuple(
-        BlockSpec(
-            (
-                Part("attn_norm", attention),
-                Part("ffn_norm", experts if i >= lead and (i + 1) % every == 0 else dense),
-            )
-        )
+    blocks = (
+        pair(attention, experts if i >= lead and (i + 1) % every == 0 else dense)
         for i in range(block_count(file))
     )
     return read_decoder(file, blocks, max(dense.n_ff, experts.n_inner))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
 from pyspec.models.arch.nemotron import read_state
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import BlockSpec, Part, pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mamba2 import Mamba2
 from pyspec.models.blocks.mlp import Mlp
@@ -21,7 +21,6 @@ def read(file: GGUFFile) -> ModelSpec:
         if (bare := f"blk.{i}.ffn_norm") in file.tensors:  # converters leave the ending out
             file.split(bare, (f"{bare}.weight",))
         mamba = Mamba2(state, norms=f"blk.{i}.ssm_norm.weight" in file.tensors)
-        mixers = Together(BlockSpec((Part("", attention), Part("", mamba))))
-        return BlockSpec((Part("attn_norm", mixers), Part("ffn_norm", Mlp(n_ff))))
+        return pair(Together(BlockSpec((Part("", attention), Part("", mamba)))), Mlp(n_ff))
 
-    return read_decoder(file, tuple(map(block, range(block_count(file)))), n_ff)
+    return read_decoder(file, map(block, range(block_count(file))), n_ff)

@@ -45,6 +45,6 @@ def read_gemma(file: GGUFFile, mixers: Sequence[Attention], final_cap: float) ->
     """A model of blocks with these mixers."""
     n_ff = file.hparams.integer("feed_forward_length")
     feed = Part("ffn_norm", Mlp(n_ff, "gelu"), "post_ffw_norm")
-    blocks = tuple(BlockSpec((Part("attn_norm", x, "post_attention_norm"), feed)) for x in mixers)
+    blocks = (BlockSpec((Part("attn_norm", x, "post_attention_norm"), feed)) for x in mixers)
     model = read_decoder(file, blocks, n_ff)
     return replace(model, embed_factor=model.n_embd**0.5, final_cap=final_cap)

@@ -42,7 +42,7 @@ def read(file: GGUFFile) -> ModelSpec:
         if n_input:
             parts.append(Part("", LayerInput(i, n_input), post="post_norm"))
         blocks.append(BlockSpec(tuple(parts), scale=SCALE))
-    spec = read_decoder(file, tuple(blocks), max(widths) + (experts.n_inner if experts else 0))
+    spec = read_decoder(file, blocks, max(widths) + (experts.n_inner if experts else 0))
     inputs = PerLayer(n_block, n_input, spec.n_vocab, spec.n_embd, spec.eps)
     return replace(
         spec,

@@ -11,12 +11,10 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.arch.deepseek2 import read_mla
 from pyspec.models.arch.deepseek4 import read_indexer
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.indexer import Indexer
-from pyspec.models.blocks.mla import Mla
-from pyspec.models.experts import feeds, read_experts, shared_width
+from pyspec.models.experts import feeds, read_routed
 from pyspec.models.model import ModelSpec
-from pyspec.models.part import PartSpec
 from pyspec.models.read import read_decoder, trunk_layers
 
 LONG = 1 << 20  # tokens of contexts whose models share choices, where files do not say which blocks do
@@ -25,28 +23,19 @@ ALONE, EVERY = 2, 4  # first blocks that choose; of those behind them one of so 
 
 def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, n_nextn) = file.hparams, trunk_layers(file)
-    mla, experts = (
-        read_mla(file),
-        read_experts(
-            file, "sigmoid", n_ff_shared=shared_width(file), renorm=h.flag("expert_weights_norm", False)
-        ),
-    )
+    mla, experts = read_mla(file), read_routed(file, "sigmoid")
     if not mla.q_rank:
         raise ModelError(
             f"{file.architecture} files without attn_q_a have no rows for an indexer's queries"
         )
     indexer = Indexer(read_indexer(file, mla.rope.n_rot), mla.rope)
-
-    def block(mixer: Mla, feed: PartSpec) -> BlockSpec:
-        return BlockSpec((Part("attn_norm", mixer), Part("ffn_norm", feed)))
-
     mixers = {True: replace(mla, indexer=indexer), False: replace(mla, follows=True)}
-    blocks = tuple(
-        block(mixers[chooses], feed)
+    blocks = (
+        pair(mixers[chooses], feed)
         for chooses, feed in zip(read_types(file, n_layer), feeds(file, n_layer, experts), strict=True)
     )
-    spec = read_decoder(file, blocks, max(h.integer("feed_forward_length"), experts.n_inner))
-    return replace(spec, n_nextn=n_nextn, mtp_block=block(mla, experts))
+    n_ff = max(h.integer("feed_forward_length"), experts.n_inner)
+    return read_decoder(file, blocks, n_ff, n_nextn=n_nextn, mtp_block=pair(mla, experts))
 
 
 def read_types(file: GGUFFile, n_layer: int) -> list[bool]:

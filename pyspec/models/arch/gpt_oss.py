@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import BlockSpec, pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.model import ModelSpec
-from pyspec.models.read import block_count, read_attention, read_rope, read_windows, vocab_size
+from pyspec.models.read import block_count, read_attention, read_decoder, read_rope, read_windows
 
 CHOSEN, UNSET = 3, 0  # expert_gating_func: softmax over the scores of the chosen
 LIMIT = 7.0  # of gates and ups; no key says so
@@ -16,23 +16,15 @@ PATTERN = 2  # where a file does not say: each second block sees all
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    h, shape, n_block = file.hparams, read_attention(file), block_count(file)
+    shape, n_block = read_attention(file), block_count(file)
     rope, experts = read_rope(file, shape, neox=True), _experts(file)
 
     def block(window: int) -> BlockSpec:
         attention = Attention(shape, rope, window, biased=True, sinks=True)
-        return BlockSpec((Part("attn_norm", attention), Part("post_attention_norm", experts)))
+        return pair(attention, experts, "post_attention_norm")
 
-    return ModelSpec(
-        arch=file.architecture,
-        n_vocab=vocab_size(file),
-        n_embd=h.integer("embedding_length"),
-        n_ff=experts.n_inner,
-        n_ctx_train=h.integer("context_length"),
-        eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(block(window) for window in read_windows(file, n_block, PATTERN, 0)),
-        ties_head=False,
-    )
+    blocks = map(block, read_windows(file, n_block, PATTERN, 0))
+    return read_decoder(file, blocks, experts.n_inner, ties_head=False)
 
 
 def _experts(file: GGUFFile) -> Experts:

@@ -6,8 +6,6 @@ Mamba-2. Experts: softmax over all, the weights of the chosen divided by their s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspec.gguf import GGUFFile
 from pyspec.models.arch.nemotron import read_state
 from pyspec.models.block import BlockSpec, Part
@@ -41,8 +39,10 @@ def read(file: GGUFFile) -> ModelSpec:
         )
         for n_kv in set(kv_heads)
     }
-    return replace(
-        read_decoder(file, tuple(blocks[n_kv] for n_kv in kv_heads), n_ff),
+    return read_decoder(
+        file,
+        (blocks[n_kv] for n_kv in kv_heads),
+        n_ff,
         embed_factor=h.number("embedding_scale", 0.0) or 1.0,
         logit_factor=1.0 / (h.number("logit_scale", 1.0) if is_hybrid else h.number("logit_scale")),
     )

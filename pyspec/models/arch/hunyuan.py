@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
@@ -26,5 +26,4 @@ def read(file: GGUFFile) -> ModelSpec:
         n = shape.head_dim
         rope = replace(rope, base=rope.base * alpha ** (n / max(1, n - 2)))
     attention = Attention(shape, rope, qk_norm=True, norm_behind=True)
-    block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed)))
-    return read_decoder(file, (block,) * block_count(file), n_ff)
+    return read_decoder(file, (pair(attention, feed),) * block_count(file), n_ff)

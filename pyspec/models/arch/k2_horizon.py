@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 from pyspec.errors import ModelError
@@ -14,7 +13,7 @@ from pyspec.models.block import BlockSpec, NormKind, Part
 from pyspec.models.blocks.attention import GATE, Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.value_experts import STACK, ValueExperts
-from pyspec.models.experts import read_experts, read_router, shared_width
+from pyspec.models.experts import read_routed, read_router
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import block_count, read_attention, read_decoder, read_rope
@@ -32,8 +31,7 @@ def read(file: GGUFFile) -> ModelSpec:
     rope = read_rope(file, shape, neox=True, reads_ramp=True)
     kind, n_layer, experts = NormKind(n_slice=n_slice), block_count(file), None
     if h.integer("expert_count", 0):
-        renorm = h.flag("expert_weights_norm", False)
-        experts = read_experts(file, "sigmoid", n_ff_shared=shared_width(file), renorm=renorm)
+        experts = read_routed(file, "sigmoid")
 
     def block(i: int) -> BlockSpec:
         has, feed = [f"blk.{i}.{x}" in file.tensors for x in OPTIONAL], cast(PartSpec, Mlp(n_ff))
@@ -49,8 +47,8 @@ def read(file: GGUFFile) -> ModelSpec:
         return BlockSpec((Part("attn_norm", mixer, kind=kind), Part("ffn_norm", feed, kind=kind)))
 
     n_inner = 0 if experts is None else experts.n_inner
-    spec = read_decoder(file, tuple(map(block, range(n_layer))), max(n_ff, n_inner))
-    return replace(spec, residual=Residual(last=kind))
+    own = Residual(last=kind)
+    return read_decoder(file, map(block, range(n_layer)), max(n_ff, n_inner), residual=own)
 
 
 def read_values(file: GGUFFile) -> ValueExperts:

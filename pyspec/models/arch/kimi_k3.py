@@ -12,10 +12,10 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.arch.deepseek2 import read_mla
 from pyspec.models.arch.kimi_linear import read_state
 from pyspec.models.bank import Bank
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import BlockSpec, Part, pair
 from pyspec.models.blocks.kda import Kda
 from pyspec.models.blocks.mlp import Mlp
-from pyspec.models.experts import feeds, read_experts, shared_width
+from pyspec.models.experts import feeds, read_routed
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import read_decoder, read_kv_heads, trunk_layers
@@ -28,11 +28,9 @@ LATENT_NORM = "ffn_routed_norm.weight"
 def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, _) = file.hparams, trunk_layers(file)
     betas = h.number("activation.situ_beta"), h.number("activation.situ_linear_beta", 0.0)
-    experts = read_experts(
+    experts = read_routed(
         file,
         "sigmoid",
-        n_ff_shared=shared_width(file),
-        renorm=h.flag("expert_weights_norm", False),
         act="situ",
         betas=betas,
         latent=h.integer("expert_latent_length", 0),
@@ -53,7 +51,7 @@ def read(file: GGUFFile) -> ModelSpec:
             feed = replace(feed, act="situ", betas=betas)
         mixer = mla if n_kv else delta
         if not every:
-            return BlockSpec((Part("attn_norm", mixer), Part("ffn_norm", feed)))
+            return pair(mixer, feed)
         kept = -(-i // every)  # before it
         before = Bank("attn_res_score.weight", kept, restarts=i % every == 0)
         parts = (
@@ -64,6 +62,6 @@ def read(file: GGUFFile) -> ModelSpec:
         return BlockSpec(parts, bank=last)
 
     given = zip(kv_heads, feeds(file, n_layer, experts), strict=True)
-    blocks = tuple(block(i, *each) for i, each in enumerate(given))
+    blocks = (block(i, *each) for i, each in enumerate(given))
     n_ff = max(h.integer("feed_forward_length", 0), experts.n_inner)
-    return replace(read_decoder(file, blocks, n_ff), residual=Residual(n_kept=n_kept))
+    return read_decoder(file, blocks, n_ff, residual=Residual(n_kept=n_kept))

@@ -8,15 +8,15 @@ bound. Its MTP block is one of latent attention and experts.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.gguf import GGUFFile
 from pyspec.models.arch.deepseek2 import read_mla
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.kda import Kda
-from pyspec.models.experts import cut_behind_silu, feeds, read_experts, shared_width
+from pyspec.models.experts import cut_behind_silu, feeds, read_routed
 from pyspec.models.model import ModelSpec
-from pyspec.models.part import PartSpec
 from pyspec.models.read import read_decoder, read_kv_heads, read_limits, trunk_layers
 
 MTP_NORM = "layer_output_norm.weight"
@@ -25,29 +25,19 @@ MTP_NORM = "layer_output_norm.weight"
 def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, n_nextn) = file.hparams, trunk_layers(file)
     is_ling = file.architecture == "bailingmoe3"
-    experts = read_experts(
-        file,
-        "sigmoid",
-        n_ff_shared=shared_width(file),
-        renorm=not is_ling or h.flag("expert_weights_norm", False),
-    )
+    experts = read_routed(file, "sigmoid", **{} if is_ling else {"renorm": True})
     delta = Kda(read_state(file, h.number("kda.gate_lower_bound") if is_ling else 0.0))
     mla = replace(read_mla(file, turns=is_ling), gates=int(is_ling))
     kv_heads, forwards = read_kv_heads(file, n_layer + n_nextn), feeds(file, n_layer, experts)
-
-    def block(mixer: PartSpec, feed: PartSpec) -> BlockSpec:
-        return BlockSpec((Part("attn_norm", mixer), Part("ffn_norm", feed)))
-
     limits = read_limits(file, n_layer + n_nextn) if is_ling else [(0.0, 0.0)] * n_layer
     given = zip(kv_heads, forwards, limits, strict=False)
-    blocks = tuple(
-        block(mla if n_kv else delta, cut_behind_silu(feed, most)) for n_kv, feed, most in given
-    )
-    spec = read_decoder(file, blocks, max(h.integer("feed_forward_length", 0), experts.n_inner))
-    if not is_ling:
-        return spec
-    last = block(mla, cut_behind_silu(experts, limits[-1]))
-    return replace(spec, n_nextn=n_nextn, mtp_block=last, mtp_norm=MTP_NORM)
+    blocks = (pair(mla if n_kv else delta, cut_behind_silu(feed, most)) for n_kv, feed, most in given)
+    own: dict[str, Any] = {}
+    if is_ling:
+        last = pair(mla, cut_behind_silu(experts, limits[-1]))
+        own = {"n_nextn": n_nextn, "mtp_block": last, "mtp_norm": MTP_NORM}
+    n_ff = max(h.integer("feed_forward_length", 0), experts.n_inner)
+    return read_decoder(file, blocks, n_ff, **own)
 
 
 def read_state(file: GGUFFile, floor: float) -> GdnShape:

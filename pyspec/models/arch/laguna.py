@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import GATE, Attention
-from pyspec.models.experts import feeds, read_experts, shared_width
+from pyspec.models.experts import feeds, read_routed
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import (
     attention_shape,
@@ -22,9 +22,7 @@ PATTERN = 4  # the first of four sees all
 
 def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, _) = file.hparams, trunk_layers(file)
-    experts = read_experts(
-        file, "sigmoid", n_ff_shared=shared_width(file), renorm=h.flag("expert_weights_norm", False)
-    )
+    experts = read_routed(file, "sigmoid")
     heads = h.each("attention.head_count", n_layer), read_kv_heads(file, n_layer)
     windows = read_windows(file, n_layer, PATTERN, 0, first_is_whole=True)
 
@@ -35,10 +33,6 @@ def read(file: GGUFFile) -> ModelSpec:
         gate = ("softplus", 1 if gates is None or gates.shape[0] <= n_head else shape.head_dim)
         return Attention(shape, rope, window, qk_norm=True, gate=gate)
 
-    blocks = tuple(
-        BlockSpec((Part("attn_norm", attention(i, *each)), Part("ffn_norm", feed)))
-        for i, (each, feed) in enumerate(
-            zip(zip(*heads, windows, strict=True), feeds(file, n_layer, experts), strict=True)
-        )
-    )
+    mixers = map(attention, range(n_layer), *heads, windows)
+    blocks = map(pair, mixers, feeds(file, n_layer, experts))
     return read_decoder(file, blocks, max(h.integer("feed_forward_length", 0), experts.n_inner))

@@ -5,11 +5,9 @@ The norm before the head is `token_embd_norm`. Experts: a sigmoid router with a 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspec.cuda.ops.short_conv.shape import ShortConvShape
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
@@ -38,12 +36,9 @@ def read(file: GGUFFile) -> ModelSpec:
     def feed(i: int) -> PartSpec:
         return dense if experts is None or i < n_dense else experts
 
-    blocks = tuple(
-        BlockSpec((Part("attn_norm", mixer(n_kv)), Part("ffn_norm", feed(i))))
-        for i, n_kv in enumerate(kv_heads)
-    )
-    spec = read_decoder(file, blocks, max(dense.n_ff, experts.n_inner if experts else 0))
-    return replace(spec, last_norm="token_embd_norm.weight")
+    blocks = (pair(mixer(n_kv), feed(i)) for i, n_kv in enumerate(kv_heads))
+    n_ff = max(dense.n_ff, experts.n_inner if experts else 0)
+    return read_decoder(file, blocks, n_ff, last_norm="token_embd_norm.weight")
 
 
 def _experts(file: GGUFFile) -> Experts | None:

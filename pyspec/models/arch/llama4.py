@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.experts import read_experts
@@ -34,13 +34,8 @@ def read(file: GGUFFile) -> ModelSpec:
         near = far = replace(near, window=0)
     dense = Mlp(h.integer("feed_forward_length"))
     every = h.integer("interleave_moe_layer_step", legal=Whole(1, 1 << 16))
-    blocks = tuple(
-        BlockSpec(
-            (
-                Part("attn_norm", near if (i + 1) % PERIOD else far),
-                Part("ffn_norm", dense if (i + 1) % every else experts),
-            )
-        )
-        for i in range(block_count(file))
+    blocks = (
+        pair(near if i % PERIOD else far, dense if i % every else experts)
+        for i in range(1, block_count(file) + 1)
     )
     return read_decoder(file, blocks, max(dense.n_ff, experts.n_inner))

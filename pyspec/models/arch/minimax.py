@@ -5,10 +5,8 @@ A file without `expert_gating_func` has the sigmoid, too.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.experts import read_experts
 from pyspec.models.model import ModelSpec
@@ -19,6 +17,5 @@ def read(file: GGUFFile) -> ModelSpec:
     shape = read_attention(file)
     experts = read_experts(file, "sigmoid", biased=True)
     attention = Attention(shape, read_rope(file, shape, neox=True), row_norm=True)
-    block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", experts)))
-    spec = read_decoder(file, (block,) * block_count(file), experts.n_inner)
-    return replace(spec, ties_head=False)
+    blocks = (pair(attention, experts),) * block_count(file)
+    return read_decoder(file, blocks, experts.n_inner, ties_head=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
@@ -27,5 +27,4 @@ def read(file: GGUFFile) -> ModelSpec:
         scale = h.number("expert_weights_scale", 0.0) or 1.0
         feed = Experts(n_expert, h.integer("expert_used_count"), n_ff, scale=scale)
         n_ff = feed.n_inner
-    block = BlockSpec((Part("attn_norm", attention), Part("ffn_norm", feed)))
-    return read_decoder(file, (block,) * block_count(file), n_ff)
+    return read_decoder(file, (pair(attention, feed),) * block_count(file), n_ff)

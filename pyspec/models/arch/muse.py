@@ -5,8 +5,6 @@ Three of four blocks have a window and a rope, the others neither. The norms beh
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
@@ -36,8 +34,10 @@ def read(file: GGUFFile) -> ModelSpec:
         )
 
     windows = read_windows(file, block_count(file), PATTERN)
-    return replace(
-        read_decoder(file, tuple(block(window) for window in windows), n_ff),
+    return read_decoder(
+        file,
+        map(block, windows),
+        n_ff,
         residual=Residual(norms_rows=True),
         logit_factor=h.number("logit_scale", 0.0) or 1.0,
         final_cap=h.number("final_logit_softcapping", CAP),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import BlockSpec, Part, pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mamba2 import Mamba2
 from pyspec.models.blocks.mlp import Mlp
@@ -21,7 +21,7 @@ from pyspec.models.blocks.moe import Experts
 from pyspec.models.experts import read_groups
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, PartSpec
-from pyspec.models.read import attention_shape, trunk_layers, vocab_size
+from pyspec.models.read import attention_shape, read_decoder, trunk_layers
 from pyspec.models.rope import NO_ROPE
 
 NORM = "attn_norm"  # of every trunk block
@@ -105,14 +105,11 @@ def read(file: GGUFFile) -> ModelSpec:
 
     # files of the MTP block alone say no width for it: then it is as the others
     mtp_experts = (experts[n_layer] if n_nextn else None) or next(filter(None, experts), None)
-    return ModelSpec(
-        arch=file.architecture,
-        n_vocab=vocab_size(file),
-        n_embd=h.integer("embedding_length"),
+    return read_decoder(
+        file,
+        (BlockSpec((Part(NORM, part(i)),)) for i in range(n_layer)),
+        n_ff,
         n_nextn=n_nextn,
-        n_ff=n_ff,
-        n_ctx_train=h.integer("context_length"),
         eps=h.number("attention.layer_norm_rms_epsilon", h.number("attention.layer_norm_epsilon", 1e-5)),
-        blocks=tuple(BlockSpec((Part(NORM, part(i)),)) for i in range(n_layer)),
-        mtp_block=BlockSpec((Part(NORM, attention), Part("post_attention_norm", mtp_experts or plain))),
+        mtp_block=pair(attention, mtp_experts or plain, "post_attention_norm"),
     )

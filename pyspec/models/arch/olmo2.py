@@ -36,4 +36,4 @@ def read(file: GGUFFile) -> ModelSpec:
             (Part("", attention, "post_attention_norm"), Part("", Mlp(n_ff), "post_ffw_norm"))
         )
 
-    return read_decoder(file, tuple(block(window) for window in windows), n_ff)
+    return read_decoder(file, map(block, windows), n_ff)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import read_attention, read_axes, read_rope, trunk_layers, vocab_size
+from pyspec.models.read import read_attention, read_axes, read_decoder, read_rope, trunk_layers
 
 NORM = "post_attention_norm"  # before the feed-forward
 
@@ -50,21 +50,11 @@ def read_hybrid(
     file: GGUFFile, feed: PartSpec, n_ff: int, mixer: DeltaNet, *, has_axes: bool = True
 ) -> ModelSpec:
     """A model of this family with any kind of feed-forward, of `n_ff` inner values. has_axes: its rope has sections."""
-    h, shape = file.hparams, read_attention(file, gated=True)
+    shape = read_attention(file, gated=True)
     n_layer, n_nextn = trunk_layers(file)
     rope = read_rope(file, shape, neox=True)
     rope = read_axes(file, rope) if has_axes else rope
-    after = Part(NORM, feed)
-    full = BlockSpec((Part("attn_norm", Attention(shape, rope, qk_norm=True)), after))
-    recurrent = BlockSpec((Part("attn_norm", mixer), after))
-    return ModelSpec(
-        arch=file.architecture,
-        n_vocab=vocab_size(file),
-        n_embd=h.integer("embedding_length"),
-        n_nextn=n_nextn,
-        n_ff=n_ff,
-        n_ctx_train=h.integer("context_length"),
-        eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(recurrent if r else full for r in recurrent_layers(file, n_layer)),
-        mtp_block=full,
-    )
+    full = pair(Attention(shape, rope, qk_norm=True), feed, NORM)
+    recurrent = pair(mixer, feed, NORM)
+    blocks = (recurrent if r else full for r in recurrent_layers(file, n_layer))
+    return read_decoder(file, blocks, n_ff, n_nextn=n_nextn, mtp_block=full)

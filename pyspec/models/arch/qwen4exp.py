@@ -20,14 +20,21 @@ from pyspec.models.blocks.ngram_rows import CPU, NgramRows
 from pyspec.models.blocks.sparse_attention import IndexerShape
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
-from pyspec.models.read import read_attention, read_axes, read_rope, trunk_layers, vocab_size
+from pyspec.models.read import (
+    read_attention,
+    read_axes,
+    read_decoder,
+    read_rope,
+    trunk_layers,
+    vocab_size,
+)
 from pyspec.models.residual import HEAD_MIX, Gates, Residual
 from pyspec.models.wants import TOKEN_INPUTS
 from pyspec.ranges import Whole
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    h, experts = file.hparams, read_experts(file)
+    experts = read_experts(file)
     n_layer, n_nextn = trunk_layers(file)
     n_block, residual = n_layer + n_nextn, read_residual(file)
     is_recurrent, tables = recurrent_layers(file, n_layer), read_tables(file, n_layer)
@@ -40,18 +47,14 @@ def read(file: GGUFFile) -> ModelSpec:
         before = (Part("", tables[i]),) if i in tables else ()
         return BlockSpec((*before, *parts), n_stream=residual.n)
 
-    blocks = [
+    blocks = (
         block(i, linear if is_recurrent[i] else read_mixer(file, ratios[i])) for i in range(n_layer)
-    ]
-    return ModelSpec(
-        arch=file.architecture,
-        n_vocab=vocab_size(file),
-        n_embd=h.integer("embedding_length"),
+    )
+    return read_decoder(
+        file,
+        blocks,
+        experts.n_inner,
         n_nextn=n_nextn,
-        n_ff=experts.n_inner,
-        n_ctx_train=h.integer("context_length"),
-        eps=h.number("attention.layer_norm_rms_epsilon"),
-        blocks=tuple(blocks),
         mtp_block=block(n_layer, read_mixer(file, ratios[n_layer] if n_nextn else 0)),
         residual=residual,
         last_norm="",

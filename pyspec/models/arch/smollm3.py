@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
@@ -16,8 +16,7 @@ PERIOD = 4  # the last block of each has no rope; no key says so
 def read(file: GGUFFile) -> ModelSpec:
     shape, n_ff = read_attention(file), file.hparams.integer("feed_forward_length")
     turned, plain = (
-        BlockSpec((Part("attn_norm", Attention(shape, rope)), Part("ffn_norm", Mlp(n_ff))))
-        for rope in (read_rope(file, shape, neox=False), NO_ROPE)
+        pair(Attention(shape, rope), Mlp(n_ff)) for rope in (read_rope(file, shape, neox=False), NO_ROPE)
     )
     n = block_count(file)
-    return read_decoder(file, tuple(turned if (i + 1) % PERIOD else plain for i in range(n)), n_ff)
+    return read_decoder(file, (turned if (i + 1) % PERIOD else plain for i in range(n)), n_ff)

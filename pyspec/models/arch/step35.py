@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.block import BlockSpec, Part
+from pyspec.models.block import pair
 from pyspec.models.blocks.attention import GATE, Attention
 from pyspec.models.blocks.mlp import Mlp
-from pyspec.models.experts import cut_behind_silu, read_experts, shared_width
+from pyspec.models.experts import cut_behind_silu, read_routed
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import (
@@ -36,9 +36,7 @@ def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, n_nextn) = file.hparams, trunk_layers(file)
     n_block = n_layer + n_nextn
     n_ff = h.integer("feed_forward_length", 0)
-    experts = read_experts(
-        file, "sigmoid", n_ff_shared=shared_width(file), renorm=h.flag("expert_weights_norm", False)
-    )
+    experts = read_routed(file, "sigmoid")
     heads = h.each("attention.head_count", n_block), read_kv_heads(file, n_block)
     if DIVISORS in file.tensors:
         n_rot = read_rope(file, attention_shape(file, heads[0][0], heads[1][0]), neox=True).n_rot
@@ -61,11 +59,14 @@ def read(file: GGUFFile) -> ModelSpec:
         return cut_behind_silu(Mlp(n_ff) if is_dense else experts, limits)
 
     windows, limits = read_windows(file, n_block, PATTERN), read_limits(file, n_block)
-    blocks = tuple(
-        BlockSpec((Part("attn_norm", attention(i, *each)), Part("ffn_norm", feed(i, limits[i]))))
-        for i, each in enumerate(zip(*heads, windows, strict=True))
+    each = range(n_block)
+    blocks = tuple(map(pair, map(attention, each, *heads, windows), map(feed, each, limits)))
+    return read_decoder(
+        file,
+        blocks[:n_layer],
+        max(n_ff, experts.n_inner),
+        n_nextn=n_nextn,
+        mtp_block=blocks[n_layer] if n_nextn else None,
+        mtp_more=blocks[n_layer + 1 :],
+        residual=Residual(seeds_raw=True),
     )
-    spec = read_decoder(file, blocks[:n_layer], max(n_ff, experts.n_inner))
-    first, more = blocks[n_layer] if n_nextn else None, blocks[n_layer + 1 :]
-    own = Residual(seeds_raw=True)
-    return replace(spec, n_nextn=n_nextn, mtp_block=first, mtp_more=more, residual=own)

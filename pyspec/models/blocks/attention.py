@@ -66,8 +66,7 @@ class Attention(Plain):
         return self.shape
 
     def tensors(self, at: Place) -> dict[str, Want]:
-        s, n = self.shape, at.n_embd
-        q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
+        s, n, (q, kv) = self.shape, at.n_embd, self.sizes
         of_q, of_kv = self._units()
         heads = self._readers()
         wants = {at.name("attn_output.weight"): Want((n, s.n_head * s.head_dim), cut=Cut(1, (heads,)))}
@@ -84,18 +83,14 @@ class Attention(Plain):
 
     def matrices(self, at: Place) -> dict[str, Want]:
         """Queries, keys and values in a matrix each."""
-        s = self.shape
-        q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = self._units()
+        (q, kv), (of_q, of_kv) = self.sizes, self._units()
         parts = {"q": Want((q, at.n_embd), cut=Cut(0, (of_q,)))}
         parts |= dict.fromkeys("kv", Want((kv, at.n_embd), cut=Cut(0, (of_kv,))))
         return {at.name(f"attn_{x}.weight"): parts[x] for x in self.products(at.has)}
 
     def _extras(self, at: Place) -> dict[str, Want]:
         """Norms of heads and biases, of all that they go with or of none; sinks."""
-        s = self.shape
-        q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-        of_q, of_kv = self._units()
+        s, (q, kv), (of_q, of_kv) = self.shape, self.sizes, self._units()
         of_heads = [f"attn_{x}_norm.weight" for x in "qk"]
         biases: dict[str, tuple[int, Divided]] = {
             "attn_q.bias": (q, of_q),
@@ -158,6 +153,12 @@ class Attention(Plain):
         return replace(self, shape=self.shape.share(n))
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of the matrices of queries, gates among them, and of keys or values."""
+        q, kv = self.row_widths
+        return q * (2 if self.shape.gated else 1), kv
+
+    @property
     def row_widths(self) -> tuple[int, int]:
         """Values of q and of k in a row."""
         s = self.shape
@@ -200,11 +201,10 @@ class Attention(Plain):
 
     def projected(self, f: Forward, n: Value) -> Value:
         """q, k and v of normed rows, side by side."""
-        s, parts = self.shape, self.products(f.at.has)
+        parts, (n_q, n_k) = self.products(f.at.has), self.sizes
         names = [f"attn_{x}.weight" for x in parts]
         if f.at.has("attn_qkv.weight"):
             names = ["attn_qkv.weight"]
-        n_q, n_k = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
         y = f.product(n, *names, n_out=n_q + (len(parts) - 1) * n_k)
         return y if self.values is None else f.side_by_side(y, self.values.forward(f, n, n_k))
 
@@ -269,8 +269,9 @@ def _bias(f: Forward) -> Weight | None:
         return f.vector("attn_qkv.bias")
     if not f.at.has("attn_q.bias"):
         return None
-    return f.read(_row, *(f"attn_{p}.bias" for p in "qkv"))
+    return f.read(in_a_row, *(f"attn_{p}.bias" for p in "qkv"))
 
 
-def _row(w: Any, *names: str) -> Tensor:
+def in_a_row(w: Any, *names: str) -> Tensor:
+    """Vectors one behind the other."""
     return torch.cat([w.vector(name) for name in names])

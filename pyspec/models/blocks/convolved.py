@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec
-from pyspec.forward.call import Folding, RunInput, Value
+from pyspec.forward.call import RunInput, Value
 from pyspec.forward.trace import Forward
-from pyspec.models.part import AttentionShape, PartSpec, Place, Plain
+from pyspec.models.blocks.gated_part import AroundPart
+from pyspec.models.part import PartSpec, Place
 from pyspec.models.wants import Want
-from pyspec.slots.parts import LayerParts
 
 
 @dataclass(frozen=True, slots=True)
-class Convolved(Plain):
+class Convolved(AroundPart):
     """The part as data.
 
-    part   takes normed rows (`Binding.norm` of "")
     name   of its tensors, without their endings
     n_tap  rows that each row is made of, itself included
     group  columns that share the weights that a row gives
@@ -27,10 +26,6 @@ class Convolved(Plain):
     n_tap: int
     group: int
 
-    @property
-    def attends(self) -> AttentionShape | None:
-        return self.part.attends
-
     def tensors(self, at: Place) -> dict[str, Want]:
         n = at.n_embd
         own = {
@@ -38,20 +33,6 @@ class Convolved(Plain):
             at.name(f"{self.name}_proj.weight"): Want((2 * self.n_tap * (n // self.group), n)),
         }
         return self.part.tensors(at) | own
-
-    def memory(self) -> LayerParts:
-        return self.part.memory()
-
-    def share(self, n: int) -> Convolved:
-        return replace(self, part=self.part.share(n))
-
-    def of_file(self, at: Place) -> Convolved:
-        """See `PartSpec.of_file`."""
-        return replace(self, part=self.part.of_file(at))
-
-    @property
-    def folds(self) -> Folding | None:
-        return self.part.folds
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         spec = ConvolveSpec(f.device, x.width, self.n_tap, self.group)

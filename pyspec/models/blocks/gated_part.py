@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 from pyspec.cuda.ops.gated_streams.ref import GatedStreamsSpec
 from pyspec.forward.call import Folding, Value
@@ -37,12 +38,11 @@ def head_row(gates: Gates, f: Forward, x: Value) -> Value:
     return row
 
 
-@dataclass(frozen=True, slots=True)
-class GatedPart(Plain):
-    """The part as data. part: takes normed rows (`Binding.norm` of "")."""
+class AroundPart(Plain):
+    """A part that reads and writes the stream for another one, `part`, which takes normed rows (`Binding.norm` of "")."""
 
+    __slots__ = ()
     part: PartSpec
-    gates: Gates
 
     @property
     def attends(self) -> AttentionShape | None:
@@ -52,21 +52,32 @@ class GatedPart(Plain):
     def folds(self) -> Folding | None:
         return self.part.folds
 
+    def memory(self) -> LayerParts:
+        return self.part.memory()
+
+    def share(self, n: int) -> Self:
+        return self._of(self.part.share(n))
+
+    def of_file(self, at: Place) -> Self:
+        return self._of(self.part.of_file(at))
+
+    def _of(self, part: PartSpec) -> Self:
+        changed: Self = replace(cast(Any, self), part=part)
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class GatedPart(AroundPart):
+    """The part as data."""
+
+    part: PartSpec
+    gates: Gates
+
     def tensors(self, at: Place) -> dict[str, Want]:
         n = self.gates.n_stream
         inject = Want((n, n * at.n_embd))
         own = {f"{self.gates.name}_{INJECT}": inject, **self.gates.tensors(at.n_embd)}
         return self.part.tensors(at) | {at.name(name): want for name, want in own.items()}
-
-    def memory(self) -> LayerParts:
-        return self.part.memory()
-
-    def share(self, n: int) -> GatedPart:
-        return replace(self, part=self.part.share(n))
-
-    def of_file(self, at: Place) -> GatedPart:
-        """See `PartSpec.of_file`."""
-        return replace(self, part=self.part.of_file(at))
 
     def forward(self, f: Forward, x: Value, stream: Value | None) -> Value:
         """The streams behind it."""

@@ -10,7 +10,6 @@ from pyspec.forward.trace import Forward
 from pyspec.models.part import Place, Plain
 from pyspec.models.per_layer import NORM, PRODUCT, PerLayer
 from pyspec.models.wants import TOKEN_INPUTS, Want
-from pyspec.slots.parts import LayerParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +24,6 @@ class LayerInput(Plain):
             at.name("inp_gate.weight"): Want((self.n, at.n_embd)),
             at.name("proj.weight"): Want((at.n_embd, self.n)),
         }
-
-    def memory(self) -> LayerParts:
-        return {}
 
     def share(self, n: int) -> LayerInput:
         """All of it: it is small."""

@@ -11,7 +11,6 @@ from pyspec.forward.trace import Forward
 from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.part import Place, Plain, column_block
 from pyspec.models.wants import Want
-from pyspec.slots.parts import LayerParts
 
 Act = Literal["silu", "gelu", "relu2", "situ"]
 
@@ -47,9 +46,6 @@ class Mlp(Plain):
                 "ffn_down.bias": biases[1],
             }
         return {at.name(name): want for name, want in named.items()}
-
-    def memory(self) -> LayerParts:
-        return {}
 
     def share(self, n: int) -> Mlp:
         return replace(self, n_ff=each_of(self.n_ff, n, self.block))

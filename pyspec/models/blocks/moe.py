@@ -15,7 +15,6 @@ from pyspec.models.cuts import Cut, Units, each_of
 from pyspec.models.part import Place, Plain, column_block
 from pyspec.models.stacks import AS_THEY_ARE, norm_of_router, router_of, stacks_of, unchanged
 from pyspec.models.wants import Want, scale_of
-from pyspec.slots.parts import LayerParts
 
 GATES = "ffn_gate_shexp.weight", "ffn_up_shexp.weight"  # of the shared expert
 LATENT = "ffn_latent_down.weight", "ffn_latent_up.weight"
@@ -127,9 +126,6 @@ class Experts(Plain):
         if self.shared_gate:
             wants[at.name("ffn_gate_inp_shexp.weight")] = Want((n,), also=((1, n),))
         return wants
-
-    def memory(self) -> LayerParts:
-        return {}
 
     def share(self, n: int) -> Self:
         """All experts, and of each one as many columns."""

@@ -19,7 +19,7 @@ from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.forward.call import Value, Weight
 from pyspec.forward.trace import Forward
-from pyspec.models.blocks.attention import SINKS
+from pyspec.models.blocks.attention import SINKS, in_a_row
 from pyspec.models.blocks.compressor import Compressor
 from pyspec.models.cuts import Cut, Units
 from pyspec.models.part import AttentionShape, Place, Plain
@@ -183,7 +183,7 @@ class SparseAttention(Plain):
         q = f.view(q, f".view(-1, {dims[0]}, {dims[1]})", dims)
         o = self._paged(f, q, kv) if self.in_pages else self._attended(f, q, kv, index_q, rest)
         norms = "attn_kv_a_norm.weight", *(f"{c.name}_norm.weight" for c in self.compressors)
-        o.means_of = f.read(side_by_side, *norms)  # keys are values, whose weights add up to 1 at most
+        o.means_of = f.read(in_a_row, *norms)  # keys are values, whose weights add up to 1 at most
         y = f.grouped(f.flat(o), "attn_output_a.weight", self.n_group, self.n_group * self.out_rank)
         return f.summed(y, "attn_output_b.weight", x.width, stream)
 
@@ -243,7 +243,3 @@ def angles_of_one(w: Any, *, rope: TailRope) -> Tensor:
 
 def key_tail(w: Any, norm: str, *, rope: TailRope) -> KeyTail:
     return KeyTail(w.vector(norm), angles_of_one(w, rope=rope))
-
-
-def side_by_side(w: Any, *names: str) -> Tensor:
-    return torch.cat([w.vector(name) for name in names])

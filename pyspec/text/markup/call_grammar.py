@@ -13,15 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyspec.text.schema_refs import MOST_HOPS, followed, referred
-from pyspec.text.schemas import closed
+from pyspec.text.schemas import JSON_OPTIONS, closed
 
 Schema = Mapping[str, Any]
-JSON_OPTIONS = {
-    "whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,20}",
-    "lenient": False,
-    "coerce_one_of": False,
-}
-"""The options of all other schemas, too."""
 
 
 @dataclass(frozen=True, slots=True)

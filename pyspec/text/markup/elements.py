@@ -339,10 +339,9 @@ class Elements(Syntax):
 
     def bodies(self, lark: Lark, tools: Tools) -> list[str]:
         (begin, behind), end = self.call_marks, literal(self.end) if self.end else ""
-        heads = (literal(f"{begin}{name}{behind}") for name in tools)
         return [
-            concat(head, self._lark(lark, tools[name]), end)
-            for name, head in zip(tools, heads, strict=True)
+            concat(literal(f"{begin}{name}{behind}"), self._lark(lark, schema), end)
+            for name, schema in tools.items()
         ]
 
     def _lark(self, lark: Lark, schema: Schema) -> str:
