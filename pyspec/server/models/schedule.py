@@ -40,38 +40,32 @@ START_S, LOAD_RATE, WAKE_RATE = (
 
 
 @dataclass(frozen=True)
-class AskNeed:
+class _OfModel:
+    name: str
+
+
+class AskNeed(_OfModel):
     """Find the bytes of a model: `planned` or `failed` comes back."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Start:
+class Start(_OfModel):
     """Load a model: `loaded` or `failed` comes back."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Stop:
+class Stop(_OfModel):
     """Unload a model, or end its load: `gone` comes back. Requests that still run are ended."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Park:
+class Park(_OfModel):
     """Take a model from its card, or a CPU's slots their memory: `parked` or `died` comes back. Nothing of it runs."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Wake:
+class Wake(_OfModel):
     """Undo `Park`: `loaded` or `died` comes back."""
 
-    name: str
+
+class Changed(_OfModel):
+    """A model has another state."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +81,6 @@ class Refuse:
 
     ticket: int
     error: PyspecError
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A model has another state."""
-
-    name: str
 
 
 Action = AskNeed | Start | Stop | Park | Wake | Grant | Refuse | Changed
