@@ -475,7 +475,7 @@ class Loop:
     def reject(self, job: Job, error: PyspecError) -> None:
         """Fail a job that is not queued."""
         job.sink(Failed(job.id, error))
-        self.stats.failed += 1
+        self.stats.requests_failed += 1
 
     def add_slot_task(self, task: SlotTask) -> None:
         """Run a task between two rounds, once its slot is idle."""
