@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from pyspec.device.worker import Launched
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
 from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
 from pyspec.engine.policy.plan import RoundPlan, RoundState
-from pyspec.errors import SlotError
 from pyspec.slots.round import Continuation, plan_round
 
 ON = True  # else the host reads a prompt before it launches the next round
@@ -77,7 +75,7 @@ class BehindPrompt:
         self.committer.settle(pending)
         work = plan_work([alone], {}, limits, self.worker.memory.n_late)
         seqs, reads, sent = [w.seq for w in work], logits_need(work), clock()
-        launched = self._try(
+        launched = self.speculator.launched(
             lambda: self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
         )
         if launched is None:
@@ -94,7 +92,9 @@ class BehindPrompt:
             return None
         self.committer.settle(pending)
         n_drafts = speculator.plan_ahead(jobs, [int(job is prompt) for job in jobs])
-        if any(n_drafts) and not (self._can_draft and all(map(self._may_draft, jobs))):
+        drafter = speculator.drafter
+        runs_ahead = drafter is not None and drafter.runs_ahead
+        if any(n_drafts) and not (runs_ahead and all(map(self._may_draft, jobs))):
             return None
         planned = self.lookahead.plan_behind(prompt, jobs, n_drafts)
         if planned is None:
@@ -102,7 +102,7 @@ class BehindPrompt:
         seqs, behind = planned
         then = [Work(job, job.slot, seq) for job, seq in zip(jobs, seqs, strict=True) if job.slot]
         sent = clock()
-        launched = self._try(
+        launched = self.speculator.launched(
             lambda: self.worker.launch_behind(
                 pending.launched, plan_round(self.worker.table, seqs, behind, reads=logits_need(then))
             )
@@ -112,25 +112,9 @@ class BehindPrompt:
         pending.next, speculator.planned = behind, None
         return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
 
-    @property
-    def _can_draft(self) -> bool:
-        drafter = self.speculator.drafter
-        return drafter is not None and drafter.runs_ahead
-
     def _may_draft(self, job: Job) -> bool:
         """Its drafts may be made before the host sees them."""
         slot, speculator = job.slot, self.speculator
         if slot is None or not speculator.follows(slot.index) or not speculator.read.may_draft(slot):
             return False
         return (job.constraint is None or job.constraint.is_calm) and takes_the_best(job.sampler)
-
-    def _try(self, launch: Callable[[], Launched | None]) -> Launched | None:
-        """None if a slot is at fault: the round that the host starts raises it again, and blames the right request."""
-        fetched = self.worker.draft_faults.fetched
-        n = len(fetched)
-        try:
-            return launch()
-        except SlotError:
-            while len(fetched) > n:
-                fetched.pop()
-            return None
