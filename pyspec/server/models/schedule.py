@@ -14,7 +14,7 @@ Every method is one event. It gets the time and returns the actions that follow,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log2
 from typing import Literal
@@ -432,9 +432,9 @@ class Schedule:
             return
         for other in gone:
             self._stop(other)
-        used, need = self.used(but=[row]), row.need or {}
+        need = row.need or {}
         grows = {place: n for place, n in (row.rest or {}).items() if n > need.get(place, 0)}
-        if all(used.get(place, 0) + n <= self.budget.get(place, 0) for place, n in grows.items()):
+        if self._fits(grows, [self.used(but=[row])]):
             self._to(row, "parking")
             self._out.append(Park(row.name))
 
@@ -445,14 +445,8 @@ class Schedule:
         others = [other for other in self.rows.values() if other not in (row, head, *gone)]
         if sum(other.state in ("parking", "parked") for other in others) >= MOST_PARKED:
             return False
-        bytes_of = [
-            row.rest,
-            *(other.later for other in others),
-            head.wanted if head is not None else {},
-        ]
-        return all(
-            sum(one.get(place, 0) for one in bytes_of) <= self.budget.get(place, 0) for place in row.rest
-        )
+        beside = [other.later for other in others]
+        return self._fits(row.rest, beside if head is None else [*beside, head.wanted])
 
     def never(self, head: ModelRow) -> str:
         """Why a model can not be loaded, whichever others leave; "" if it can."""
@@ -504,10 +498,13 @@ class Schedule:
         inactive = ("parked", "parking") if later else ("parked",)
         if self.most and sum(row.state not in inactive for row in beside) >= self.most:
             return False
-        bytes_of = [row.later if later else row.held for row in beside]
+        return self._fits(head.wanted, [row.later if later else row.held for row in beside])
+
+    def _fits(self, wanted: Bytes, beside: Sequence[Bytes]) -> bool:
+        """Whether all models together may use that much."""
         return all(
-            n + sum(one.get(place, 0) for one in bytes_of) <= self.budget.get(place, 0)
-            for place, n in head.wanted.items()
+            n + sum(one.get(place, 0) for one in beside) <= self.budget.get(place, 0)
+            for place, n in wanted.items()
         )
 
     def _grant(self, row: ModelRow, ticket: int, now: float) -> None:
