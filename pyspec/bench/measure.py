@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pyspec.engine.process.metrics_sum import sums
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams, Timings
 
@@ -257,7 +258,8 @@ def summarise(watch: Watch, how: Turn, n_prompt: int) -> Run:
     after = watch.closed[1]
     before = watch.opened[1] if watch.opened is not None else after
     rounds = after.rounds - before.rounds
-    parts = {p: _delta(before, after, p) / rounds if rounds > 0 else 0.0 for p in PARTS}
+    took = {p: getattr(after, f"{p}_ms") - getattr(before, f"{p}_ms") for p in PARTS}
+    parts = {p: ms / rounds if rounds > 0 else 0.0 for p, ms in took.items()}
     hits, misses = after.expert_hits - before.expert_hits, after.expert_misses - before.expert_misses
     prompt_s, whole_s = watch.first - watch.began, watch.rounds[-1].ended - watch.began
     return Run(
@@ -274,9 +276,9 @@ def summarise(watch: Watch, how: Turn, n_prompt: int) -> Run:
         ms=parts,
         round_ms=1e3 * seconds / rounds if rounds > 0 else 0.0,
         rounds=rounds,
-        drafted=_add([t.drafted_per_pos for t in timings]),
-        accepted=_add([t.accepted_per_pos for t in timings]),
-        n_draft=_add([t.n_draft_used for t in timings]),
+        drafted=sums([t.drafted_per_pos for t in timings]),
+        accepted=sums([t.accepted_per_pos for t in timings]),
+        n_draft=sums([t.n_draft_used for t in timings]),
         mean_len=_mean_len(timings),
         synthetic=any(t.synthetic for t in timings),
         note="" if seconds > 0 else watch.thinned,
@@ -285,22 +287,6 @@ def summarise(watch: Watch, how: Turn, n_prompt: int) -> Run:
     )
 
 
-def _delta(before: Metrics, after: Metrics, part: str) -> float:
-    table = {
-        "draft": (before.draft_ms, after.draft_ms),
-        "verify": (before.verify_ms, after.verify_ms),
-        "sample": (before.sample_ms, after.sample_ms),
-        "host": (before.host_ms, after.host_ms),
-    }
-    old, new = table[part]
-    return new - old
-
-
 def _mean_len(timings: Sequence[Timings]) -> float:
     rounds = sum(t.n_rounds for t in timings)
     return 1.0 + sum(t.draft_n_accepted for t in timings) / rounds if rounds else 1.0
-
-
-def _add(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    width = max(map(len, rows), default=0)
-    return tuple(sum(r[i] for r in rows if i < len(r)) for i in range(width))

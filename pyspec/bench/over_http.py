@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from itertools import chain
 from typing import Any
 
 from pyspec.bench.measure import Run, Turn, Watch, summarise
+from pyspec.engine.children import child_environment
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Finish, Metrics, Timings
 
@@ -30,12 +30,11 @@ class Clients:
     """The child process that plays all clients of a server on this machine. Use as a context manager."""
 
     def __init__(self, port: int) -> None:
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pyspec.bench.client", str(port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             start_new_session=True,  # the parent handles Ctrl-C
         )
         self._pool = ThreadPoolExecutor(1, "pyspec-bench")

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from pyspec.bench.measure import PARTS, Mode, Run
+from pyspec.engine.process.metrics_sum import sums
 from pyspec.errors import ConfigError
 
 SCHEMA = 1
@@ -120,8 +121,8 @@ def joined(reports: Sequence[Report]) -> Report:
 def _row(every: Sequence[Run], floor_ms: float) -> Row:
     runs = [r for r in every if r.via == "engine"]
     plain, spec = [[r for r in runs if r.mode == mode] for mode in ("plain", "spec")]
-    drafted, accepted = _totals([r.drafted for r in spec]), _totals([r.accepted for r in spec])
-    n_draft = _totals([r.n_draft for r in spec])
+    drafted, accepted = sums([r.drafted for r in spec]), sums([r.accepted for r in spec])
+    n_draft = sums([r.n_draft for r in spec])
     pairs = [(p.rate, s.rate) for p, s in zip(plain, spec, strict=False)]
     ratios = [s / p for p, s in pairs if p > 0 and s > 0]
     # A rate of 0 was not measured
@@ -179,11 +180,6 @@ def _http(runs: Sequence[Run], mode: Mode) -> dict[str, Any]:
 
 def _middle(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
-
-
-def _totals(rows: Sequence[Sequence[int]]) -> list[int]:
-    width = max(map(len, rows), default=0)
-    return [sum(r[i] for r in rows if i < len(r)) for i in range(width)]
 
 
 def to_json(report: Report) -> dict[str, object]:

@@ -28,7 +28,7 @@ from pyspec.engine.arguments import (
 )
 from pyspec.engine.aside import to_loop
 from pyspec.engine.block_events import BlockPublisher, publishers_of
-from pyspec.engine.chat_tools import ChatDelta, ChatResult, Chats, ToolOptions, collected
+from pyspec.engine.chat_tools import AnswerReading, ChatDelta, ChatResult, Chats, ToolOptions, collected
 from pyspec.engine.named import Named
 from pyspec.engine.option_texts import with_options
 from pyspec.engine.options import (
@@ -326,8 +326,10 @@ class Engine(ServedEngine):
         deadline = deadline_of(options.get("timeout"))
         with self._calling():
             call = self._chats.call(messages, options)
+            reading = AnswerReading(call.markup)
             with closing(self._events(call.request, deadline)) as events:
-                yield from call.read(events)
+                for event in events:
+                    yield from reading.events(event)
 
     @property
     def _chats(self) -> Chats:
@@ -548,6 +550,8 @@ class Engine(ServedEngine):
         deadline = deadline_of(options.get("timeout"))
         with self._calling():
             call = await in_time(deadline, self._chats.call, messages, options)
+            reading = AnswerReading(call.markup)
             async with aclosing(self._aevents(call.request, deadline)) as events:
-                async for event in call.aread(events):
-                    yield event
+                async for event in events:
+                    for read in reading.events(event):
+                        yield read

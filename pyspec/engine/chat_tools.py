@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
@@ -186,19 +186,6 @@ class ChatCall:
 
     request: Request
     markup: AnswerMarkup
-
-    def read(self, events: Iterable[Delta | Done]) -> Iterator[ChatDelta | Done]:
-        """The events of the answer, with their text split into parts."""
-        reading = AnswerReading(self.markup)
-        for event in events:
-            yield from reading.events(event)
-
-    async def aread(self, events: AsyncIterable[Delta | Done]) -> AsyncIterator[ChatDelta | Done]:
-        """`read` for asyncio."""
-        reading = AnswerReading(self.markup)
-        async for event in events:
-            for read in reading.events(event):
-                yield read
 
 
 def collected(events: Sequence[ChatDelta | Done]) -> ChatResult:

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+import pyspec
 from pyspec.errors import NotFound, PyspecError, SwitchedOff, Unavailable
 from pyspec.request import Metrics
 from pyspec.server.api import views
@@ -191,6 +192,10 @@ def _document(kind: type[Service | Router]) -> dict[str, Any]:
     return document((*ROUTER_ENDPOINTS, *ENDPOINTS) if kind is Router else ENDPOINTS)
 
 
+async def _version(service: Service | Router, request: Request) -> Response:
+    return JSON({"version": pyspec.__version__})
+
+
 def _shown(view: Callable[[Service, Metrics], Any]) -> Handler:
     """The handler of a view of the engine's metrics."""
 
@@ -284,7 +289,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     get("/props", _props, "Settings and model facts", (401, 501)),
     get("/slots", _slots, "The state of every slot", (401, 501, 503)),
     get("/metrics", _metrics, "Counters for Prometheus", (401, 501), content_type="text/plain"),
-    get("/version", _shown(views.version_view), "The version of pyspec (vLLM)", (401,)),
+    get("/version", _version, "The version of pyspec (vLLM)", (401,)),
     get("/load", _shown(views.server_load_view), "Requests that run and wait (vLLM)", (401,)),
     get("/ping", _ping, "Is the engine alive (vLLM)", (503,), content_type="", methods=("GET", "POST")),
     get("/get_load", _shown(views.load_view), "Requests and tokens that are held (SGLang)", (401,)),

@@ -87,12 +87,9 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         m = self._engine.metrics()
-        for attribute, about in COUNTERS.items():
+        for attribute, about in (COUNTERS | GAUGES).items():
             for name in _spellings(attribute):
-                yield CounterMetricFamily(name, about, value=float(getattr(m, attribute)))
-        for attribute, about in GAUGES.items():
-            for name in _spellings(attribute):
-                yield Gauge(name, about, value=float(getattr(m, attribute)))
+                yield _kind(attribute)(name, about, value=float(getattr(m, attribute)))
         for attribute, about in PER_POSITION.items():
             for name in _spellings(attribute):
                 yield _per_position(name, about, getattr(m, attribute))
@@ -136,6 +133,10 @@ class EngineCollector(Collector):
         yield acceptance
 
 
+def _kind(attribute: str) -> type[CounterMetricFamily | Gauge]:
+    return CounterMetricFamily if attribute in COUNTERS else Gauge
+
+
 def _spellings(attribute: str) -> Iterator[str]:
     for prefix, names in NAMES.items():
         if attribute in names or prefix == NATIVE:
@@ -154,9 +155,8 @@ def _per_replica(rows: Sequence[ReplicaInfo]) -> Iterator[Metric]:
             family.add_metric([str(row.replica)], getattr(row, attribute))
         yield family
     for attribute, about in (COUNTERS | GAUGES).items():
-        kind = CounterMetricFamily if attribute in COUNTERS else Gauge
         name = f"pyspec_replica_{NAMES[NATIVE].get(attribute, attribute)}"
-        figures: CounterMetricFamily | Gauge = kind(name, about, labels=["replica"])
+        figures = _kind(attribute)(name, about, labels=["replica"])
         for row in rows:
             figures.add_metric([str(row.replica)], float(getattr(row.metrics, attribute)))
         yield figures

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from pyspec.slots.images import has_images
@@ -183,14 +183,9 @@ class BlockLog:
         self._holders[digest] = n = self._holders.get(digest, 0) + 1
         if n > 1:
             return
-        number, parent = number_of(digest), None if before is None else number_of(before)
-        last = self._changes[-1] if self._changes else None
-        if isinstance(last, BlocksStored) and last.hashes[-1] == parent:
-            last.hashes.append(number)
-            last.tokens.extend(tokens)
-        else:
-            ids = array("Q", [number]), parent, array("I", tokens)
-            self._changes.append(BlocksStored(*ids, self.tree.page_size))
+        parent = None if before is None else number_of(before)
+        ids = array("Q", [number_of(digest)]), parent, array("I", tokens)
+        _store_in(self._changes, BlocksStored(*ids, self.tree.page_size))
 
     def _remove(self, node: Node) -> None:
         digest = self._digests.pop(node, None)
@@ -240,14 +235,18 @@ def anew(blocks: Sequence[BlocksStored]) -> list[BlockChange]:
     """Changes after which any reader knows these blocks and no others."""
     found: list[BlockChange] = [BlocksCleared()]
     for block in blocks:
-        last = found[-1]
-        if isinstance(last, BlocksStored) and last.hashes[-1] == block.parent:
-            last.hashes.extend(block.hashes)
-            last.tokens.extend(block.tokens)
-        else:
-            copy = array("Q", block.hashes), block.parent, array("I", block.tokens)
-            found.append(BlocksStored(*copy, block.block_size))
+        _store_in(found, replace(block, hashes=block.hashes[:], tokens=block.tokens[:]))
     return found
+
+
+def _store_in(changes: list[BlockChange], block: BlocksStored) -> None:
+    """Add blocks, which are ours to change: to those that they follow, if these came last."""
+    last = changes[-1] if changes else None
+    if isinstance(last, BlocksStored) and last.hashes[-1] == block.parent:
+        last.hashes.extend(block.hashes)
+        last.tokens.extend(block.tokens)
+    else:
+        changes.append(block)
 
 
 def _next(node: Node) -> Iterator[Node]:

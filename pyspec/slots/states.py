@@ -32,7 +32,7 @@ class Saved:
 
     @property
     def n_bytes(self) -> int:
-        return bytes_of((self.checkpoint, self.draft, self.logits))
+        return bytes_of(self)
 
 
 def bytes_of(x: Any) -> int:
@@ -135,11 +135,7 @@ class StateStore:
             return True
         assert isinstance(state.content, Saved)
         saved = state.content
-        pieces = (
-            pieces_of((saved.checkpoint, saved.draft, saved.logits))
-            if saved.n_bytes <= self.limits[1]
-            else []
-        )
+        pieces = pieces_of(saved) if saved.n_bytes <= self.limits[1] else []
         if len(self.ready) < len(pieces):
             self.ready.append(page_locked(pieces[len(self.ready)]))
             return False
@@ -198,7 +194,7 @@ class StateStore:
             self.on_change(state.node)
             return
         ready, self.ready = self.ready, []
-        state.content = Saved(*to_host((saved.checkpoint, saved.draft, saved.logits), ready))
+        state.content = to_host(saved, ready)
         self._put(1, state, n_bytes)
 
     def leave_device(self, most: int) -> None:

@@ -184,22 +184,15 @@ class SlotTable:
         whole: also the page that is not full; release the slot next. n_unread: the drafter has no rows of so many tokens at the begin.
         Returns the node of the slot's last token, if that is filed.
         """
-        size, by = self.page_size, (slot.index, slot.generation)
         self.has_unread = self.has_unread or n_unread > 0
-        for i in range(len(slot.nodes), self.pages_for(slot.n_past) if whole else slot.n_past // size):
-            parent = slot.nodes[-1] if slot.nodes else self.tree.root_of(slot.owner.salt)
-            node = self.tree.add(
-                parent,
-                tuple(slot.tokens[i * size : min((i + 1) * size, slot.n_past)]),
-                slot.pages[i],
-                by,
-            )
+        end = self.pages_for(slot.n_past) if whole else slot.n_past // self.page_size
+        for i in range(len(slot.nodes), end):
+            node = self._filed(slot, i)
             if node.page != slot.pages[i]:
                 self._free.append(slot.pages[i])
                 slot.pages[i], slot.page_ids = node.page, None
             elif node.start < n_unread:
                 node.n_unread = min(node.end, n_unread)
-            node.mark(slot.owner.client, min(slot.n_past - i * size, size))
             self.tree.hold(node)
             slot.nodes.append(node)
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
@@ -213,10 +206,7 @@ class SlotTable:
         i = len(slot.nodes)
         if slot.n_past <= i * self.page_size or not (self._free or self.tree.n_idle):
             return None
-        parent = slot.nodes[-1] if slot.nodes else self.tree.root_of(slot.owner.salt)
-        tokens = tuple(slot.tokens[i * self.page_size : slot.n_past])
-        node = self.tree.add(parent, tokens, slot.pages[i], (slot.index, slot.generation))
-        node.mark(slot.owner.client, len(tokens))
+        node = self._filed(slot, i)
         if node.page != slot.pages[i]:  # another request has left it
             return node, None
         self.has_unread, node.n_unread = self.has_unread or n_unread > 0, min(node.end, n_unread)
@@ -224,6 +214,14 @@ class SlotTable:
         slot.pages[i], slot.page_ids = self._take(), None
         self.tree.let_go([node])
         return node, (node.page, slot.pages[i])
+
+    def _filed(self, slot: Slot, i: int) -> Node:
+        """The node of the slot's page `i`, which is the first one that is not its node yet."""
+        parent = slot.nodes[-1] if slot.nodes else self.tree.root_of(slot.owner.salt)
+        tokens = tuple(slot.tokens[i * self.page_size : (i + 1) * self.page_size])
+        node = self.tree.add(parent, tokens, slot.pages[i], (slot.index, slot.generation))
+        node.mark(slot.owner.client, len(tokens))
+        return node
 
     def release(self, slot: Slot, *, trusted: bool = True) -> None:
         """End the slot's request. Its filed pages stay; if it is not `trusted`, they are removed."""
@@ -315,12 +313,7 @@ class SlotTable:
 
     def rows(self, slot: Slot, first: int, n: int) -> list[int]:
         """KV rows of `n` tokens from position `first` on."""
-        if n == 0:
-            return []
-        self.row(slot, first)
-        self.row(slot, first + n - 1)
-        size, pages = self.page_size, slot.pages
-        return [pages[p // size] * size + p % size for p in range(first, first + n)]
+        return [self.row(slot, pos) for pos in range(first, first + n)]
 
     def check(self) -> None:
         """Check that every page is in one place, and every count is right. It takes time in proportion to all pages: see `PrefixCache.check`."""

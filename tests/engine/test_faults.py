@@ -83,7 +83,7 @@ def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: in
         assert heard[i].tokens == texts[i][1], (
             "its results of that round were right, and its state was folded once"
         )
-    assert r.loop.stats.guard_trips == r.loop.stats.failed == 1
+    assert r.loop.stats.guard_trips == r.loop.stats.requests_failed == 1
     assert r.loop.table.slots[1].n_past == 0
     again = r.generate(texts[1][0], N_TEXT, slot=1)
     assert again.tokens == texts[1][1] and again.timings.cache_n == 0
@@ -152,7 +152,7 @@ def test_a_guard_that_trips_while_drafting_costs_no_request(kind: str) -> None:
     heard = [r.submit(p, N_TEXT) for p, _ in texts]
     r.run()
     assert [h.tokens for h in heard] == [t for _, t in texts]
-    assert r.loop.stats.guard_trips > 2 and r.loop.stats.failed == 0
+    assert r.loop.stats.guard_trips > 2 and r.loop.stats.requests_failed == 0
 
 
 def test_what_tripped_before_a_forward_is_not_its_own() -> None:

@@ -331,7 +331,7 @@ def test_small_budgets_cost_hits_and_nothing_else(kind: str, pool: int, device_s
         heard = [r.submit(p, 20) for p in prompts]
         r.run(6000)
         assert [h.tokens for h in heard] == want
-    assert r.loop.stats.failed == 0
+    assert r.loop.stats.requests_failed == 0
     if r.loop.memory.states:
         assert len(states) <= device_states + 2
     r.loop.table.clear()
@@ -453,7 +453,7 @@ def test_any_traffic_with_the_cache_gives_each_its_own_text(np: int, drafter: ty
     r.run()
     for h in heard:
         assert h.tokens == text_after(h.request.prompt, len(h.tokens))
-    assert r.loop.stats.failed == 0 and r.loop.stats.prompt_tokens_cached > 100
+    assert r.loop.stats.requests_failed == 0 and r.loop.stats.prompt_tokens_cached > 100
 
 
 def test_turns_begin_where_the_answer_s_opening_token_stood_before() -> None:

@@ -209,7 +209,7 @@ def test_reuse_after_pages_were_taken_away() -> None:
         r.run()
         for h in heard:
             assert h.tokens == text_after(h.request.prompt, 30)
-    assert r.loop.stats.failed == 0
+    assert r.loop.stats.requests_failed == 0
 
 
 def test_a_small_pool_queues_requests_instead_of_failing_them() -> None:

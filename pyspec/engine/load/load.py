@@ -151,12 +151,8 @@ def _load(path: Path, settings: EngineSettings, is_isolated: bool, file: GGUFFil
     with context.current():  # a plan asks the device, and takes nothing on another one
         plan = plan_memory(d)
         check_host(d)
-        for line in fit_lines(d):
+        for line in filter(None, (*fit_lines(d), ring_note(d), missing_copy(d, plan))):
             log.info("%s", line)
-        if note := ring_note(d):
-            log.info("%s", note)
-        if no_copy := missing_copy(d, plan):
-            log.info("%s", no_copy)
         check_fit(
             here(d, plan),
             d.device,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from pyspec.cache import cache_root
+from pyspec.cache import cache_root, write_json
 from pyspec.cpu import build, kernels
 from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, bind, prepared, sample
 from pyspec.gguf import GGMLType
@@ -62,11 +62,7 @@ def usual(limit: int, seconds: Callable[[int], float] | None = None) -> int:
         best = n if times[n] < WORTH * times[best] else best
     said = ", ".join(f"{n}: {1e6 * times[n]:.1f}" for n in found)
     log.info("threads: %d (by measured times: %s); -t sets another number", best, said)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps(kept | {key: best}))
-        own.replace(path)
+    write_json(path, kept | {key: best})
     return best
 
 

@@ -127,7 +127,7 @@ class Admission:
     def _fail(self, job: Job, error: PyspecError) -> None:
         """End a request that could not begin."""
         self.queue.leave(job)
-        self.stats.failed += 1
+        self.stats.requests_failed += 1
         job.sink(Failed(job.id, error))
 
     def _begin(self, job: Job, slot: Slot) -> None:

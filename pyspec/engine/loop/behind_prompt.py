@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from pyspec.device.worker import Launched
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
@@ -18,7 +17,6 @@ from pyspec.engine.loop.pending_round import PendingRound
 from pyspec.engine.loop.pictures import Pictures
 from pyspec.engine.loop.round import RowLimits, Work, logits_need, plan_work
 from pyspec.engine.policy.plan import RoundPlan, RoundState
-from pyspec.errors import SlotError
 from pyspec.slots.round import Continuation, plan_round
 
 ON = True  # else the host reads a prompt before it launches the next round
@@ -83,58 +81,4 @@ class BehindPrompt:
             self.pictures.bring(work)
             return self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
 
-        launched = self._try(launch)
-        if launched is None:
-            return None
-        pending.next = Continuation(known=())
-        return PendingRound(work, launched, 0.0, 0.0, sent=sent, is_behind=True, is_known=True)
-
-    def _launch_decoding(
-        self, pending: PendingRound, jobs: Sequence[Job], clock: Callable[[], float]
-    ) -> PendingRound | None:
-        """A round of all requests that decode, with drafts that the device makes."""
-        prompt, speculator = pending.work[0].job, self.speculator
-        if speculator.has_offers(job for job in jobs if job is not prompt):
-            return None
-        self.committer.settle(pending)
-        n_drafts = speculator.plan_ahead(jobs, [int(job is prompt) for job in jobs])
-        if any(n_drafts) and not (self._can_draft and all(map(self._may_draft, jobs))):
-            return None
-        planned = self.lookahead.plan_behind(prompt, jobs, n_drafts)
-        if planned is None:
-            return None
-        seqs, behind = planned
-        then = [Work(job, job.slot, seq) for job, seq in zip(jobs, seqs, strict=True) if job.slot]
-        sent = clock()
-        launched = self._try(
-            lambda: self.worker.launch_behind(
-                pending.launched, plan_round(self.worker.table, seqs, behind, reads=logits_need(then))
-            )
-        )
-        if launched is None:
-            return None
-        pending.next, speculator.planned = behind, None
-        return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
-
-    @property
-    def _can_draft(self) -> bool:
-        drafter = self.speculator.drafter
-        return drafter is not None and drafter.runs_ahead
-
-    def _may_draft(self, job: Job) -> bool:
-        """Its drafts may be made before the host sees them."""
-        slot, speculator = job.slot, self.speculator
-        if slot is None or not speculator.follows(slot.index) or not speculator.read.may_draft(slot):
-            return False
-        return (job.constraint is None or job.constraint.is_calm) and takes_the_best(job.sampler)
-
-    def _try(self, launch: Callable[[], Launched | None]) -> Launched | None:
-        """None if a slot is at fault: the round that the host starts raises it again, and blames the right request."""
-        fetched = self.worker.draft_faults.fetched
-        n = len(fetched)
-        try:
-            return launch()
-        except SlotError:
-            while len(fetched) > n:
-                fetched.pop()
-            return None
+        launched = self.speculator.launched(launch)

@@ -293,7 +293,7 @@ class Committer:
             self._let_go_of_start(job, None)
             self.on_leave(job)
             job.sink(Failed(job.id, error))
-            self.stats.failed += 1
+            self.stats.requests_failed += 1
         self.jobs.clear()
         for slot in self.worker.table.slots:
             if slot.busy:

@@ -260,14 +260,13 @@ class Loop:
         self, pending: PendingRound, seqs: list[Seq], behind: Continuation
     ) -> PendingRound | None:
         """The next round, launched; None if that failed, or if its drafter needs the host."""
-        work, fetched, sent = pending.work, self.worker.draft_faults.fetched, self.clock()
-        n_fetched, launched, pending.next = len(fetched), None, behind
-        try:
-            round_ = plan_round(self.table, seqs, behind, reads=logits_need(work))
-            launched = self.worker.launch_behind(pending.launched, round_)
-        except SlotError:  # this round's end raises it again and blames the right request
-            while len(fetched) > n_fetched:
-                fetched.pop()
+        work, sent, pending.next = pending.work, self.clock(), behind
+        reads = logits_need(work)
+        launched = self.speculator.launched(
+            lambda: self.worker.launch_behind(
+                pending.launched, plan_round(self.table, seqs, behind, reads=reads)
+            )
+        )
         if launched is None:
             pending.next = None
             return None
@@ -475,7 +474,7 @@ class Loop:
     def reject(self, job: Job, error: PyspecError) -> None:
         """Fail a job that is not queued."""
         job.sink(Failed(job.id, error))
-        self.stats.failed += 1
+        self.stats.requests_failed += 1
 
     def add_slot_task(self, task: SlotTask) -> None:
         """Run a task between two rounds, once its slot is idle."""

@@ -288,7 +288,7 @@ class Speculator:
             found = zip(asks, drafter.draft(asks), strict=True)
             return {ask.slot.index: drafts.first(ask.n_draft) for ask, drafts in found if ask.n_draft}
 
-        return self._attempt("no drafts this round", by_slot, [ask.slot for ask in asks]) or {}
+        return self._or_lose_track(by_slot, [ask.slot for ask in asks], is_draft=True) or {}
 
     def _requests(self, jobs: Sequence[Job], chosen: Sequence[tuple[int, int]]) -> list[DraftRequest]:
         """What the drafter is asked for, of every slot that it follows."""
@@ -429,20 +429,6 @@ class Speculator:
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)
 
-    def _attempt(self, outcome: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
-        """Call the drafter; None if it fails. A SlotError leaves its state valid; any other exception makes it unknown."""
-        try:
-            return do()
-        except SlotError as e:
-            self.stats.guard_trips += 1
-            log.warning("%s: %s", outcome, e)
-        except Exception as e:
-            if is_device_error(e) or self.raises_bugs:
-                raise
-            log.exception("%s: the drafter failed", outcome)
-            self.lose_track(slots, e)
-        return None
-
     # -- after a verify ------------------------------------------------------------------------------------------
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
@@ -480,6 +466,18 @@ class Speculator:
         drafter, known = self.drafter, [slot for slot in slots if self.follows(slot.index)]
         if drafter is not None and drafter.runs_ahead and known:
             self._or_lose_track(lambda: drafter.confirm_ahead(known), known)
+
+    def launched(self, launch: Callable[[], Launched | None]) -> Launched | None:
+        """A round that is launched behind another one. None if a slot is at fault: the round that the host starts raises it again, and blames the
+        right request."""
+        fetched = self.worker.draft_faults.fetched
+        n_fetched = len(fetched)
+        try:
+            return launch()
+        except SlotError:
+            while len(fetched) > n_fetched:
+                fetched.pop()
+            return None
 
     def take_faults(self) -> None:
         """Report guards that tripped while drafting. Wrong drafts cost their rows, but no text."""
@@ -529,13 +527,21 @@ class Speculator:
         self.lost_track.discard(slot.index)
         self.read.end(slot)
 
-    def _or_lose_track(self, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
+    def _or_lose_track(
+        self, do: Callable[[], T], slots: Sequence[Slot], *, is_draft: bool = False
+    ) -> T | None:
+        """Call the drafter; None if it fails, and its state for these slots is unknown then. is_draft: a SlotError leaves that valid"""
         try:
             return do()
         except Exception as e:
-            if is_device_error(e) or (self.raises_bugs and not isinstance(e, SlotError)):
+            is_refusal = isinstance(e, SlotError)
+            if is_device_error(e) or (self.raises_bugs and not is_refusal):
                 raise
-            if not isinstance(e, SlotError):
+            if is_refusal and is_draft:
+                self.stats.guard_trips += 1
+                log.warning("no drafts this round: %s", e)
+                return None
+            if not is_refusal:
                 log.exception("the drafter failed")
             self.lose_track(slots, e)
         return None

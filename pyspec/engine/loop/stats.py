@@ -12,7 +12,7 @@ from pyspec.request import Metrics
 
 @dataclass
 class Stats:
-    """Written by the engine's thread only. A reader may see a round counted in part, but never a wrong type."""
+    """Written by the engine's thread only. A reader may see a round counted in part, but never a wrong type. Most names are those of Metrics."""
 
     n_max: int  # most drafted tokens
     prompt_tokens: int = 0
@@ -21,9 +21,9 @@ class Stats:
     prompt_seconds: float = 0.0
     predicted_tokens: int = 0
     predicted_seconds: float = 0.0
-    done: int = 0
-    cancelled: int = 0
-    failed: int = 0
+    requests_done: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
     rounds: int = 0
     busy_slot_rounds: int = 0
     n_tokens_max: int = 0
@@ -73,9 +73,9 @@ class Stats:
     def finished(self, job: Job, finish: str) -> None:
         """Count a request that ended in any way."""
         t = job.timings()
-        self.done += finish not in ("cancelled", "error")
-        self.cancelled += finish == "cancelled"
-        self.failed += finish == "error"
+        self.requests_done += finish not in ("cancelled", "error")
+        self.requests_cancelled += finish == "cancelled"
+        self.requests_failed += finish == "error"
         self.prompt_tokens += t.prompt_n
         self.prompt_tokens_cached += t.cache_n
         self.prompt_tokens_disk += t.disk_n
@@ -83,39 +83,16 @@ class Stats:
         self.predicted_seconds += t.predicted_ms / 1e3
         self.n_tokens_max = max(self.n_tokens_max, job.n_prompt + job.n_predicted)
 
-    def snapshot(self, *, processing: int, queued: int, pages_used: int, pages_total: int) -> Metrics:
-        """The counters, with the given gauges."""
-        idle = processing == 0 and queued == 0
+    def counted(self) -> Metrics:
+        """The counters, without gauges."""
         drafted, accepted = at_least(self.used), at_least(self.right)
         return Metrics(
-            prompt_tokens=self.prompt_tokens,
-            prompt_tokens_cached=self.prompt_tokens_cached,
-            prompt_tokens_disk=self.prompt_tokens_disk,
-            prompt_seconds=self.prompt_seconds,
-            predicted_tokens=self.predicted_tokens,
-            predicted_seconds=self.predicted_seconds,
-            requests_processing=processing,
-            requests_queued=queued,
-            requests_done=self.done,
-            requests_cancelled=self.cancelled,
-            requests_failed=self.failed,
-            rounds=self.rounds,
-            busy_slot_rounds=self.busy_slot_rounds,
-            n_tokens_max=self.n_tokens_max,
-            drafts=self.drafts,
+            **{name: getattr(self, name) for name in COUNTERS},
             draft_tokens=sum(drafted),
             accepted_tokens=sum(accepted),
             drafted_per_pos=tuple(drafted),
             accepted_per_pos=tuple(accepted),
-            suffix_drafts=self.suffix_drafts,
-            suffix_draft_tokens=self.suffix_draft_tokens,
-            suffix_accepted_tokens=self.suffix_accepted_tokens,
-            pages_used=pages_used,
-            pages_total=pages_total,
-            draft_ms=self.draft_ms,
-            verify_ms=self.verify_ms,
-            sample_ms=self.sample_ms,
-            host_ms=self.host_ms,
-            guard_trips=self.guard_trips,
-            seconds_since_step=0.0 if idle else time.monotonic() - self.last_step,
         )
+
+
+COUNTERS = {f.name for f in fields(Stats)} & {f.name for f in fields(Metrics)}

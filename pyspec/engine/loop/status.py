@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -70,16 +71,19 @@ def metrics_of(
     processing: int,
     queued: int,
     suffix_bytes: int,
-    experts: ExpertCache | None = None,
+    experts: ExpertCache | None,
 ) -> Metrics:
     """The counters, with the gauges of pages, caches and queue. processing, queued: requests"""
     table, states = cache.table, cache.states
     on_device, on_host = states.n_bytes
-    counts = stats.snapshot(
-        processing=processing, queued=queued, pages_used=table.n_page_used, pages_total=table.n_page
-    )
+    is_busy = processing or queued
     return replace(
-        counts,
+        stats.counted(),
+        requests_processing=processing,
+        requests_queued=queued,
+        seconds_since_step=time.monotonic() - stats.last_step if is_busy else 0.0,
+        pages_used=table.n_page_used,
+        pages_total=table.n_page,
         pages_cached=table.n_page_cached,
         states=len(states),
         states_device_bytes=on_device,

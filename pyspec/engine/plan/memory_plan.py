@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -122,19 +122,11 @@ class HostPlan:
         return ", ".join(f"{name} {size(n)}" for name, n in parts if n) + f"; {size(self.total)} in all"
 
 
+_SAID = {"kv": "KV", "draft_kv": "draft KV", "wide": "f16 copies"}
 NAMES = {
-    "weights": "weights",
-    "kv": "KV",
-    "state": "state",
-    "draft_weights": "draft weights",
-    "draft_kv": "draft KV",
-    "draft_head": "draft head",
-    "expert_cache": "expert cache",
-    "staging": "staging",
-    "projector": "projector",
-    "wide": "f16 copies",
-    "activations": "activations",
-    "workspace": "workspace",
+    f.name: _SAID.get(f.name, f.name.replace("_", " "))
+    for f in fields(MemoryPlan)
+    if f.name != "divides_draft"
 }
 
 

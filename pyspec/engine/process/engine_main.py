@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -69,33 +70,18 @@ SHARE = 0.5  # of the free memory: a larger file is read after its plan, which m
 OF_DEVICES = ("cuda", "hip", "xpu")
 
 
-class EarlyLoad:
-    """Receives the first message and begins with what it asks for.
-
-    message  the first one, once `wait` returned
-    file     the model, opened; None if it is left to the load
-    """
-
-    def __init__(self, receive: Callable[[], object]) -> None:
-        self.message: object = None
-        self.file: GGUFFile | None = None
-        self._receive = receive
-        self._thread = threading.Thread(target=self._run, name="pyspec-early", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for the first message; also None, if the other side is gone."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        library = cpu_library()
-        if library is not None:
-            with suppress(OSError):
-                ctypes.CDLL(str(library))  # without the interpreter's lock; torch's import then finds it
-        self.message = self._receive()
-        if isinstance(self.message, Load):
-            with suppress(OSError, PyspecError):
-                self.file = begun(self.message.path, self.message.settings, library is not None)
+def first_message(receive: Callable[[], object]) -> tuple[object, GGUFFile | None]:
+    """Receive the first message, which is None if the other side is gone, and begin with what it asks for: the model's file, opened; None if it is
+    left to the load."""
+    library = cpu_library()
+    if library is not None:
+        with suppress(OSError):
+            ctypes.CDLL(str(library))  # without the interpreter's lock; torch's import then finds it
+    message = receive()
+    if isinstance(message, Load):
+        with suppress(OSError, PyspecError):
+            return message, begun(message.path, message.settings, library is not None)
+    return message, None
 
 
 def cpu_library() -> Path | None:
@@ -154,18 +140,18 @@ class EngineMain:
         began = time.perf_counter()
         checker.begin()  # its processes import while this one does
         gc.disable()  # a load makes a million objects that stay
-        early = EarlyLoad(self.link.receive)
-        for name in IMPORTS:
-            import_module(name)
-        early.wait()
-        message = early.message
+        with ThreadPoolExecutor(1, "pyspec-early") as beside:
+            first = beside.submit(first_message, self.link.receive)
+            for name in IMPORTS:
+                import_module(name)
+            message, file = first.result()
         if not isinstance(message, Load):
             return
         log_to(self.link, message.log_level)
         log.info("imports: %.1f s", time.perf_counter() - began)
-        if not self.load(message, early.file):
+        if not self.load(message, file):
             return
-        early.file = None
+        del file, first
         gc.freeze()
         gc.enable()
         assert self.core is not None

@@ -35,7 +35,12 @@ def _sums(rows: Sequence[Metrics], largest: Sequence[str]) -> Metrics:
         if name in largest:
             values[name] = max(column)
         elif isinstance(column[0], tuple):
-            values[name] = tuple(sum(counts) for counts in zip_longest(*column, fillvalue=0))
+            values[name] = sums(column)
         else:
             values[name] = sum(column)
     return Metrics(**values)
+
+
+def sums(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Sums by position, of rows that may have different lengths."""
+    return tuple(map(sum, zip_longest(*rows, fillvalue=0)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 from pyspec.engine.loop.job import at_least
 from pyspec.engine.messages import Submit
+from pyspec.engine.process.metrics_sum import sums
 from pyspec.errors import QueueFull
 from pyspec.request import (
     Delta,
@@ -165,7 +165,7 @@ class SupervisedRequest:
         if not self._lives:
             return last
         first, n_prompt = self._lives[0], len(self.request.prompt)
-        used = _sum([*(life.used for life in self._lives), last.n_draft_used])
+        used = sums([*(life.used for life in self._lives), last.n_draft_used])
         end = self._life.last or self._lives[-1].last
         return replace(
             last,
@@ -180,7 +180,7 @@ class SupervisedRequest:
             + sum(sum(at_least(life.right)) for life in self._lives),
             n_rounds=sum(used),
             drafted_per_pos=tuple(at_least(used)),
-            accepted_per_pos=_sum(
+            accepted_per_pos=sums(
                 [*(at_least(life.right) for life in self._lives), last.accepted_per_pos]
             ),
             n_draft_used=used,
@@ -226,10 +226,6 @@ class SupervisedRequest:
         n = len(self.request.resumed) + len(self.tokens)
         timings = self.timings(Timings(predicted_n=len(self.tokens) - self._n_before))
         return Done(self.name, "cancelled", len(self.request.prompt), n, timings, seed=self.seed)
-
-
-def _sum(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    return tuple(sum(column) for column in zip_longest(*rows, fillvalue=0))
 
 
 # -- requests that may have crashed engines --------------------------------------------------------------------------

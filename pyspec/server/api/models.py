@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import pyspec
 from pyspec.errors import DoesNotFit, RequestError, SwitchedOff, Unavailable
 from pyspec.server.api import views
-from pyspec.server.api.generate import LookupBody, kept, read_stream, stop_stream
+from pyspec.server.api.generate import LookupBody, kept
 from pyspec.server.api.openapi import Endpoint, Handler, get, post
 from pyspec.server.api.routed import routed
 from pyspec.server.api.schema import Body, validate
@@ -54,13 +54,7 @@ def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
     """One row of `/models`. tells: paths and flags, too"""
     row, model, need = router.table.rows[name], router.models[name], router.needs.get(name)
     status = router.status(name)
-    view: dict[str, Any] = {
-        "id": name,
-        "aliases": list(model.aliases),
-        "tags": list(model.settings.tags),
-        "object": "model",
-        "created": int(router.started),
-        "owned_by": "pyspec",
+    view = views.model_head(name, model.aliases, model.settings.tags, router.started) | {
         "status": status
         if tells
         else {key: value for key, value in status.items() if key not in ("args", "reason")},
@@ -93,13 +87,7 @@ def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
 
 def coming_view(router: Router, name: str) -> dict[str, Any]:
     """The row of a model that is being downloaded and is none yet."""
-    return {
-        "id": name,
-        "aliases": [],
-        "tags": [],
-        "object": "model",
-        "created": int(router.started),
-        "owned_by": "pyspec",
+    return views.model_head(name, (), (), router.started) | {
         "status": {"value": "downloading", "progress": router.downloads[name]},
         "source": "cache",
         "can_remove": False,
@@ -300,10 +288,6 @@ async def _ready(router: Router, request: Request) -> Response:
     return JSON(view | error_body(Unavailable("the server is shutting down")), status_code=503)
 
 
-async def _version(router: Router, request: Request) -> Response:
-    return JSON({"version": pyspec.__version__})
-
-
 async def _ping(router: Router, request: Request) -> Response:
     return Response(status_code=200)
 
@@ -315,11 +299,8 @@ async def _props(router: Router, request: Request) -> Response:
         name = router.find(request.query_params.get("model"), answers=True)
         service = router.services.get(name)
         if service is None and router.alone:
-            return (
-                JSON(views.props_view(router.last) | {"is_sleeping": True})
-                if router.last
-                else JSON({"is_sleeping": True})
-            )
+            known = views.props_view(router.last) if router.last else {}
+            return JSON(known | {"is_sleeping": True})
         return JSON(views.props_view(router.loaded(name)))
     return JSON(
         {
@@ -384,16 +365,14 @@ ROUTER_ENDPOINTS: tuple[Endpoint, ...] = (
     get("/models/sse", _sse, "States of models as events", (401,), content_type="text/event-stream"),
     get("/models/plan", _plan, "What a load would need and unload", (400, 401, 404), parameters=_NAME),
     get("/api/ps", _ps, "Models that are loaded (ollama)", (401,)),
-    get("/version", _version, "The version of pyspec (vLLM)", (401,)),
     get("/ping", _ping, "Does the server run (vLLM)", content_type="", methods=("GET", "POST")),
     get("/props", _props, "Settings of the server, or of ?model=", (400, 401, 404, 501)),
-    get("/v1/stream", read_stream),
-    get("/v1/stream", stop_stream, methods=("DELETE",)),
     get("/v1/streams/lookup", _lookup, methods=("POST",)),
     get("/metrics", _metrics, "Counters for Prometheus, by model", (400, 401, 404, 501), content_type="text/plain"),
 )
 # fmt: on
-SAME = ("/openapi.json",)
+SAME = ("/openapi.json", "/version", "/v1/stream")
+"""Endpoints of one model that a server of several answers in the same way."""
 
 
 def endpoint_of(one: Endpoint) -> Handler:

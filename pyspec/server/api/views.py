@@ -27,16 +27,17 @@ def draft_view(info: EngineInfo) -> dict[str, Any]:
     }
 
 
+def model_head(name: str, aliases: Sequence[str], tags: Sequence[str], started: float) -> dict[str, Any]:
+    """The begin of a row of `/v1/models`."""
+    row: dict[str, Any] = {"id": name, "aliases": list(aliases), "tags": list(tags), "object": "model"}
+    return row | {"created": int(started), "owned_by": "pyspec"}
+
+
 def model_view(service: Service) -> dict[str, Any]:
     """One row of `/v1/models`."""
     info = service.engine.info
-    return {
-        "id": service.model,
-        "aliases": list(service.names[1:]),
-        "tags": list(service.settings.tags),
-        "object": "model",
-        "created": int(service.started),
-        "owned_by": "pyspec",
+    head = model_head(service.model, service.names[1:], service.settings.tags, service.started)
+    return head | {
         "meta": {
             "arch": info.arch,
             "n_vocab": info.n_vocab,
@@ -176,11 +177,6 @@ def ready_view(service: Service, metrics: Metrics) -> tuple[bool, dict[str, Any]
 
 
 # -- what routers and probes of vLLM and SGLang read -----------------------------------------------------------------------
-
-
-def version_view(service: Service, metrics: Metrics) -> dict[str, Any]:
-    """vLLM's `/version`."""
-    return {"version": pyspec.__version__}
 
 
 def server_load_view(service: Service, metrics: Metrics) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspec import progress
 from pyspec.errors import (
@@ -63,6 +63,7 @@ MOST_EVENTS = 256  # that a slow reader of events is behind; the oldest are drop
 QUIET_S = 5.0  # then a reader of events gets a sign of life
 END: dict[str, Any] = {}  # wakes readers of events at the end
 UNLOADED = "the model is unloaded"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,9 +361,8 @@ class Router:
         self._look_at(name)
         if self.table.rows[name].need is None:
             self.stamps[name] = self.models[name].stamp
-            self.needs[name] = await asyncio.to_thread(self.models[name].plan, dict(self.table.budget))
-            need = self.needs[name]
-            self._do(self.table.planned(name, need.bytes, time.monotonic(), need.rest))
+            need = await asyncio.to_thread(self.models[name].plan, dict(self.table.budget))
+            self._is_planned(name, need)
         return self.needs[name]
 
     # -- actions -----------------------------------------------------------------------------------------------------
@@ -410,23 +410,34 @@ class Router:
                         future.set_exception(error)
                 case AskNeed(name):
                     self.stamps[name] = self.models[name].stamp
-                    self._run(partial(self._plan, name, self.models[name], dict(self.table.budget)))
+                    plan = partial(self.models[name].plan, dict(self.table.budget))
+                    self._work(f"planning {name}", plan, partial(self._is_planned, name))
                 case Start(name):
                     loading = self._loads[name] = Loading()
                     self.n_load += 1
-                    self._run(partial(self._load, name, self.models[name], self.needs[name], loading))
+                    load = partial(self._load, name, self.models[name], self.needs[name], loading)
+                    self._work(f"loading {name}", load, partial(self._is_loaded, name, loading))
                 case Stop(name):
                     self._stop(name)
                 case Park(name):
                     self._parked[name] = self.services.pop(name)
-                    self._run(partial(self._move, name, self._engines[name], True))
+                    self._move(name, parks=True)
                 case Wake(name):
-                    self._run(partial(self._move, name, self._engines[name], False))
+                    self._move(name, parks=False)
                 case Changed(name):
                     self.tell_status(name)
 
-    def _run(self, work: Callable[[], object]) -> None:
-        threading.Thread(target=work, name="pyspec-models", daemon=True).start()
+    def _work(self, about: str, do: Callable[[], T], then: Callable[[T | PyspecError], None]) -> None:
+        """Do something on a thread. `then` gets what came of it, or its error, on the loop. about: names it in errors"""
+
+        def run() -> None:
+            try:
+                found: T | PyspecError = do()
+            except Exception as e:  # noqa: BLE001 - whatever it is, nobody waits for ever
+                found = _as_error(e, about)
+            self._post(partial(then, found))
+
+        threading.Thread(target=run, name="pyspec-models", daemon=True).start()
 
     def _post(self, event: Callable[[], None]) -> None:
         """Run on the loop, from another thread."""
@@ -434,23 +445,14 @@ class Router:
         with contextlib.suppress(RuntimeError):  # it is closed
             self._loop.call_soon_threadsafe(event)
 
-    def _plan(self, name: str, model: Model, budget: Mapping[str, int]) -> None:
-        try:
-            need = model.plan(budget)
-        except Exception as e:  # noqa: BLE001 - whatever it is, nobody waits for ever
-            failed = _as_error(e, f"planning {name}")
-            self._post(lambda: self._has_failed(name, failed))
-            return
-
-        def take() -> None:
-            if name not in self.table.rows:  # its source is gone
-                return
+    def _is_planned(self, name: str, need: LoadNeed | PyspecError) -> None:
+        if isinstance(need, PyspecError):
+            self._has_failed(name, need)
+        elif name in self.table.rows:  # else its source is gone
             self.needs[name] = need
             self._do(self.table.planned(name, need.bytes, time.monotonic(), need.rest))
 
-        self._post(take)
-
-    def _load(self, name: str, model: Model, need: LoadNeed, loading: Loading) -> None:
+    def _load(self, name: str, model: Model, need: LoadNeed, loading: Loading) -> Engine | None:
         """Load on a thread. If the load is ended, or fails, nothing of it stays."""
 
         def report(stage: str, fraction: float) -> None:
@@ -459,63 +461,55 @@ class Router:
                 self._post(partial(self.tell_status, name))
 
         log.info("loading %s: %s", name, need.text)
-        began, engine, error = time.monotonic(), None, None
-        try:
-            with progress.listening(report):
-                engine = model.load(need, loading.begun)
-        except Exception as e:  # noqa: BLE001 - `_as_error` logs it
-            error = _as_error(e, f"loading {name}")
-        if loading.is_ended and engine is not None:
+        began = time.monotonic()
+        with progress.listening(report):
+            engine = model.load(need, loading.begun)
+        if loading.is_ended:
             engine.close(CLOSE_S)
-            engine = None
-        if engine is not None:
-            log.info("%s is loaded after %.1f s", name, time.monotonic() - began)
-        self._post(lambda: self._is_loaded(name, loading, engine, error))
+            return None
+        log.info("%s is loaded after %.1f s", name, time.monotonic() - began)
+        return engine
 
-    def _is_loaded(
-        self, name: str, loading: Loading, engine: Engine | None, error: PyspecError | None
-    ) -> None:
+    def _is_loaded(self, name: str, loading: Loading, found: Engine | PyspecError | None) -> None:
         del self._loads[name]
         if not self.is_draining:
             self._ahead()
-        if engine is not None and not loading.is_ended:
-            try:
-                self.add(name, engine)
-            except Exception as e:  # noqa: BLE001 - `_as_error` logs it
-                self._run(partial(self._end, engine, lambda: None))
-                self._has_failed(name, _as_error(e, f"serving {name}"))
-            else:
-                self._do(self.table.loaded(name, time.monotonic()))
-        elif engine is not None:  # it was ended in the last moment
-            self._close(name, engine)
-        elif loading.is_ended:
-            self._has_gone(name)
-        else:
-            assert error is not None
-            self._has_failed(name, error)
-
-    def _move(self, name: str, engine: Engine, parks: bool) -> None:
-        """Park or wake, on a thread."""
-        error: PyspecError | None = None
-        began = time.monotonic()
+        if loading.is_ended:
+            if found is None or isinstance(found, PyspecError):
+                self._has_gone(name)
+            else:  # it was ended in the last moment
+                self._close(name, found)
+            return
+        assert found is not None
+        if isinstance(found, PyspecError):
+            self._has_failed(name, found)
+            return
         try:
-            engine.park() if parks else engine.wake()
+            self.add(name, found)
         except Exception as e:  # noqa: BLE001 - `_as_error` logs it
-            error = _as_error(e, f"parking or waking {name}")
-        if error is None:
-            log.info(
-                "%s is %s after %.2f s", name, "parked" if parks else "awake", time.monotonic() - began
-            )
-        self._post(lambda: self._has_moved(name, engine, parks, error))
+            self._work(f"closing {name}", partial(found.close, CLOSE_S), lambda closed: None)
+            self._has_failed(name, _as_error(e, f"serving {name}"))
+        else:
+            self._do(self.table.loaded(name, time.monotonic()))
 
-    def _has_moved(self, name: str, engine: Engine, parks: bool, error: PyspecError | None) -> None:
+    def _move(self, name: str, *, parks: bool) -> None:
+        """Park or wake a model."""
+        engine = self._engines[name]
+        do, then = engine.park if parks else engine.wake, partial(self._has_moved, name, engine, parks)
+        self._work(f"parking or waking {name}", do, partial(then, time.monotonic()))
+
+    def _has_moved(
+        self, name: str, engine: Engine, parks: bool, began: float, error: PyspecError | None
+    ) -> None:
         if self._engines.get(name) is not engine:  # it was stopped meanwhile
             return
         now = time.monotonic()
         if error is not None:
             log.error("%s could not be %s: %s", name, "parked" if parks else "woken", error)
             self._do(self.table.died(name, error, now))
-        elif parks:
+            return
+        log.info("%s is %s after %.2f s", name, "parked" if parks else "awake", now - began)
+        if parks:
             self._do(self.table.parked(name, now))
         else:
             self.n_wake += 1
@@ -524,20 +518,14 @@ class Router:
 
     def add(self, name: str, engine: Engine) -> None:
         """Serve a loaded engine as a model."""
-        model = self.models[name]
-        settings = model.settings
-        self.services[name] = self.last = Service(engine, settings, self.sessions)
+        self.services[name] = self.last = Service(engine, self.models[name].settings, self.sessions)
         self._engines[name] = engine
 
     def adopt(self, name: str, engine: Engine, need: LoadNeed) -> None:
         """Have a model that was loaded already."""
         row = self.table.rows[name]
-        row.state, row.need, row.loaded_at, row.used = (
-            "loaded",
-            need.bytes,
-            time.monotonic(),
-            time.monotonic(),
-        )
+        row.state, row.need = "loaded", need.bytes
+        row.loaded_at = row.used = time.monotonic()
         self.needs[name], self.stamps[name] = need, self.models[name].stamp
         self.add(name, engine)
 
@@ -550,7 +538,7 @@ class Router:
     def _stop(self, name: str) -> None:
         if name in self._loads:
             if (core := self._loads[name].end()) is not None:
-                self._run(partial(core.close, 0.0))
+                self._work(f"ending the load of {name}", partial(core.close, 0.0), lambda closed: None)
             return
         engine = self._engines.pop(name)
         service = self._parked.pop(name, None) or self.services.pop(name)
@@ -560,15 +548,9 @@ class Router:
 
     def _close(self, name: str, engine: Engine) -> None:
         log.info("unloading %s", name)
-        self._run(partial(self._end, engine, partial(self._has_gone, name)))
-
-    def _end(self, engine: Engine, then: Callable[[], None]) -> None:
-        """Close an engine, on a thread."""
-        try:
-            engine.close(CLOSE_S)
-        except Exception:
-            log.exception("an engine could not be closed")
-        self._post(then)
+        self._work(
+            f"closing {name}", partial(engine.close, CLOSE_S), lambda closed: self._has_gone(name)
+        )
 
     def _has_gone(self, name: str) -> None:
         if self.stamps.get(name) != self.models[name].stamp:
@@ -613,17 +595,12 @@ class Router:
                 done = {file: {"done": int(fraction * size), "total": size}}
                 self._post(partial(self._has_come, name, done))
 
-        def work() -> None:
-            failed = ""
+        def fetch() -> None:
             progress.is_stopped.set(lambda: name in self._cancelled)
-            try:
-                with progress.listening(report):
-                    found.fetch()
-            except Exception as e:  # noqa: BLE001 - `_as_error` logs it
-                failed = str(_as_error(e, f"the download of {name}"))
-            self._post(partial(self._is_downloaded, name, failed))
+            with progress.listening(report):
+                found.fetch()
 
-        self._run(work)
+        self._work(f"the download of {name}", fetch, partial(self._is_downloaded, name))
 
     def _has_come(self, name: str, done: dict[str, dict[str, int]]) -> None:
         if name in self.downloads:
@@ -636,12 +613,12 @@ class Router:
         while name in self.downloads:
             await asyncio.sleep(TICK_S)
 
-    def _is_downloaded(self, name: str, failed: str) -> None:
+    def _is_downloaded(self, name: str, failed: PyspecError | None) -> None:
         del self.downloads[name]
         self._cancelled.discard(name)
-        if failed:
+        if failed is not None:
             log.error("the download of %s failed: %s", name, failed)
-            self.tell("download_failed", name, {"error": failed})
+            self.tell("download_failed", name, {"error": str(failed)})
             return
 
         async def show() -> None:

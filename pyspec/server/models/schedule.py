@@ -14,7 +14,7 @@ Every method is one event. It gets the time and returns the actions that follow,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, log2
 from typing import Literal
@@ -40,38 +40,32 @@ START_S, LOAD_RATE, WAKE_RATE = (
 
 
 @dataclass(frozen=True)
-class AskNeed:
+class _OfModel:
+    name: str
+
+
+class AskNeed(_OfModel):
     """Find the bytes of a model: `planned` or `failed` comes back."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Start:
+class Start(_OfModel):
     """Load a model: `loaded` or `failed` comes back."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Stop:
+class Stop(_OfModel):
     """Unload a model, or end its load: `gone` comes back. Requests that still run are ended."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Park:
+class Park(_OfModel):
     """Take a model from its card, or a CPU's slots their memory: `parked` or `died` comes back. Nothing of it runs."""
 
-    name: str
 
-
-@dataclass(frozen=True)
-class Wake:
+class Wake(_OfModel):
     """Undo `Park`: `loaded` or `died` comes back."""
 
-    name: str
+
+class Changed(_OfModel):
+    """A model has another state."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +81,6 @@ class Refuse:
 
     ticket: int
     error: PyspecError
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A model has another state."""
-
-    name: str
 
 
 Action = AskNeed | Start | Stop | Park | Wake | Grant | Refuse | Changed
@@ -445,9 +432,9 @@ class Schedule:
             return
         for other in gone:
             self._stop(other)
-        used, need = self.used(but=[row]), row.need or {}
+        need = row.need or {}
         grows = {place: n for place, n in (row.rest or {}).items() if n > need.get(place, 0)}
-        if all(used.get(place, 0) + n <= self.budget.get(place, 0) for place, n in grows.items()):
+        if self._fits(grows, [self.used(but=[row])]):
             self._to(row, "parking")
             self._out.append(Park(row.name))
 
@@ -458,14 +445,8 @@ class Schedule:
         others = [other for other in self.rows.values() if other not in (row, head, *gone)]
         if sum(other.state in ("parking", "parked") for other in others) >= MOST_PARKED:
             return False
-        bytes_of = [
-            row.rest,
-            *(other.later for other in others),
-            head.wanted if head is not None else {},
-        ]
-        return all(
-            sum(one.get(place, 0) for one in bytes_of) <= self.budget.get(place, 0) for place in row.rest
-        )
+        beside = [other.later for other in others]
+        return self._fits(row.rest, beside if head is None else [*beside, head.wanted])
 
     def never(self, head: ModelRow) -> str:
         """Why a model can not be loaded, whichever others leave; "" if it can."""
@@ -517,10 +498,13 @@ class Schedule:
         inactive = ("parked", "parking") if later else ("parked",)
         if self.most and sum(row.state not in inactive for row in beside) >= self.most:
             return False
-        bytes_of = [row.later if later else row.held for row in beside]
+        return self._fits(head.wanted, [row.later if later else row.held for row in beside])
+
+    def _fits(self, wanted: Bytes, beside: Sequence[Bytes]) -> bool:
+        """Whether all models together may use that much."""
         return all(
-            n + sum(one.get(place, 0) for one in bytes_of) <= self.budget.get(place, 0)
-            for place, n in head.wanted.items()
+            n + sum(one.get(place, 0) for one in beside) <= self.budget.get(place, 0)
+            for place, n in wanted.items()
         )
 
     def _grant(self, row: ModelRow, ticket: int, now: float) -> None:
