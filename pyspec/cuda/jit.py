@@ -297,7 +297,7 @@ class Kernel:
     ) -> None:
         """Start on its device, on torch's current stream there. Tensors go as pointers, None as no pointer, numbers in the signature's type.
 
-        `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
+        `overlap`: from 9.0 on, start as soon as the kernel before allows it (programmatic dependent launch). Only for kernels
         that wait (`griddepcontrol.wait`) before they touch the output of that kernel.
         """
         assert len(args) == len(self.signature), (
@@ -318,7 +318,8 @@ class Kernel:
         from cuda.core import LaunchConfig
 
         config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
-        if overlap and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
+        early = overlap and torch.cuda.get_device_capability(self.context.device) >= HOPPER
+        if early and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
             config.programmatic_stream_serialization = True
         if len(self.configs) >= MOST_CONFIGS:
             self.configs.clear()

@@ -29,7 +29,6 @@ class AheadLaunch:
 
     def __init__(self, spec: AheadSpec) -> None:
         self.buffers, self.fault = Buffers(spec), record(spec.device)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.acceptor, self.mover = FILE.kernels(spec.device, spec)
 
     def accept(
@@ -59,7 +58,7 @@ class AheadLaunch:
         n_next = 0 if kept is None else len(kept.tokens)
         sizes = n_draft, n_row, n_seq, n_next, n_page, batch.page_size, int(is_moved)
         args = *moved(batch), *of_kept, drafts, *steps, *sizes, self.fault
-        self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=self.overlap)
+        self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=True)
 
 
 bind = AheadLaunch

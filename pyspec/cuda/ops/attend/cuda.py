@@ -311,8 +311,7 @@ class AttendLaunch:
     def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
         self.spec, self.shape = spec, shape
         self.builds: dict[int, Kernels] = {}  # by the tiles of a block's columns
-        capability = torch.cuda.get_device_capability(spec.device)
-        self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
+        self.arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.heads, self.scale = (spec.n_head, spec.n_kv_head), spec.scale * math.log2(math.e)
         self.narrow = narrow_for(spec, self.arch) if shape is None else None
@@ -360,12 +359,12 @@ class AttendLaunch:
         read = q, *pool.read_planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault
         sizes = n_row, n_seq, *self.heads, *pages, window, n_item, self.scale
         grid, args = min(kernels.grid, n_item), (*read, *sizes, *prefetch_args(after, n_row))
-        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
+        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=True)
         counts = n_seq, *self.heads, n_key, window, n_item
         made = part, part_ml, plan, *seen, *rows, *sink, out, *counts, self.fault, grid
         merge, own = kernels.merge(n_row * spec.n_head, spec.head_dim)
         pieces = -(-spec.head_dim // own)
-        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, made, overlap=self.overlap)
+        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, made, overlap=True)
         return out
 
     def _build(self, batch: Batch, group: int) -> Kernels:

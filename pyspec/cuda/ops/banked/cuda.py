@@ -32,7 +32,6 @@ programs = FILE.programs
 
 def bind(spec: BankedSpec) -> Banked:
     kernel = FILE.kernel(spec.device, spec)
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def run(kept: Sequence[Tensor], x: Tensor, weight: Tensor) -> Tensor:
         rows = (*kept, x)
@@ -41,7 +40,7 @@ def bind(spec: BankedSpec) -> Banked:
         out = torch.empty_like(x)
         if len(x):
             args = *rows, *(None,) * (MOST - len(kept)), weight, out, spec.eps
-            kernel.launch((len(x),), THREADS, args, overlap=overlap)
+            kernel.launch((len(x),), THREADS, args, overlap=True)
         return out
 
     return run

@@ -47,7 +47,6 @@ def _workspace(device: torch.device, n_multiprocessor: int) -> tuple[Tensor, Ten
 class BestLaunch(IntoMemory):
     def __init__(self, device: torch.device) -> None:
         self.kernel = FILE.kernel(device, BestSpec(device))
-        self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
         self.shares, self.tickets = _workspace(device, self.n_multiprocessor)
 
@@ -63,7 +62,7 @@ class BestLaunch(IntoMemory):
                 None if pairs is None else pairs.view(-1)[first:],
             )
             args = *own, *into, n_vocab, -(-(n_vocab // 4) // n_part), n_row
-            self.kernel.launch((n_part, n), THREADS, args, overlap=self.overlap)
+            self.kernel.launch((n_part, n), THREADS, args, overlap=True)
 
 
 @per_device

@@ -36,7 +36,6 @@ class ConvolveLaunch:
 
     def __init__(self, spec: ConvolveSpec) -> None:
         self.spec, self.kernel = spec, FILE.kernel(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_part = -(-spec.n // (4 * THREADS))
 
     def __call__(self, *args: *Given) -> Tensor:
@@ -48,7 +47,7 @@ class ConvolveLaunch:
         if n_row:
             own = given[:, side * s.n_tap * s.n_group :]
             read = x, own, base[side], row_seq, residual, out
-            self.kernel.launch((self.n_part, n_row), THREADS, read, overlap=self.overlap)
+            self.kernel.launch((self.n_part, n_row), THREADS, read, overlap=True)
         return out
 
 

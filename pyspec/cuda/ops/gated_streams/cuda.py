@@ -43,7 +43,6 @@ class GatedLaunch(GatedStreams):
         super().__init__(spec)
         self.wide = spec.n_stream * spec.n
         self.kernels = FILE.named(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.pieces = -(-spec.n // (4 * THREADS))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -75,7 +74,7 @@ class GatedLaunch(GatedStreams):
 
     def _run(self, name: str, grid: tuple[int, int], *args: Arg) -> None:
         if grid[0]:
-            self.kernels[name].launch(grid, THREADS, args, overlap=self.overlap)
+            self.kernels[name].launch(grid, THREADS, args, overlap=True)
 
     def _whole(self, x: Tensor) -> Tensor:
         """Rows of all streams, one behind the other."""

@@ -134,8 +134,7 @@ class GdnLaunch:
         self.spec, self.shape, self.eps = spec, spec.shape, spec.eps
         self.columns, self.chunked, self.many = columns, chunked, (MANY, MANY_ROWS)
         capability = torch.cuda.get_device_capability(spec.device)
-        self.overlap = capability >= (9, 0)
-        self.prepares = self.overlap and not self.shape.by_key
+        self.prepares = capability >= (9, 0) and not self.shape.by_key
         self.arch = jit.arch_of(capability)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         ways = [columns] if columns else COLUMNS
@@ -198,9 +197,9 @@ class GdnLaunch:
             few = self.many[1] if layer.width <= self.many[1] else FEW_ROWS
             if not own.n_long and own.n_seq >= self.many[0] and n_row <= few * own.n_seq:
                 grid = (grid[0], -(-own.n_seq // (CONV_THREADS // 32)), 1)
-                many.launch(grid, CONV_THREADS, (*args, own.n_seq), overlap=self.overlap)
+                many.launch(grid, CONV_THREADS, (*args, own.n_seq), overlap=True)
             else:
-                conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
+                conv.launch(grid, CONV_THREADS, args, overlap=True)
         if own.n_long and self.chunks is not None:
             here = new[2], new[3], new[4]  # v, e, b
             qk = self.chunks.prepare(inputs, [layer.conv, *layer.records()], old, here, own, self.eps)
@@ -208,11 +207,10 @@ class GdnLaunch:
             to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, n_v * DIM)
             kernel = rows if isinstance(out, Tensor) else rows_into[0]
             args = [*rows_args(layer, old, new, own.counts, self.fault), *to]
-            kernel.launch(rows_grid(n_v, DIM, cols, own.n_seq), THREADS, args, overlap=self.overlap)
+            kernel.launch(rows_grid(n_v, DIM, cols, own.n_seq), THREADS, args, overlap=True)
         if own.n_long and self.chunks is not None:
             assert isinstance(out, Tensor)
-            overlaps = self.overlap and not own.runs_rows, self.overlap
-            self.chunks.run(qk, here, layer.state, out, own, overlap=overlaps)
+            self.chunks.run(qk, here, layer.state, out, own)
 
 
 def buffers(
@@ -272,7 +270,6 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
 def folder(spec: GdnSpec) -> Fold:
     """The call that folds records without rows."""
     shape, device = spec.shape, spec.device
-    overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     conv, _, rows, *_ = _kernels(device, shape, COLUMNS[0])
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
     inputs: list[jit.Arg] = [*(unread, 0) * 3, unread, unread, unread]
@@ -283,7 +280,7 @@ def folder(spec: GdnSpec) -> Fold:
         args = conv_args(inputs, layer, old, new, counts, spec.eps, fault)
         conv.launch((shape.n_k_head + shape.n_v_head, 1, 1), CONV_THREADS, args)
         args = [*rows_args(layer, old, new, counts, fault), unread]
-        rows.launch(rows_grid(shape.n_v_head, DIM, COLUMNS[0], 1), THREADS, args, overlap=overlap)
+        rows.launch(rows_grid(shape.n_v_head, DIM, COLUMNS[0], 1), THREADS, args, overlap=True)
 
     return folding(run)
 

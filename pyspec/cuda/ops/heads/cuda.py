@@ -58,7 +58,6 @@ programs = FILE.programs
 
 
 def bind(spec: HeadsSpec) -> Heads:
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     kernels = dict(zip(TILES, FILE.kernels(spec.device, spec), strict=True))
     n_out = 16 * warps_of(spec)
 
@@ -77,7 +76,7 @@ def bind(spec: HeadsSpec) -> Heads:
             tiles = next((t for t in TILES if n <= 8 * t), TILES[-1])
             grid = (-(-spec.n_out // n_out), spec.n_head, -(-n // (8 * tiles)))
             args = x, x.stride(0), x.stride(1), data, out, n, spec.n_head
-            kernels[tiles].launch(grid, 2 * n_out, args, overlap=overlap)
+            kernels[tiles].launch(grid, 2 * n_out, args, overlap=True)
             return out
 
         return heads

@@ -248,7 +248,9 @@ class LinearLaunch:
 
     def has_late(self, n_row: int) -> bool:
         """Whether `multiply` may be `late` with so many rows: another kernel fits beside it (docs/log.md)."""
-        return 0 < n_row <= LATE_ROWS and LATE_ROWS in self.steps and self.rows.overlap
+        return (
+            0 < n_row <= LATE_ROWS and LATE_ROWS in self.steps and self.rows.prepare.capability >= (9, 0)
+        )
 
     def multiply(
         self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None, late: bool = False
@@ -256,7 +258,7 @@ class LinearLaunch:
         """The product alone, for rows that several matrices share. late: see PairLaunch."""
         check_product(self.spec, rows, packed, out, residual)
         if rows.pad in self.pairs:
-            return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap, late)
+            return self.pairs[rows.pad](rows, packed, out, residual, late)
         self._whole(rows, packed, out if residual is None else residual, out, late)
 
     def hand(self, rows: Rows, packed: Packed, into: RowsLaunch) -> Rows:
@@ -265,7 +267,7 @@ class LinearLaunch:
         assert self.spec.hands and to.pad == rows.pad and to.layout == BLOCKED
         assert into.n_in == self.spec.n_out
         if rows.pad in self.pairs:
-            self.pairs[rows.pad](rows, packed, to.blocks, to.powers, self.rows.overlap)
+            self.pairs[rows.pad](rows, packed, to.blocks, to.powers)
         else:
             self._whole(rows, packed, to.powers, to.blocks)
         return to
@@ -276,7 +278,7 @@ class LinearLaunch:
         run = self.steps[rows.pad]
         read = packed.data, rows.blocks, rows.sums, rows.powers, residual, out
         args = *read, self.partial, self.tickets, rows.n_row, *self.sizes, int(late)
-        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
+        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=True)
 
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:

@@ -181,11 +181,9 @@ class WgmmaLaunch:
 
     max_rows = MAX_ROWS
 
-    def __init__(
-        self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True, least: int = 0
-    ) -> None:
+    def __init__(self, spec: LinearSpec, patience: int = PATIENCE, least: int = 0) -> None:
         """least: rows up to which there is no build."""
-        self.spec, self.overlap = spec, overlap
+        self.spec = spec
         pads = tuple(pad for pad in PADS if pad > least)
         self.rows = bind_rows(spec.device, spec.n_in, pads)
         self.kernels = {
@@ -212,7 +210,7 @@ class WgmmaLaunch:
         tensors = (packed.data, rows.blocks, rows.powers, out if residual is None else residual, out)
         args = (*tensors, work.partial, work.counts, work.states, rows.n_row, *self.sizes)
         shared = shared_bytes(self.spec.type, rows.pad)
-        self.kernels[rows.pad].launch(self.grid, _THREADS, args, shared, overlap=self.overlap)
+        self.kernels[rows.pad].launch(self.grid, _THREADS, args, shared, overlap=True)
 
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:

@@ -97,8 +97,7 @@ class Mamba2Launch:
     def __init__(self, spec: Mamba2Spec, columns: int | None, chunked: int) -> None:
         assert chunked >= TAPS, "a chunked sequence is longer than the window it leaves"
         self.spec, self.columns, self.chunked = spec, columns, chunked
-        capability = torch.cuda.get_device_capability(spec.device)
-        self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
+        self.arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         ways = [columns] if columns else columns_of(spec.shape)
         self.kernels = {c: FILE.kernels(spec.device, (spec.shape, self.arch, c)) for c in ways}
@@ -127,21 +126,21 @@ class Mamba2Launch:
         own = divided(batch, layer, n_row, self.chunked, self.chunks.chunk, self.fault)
         old, new = buffers(m, s, *((0, 0) if own.only_long else (own.n_seq * layer.width, n_row)))
         cols = self.columns or columns_for(s, own.n_seq, self.arch, self.n_sm)
-        (conv, rows), overlap = self.kernels[cols], self.overlap
+        conv, rows = self.kernels[cols]
         inputs = m, m.stride(0), dt, dt.stride(0)
         if not own.only_long:
             grid = (s.n_channel // CHANNELS, own.n_seq, stretches(n_row, own.n_seq, layer.width))
             read = *inputs, p.a, p.dt_bias, p.conv_w, p.conv_b
             args = conv_args(read, layer, old, new, own.counts, self.fault)
-            conv.launch(grid, CONV_THREADS, args, overlap=overlap)
+            conv.launch(grid, CONV_THREADS, args, overlap=True)
         if own.n_long:
-            made = self.chunks.prepare(inputs, p, layer.conv, own, overlap=overlap)
+            made = self.chunks.prepare(inputs, p, layer.conv, own)
         if own.runs_rows:
             args = rows_args(layer, p.d, old, new, out, own.counts)
             args += [self.fault, *prefetch_args(after, n_row)]
-            rows.launch(rows_grid(s.n_head, s.head_dim, cols, own.n_seq), THREADS, args, overlap=overlap)
+            rows.launch(rows_grid(s.n_head, s.head_dim, cols, own.n_seq), THREADS, args, overlap=True)
         if own.n_long:
-            self.chunks.run(made, inputs, p, layer, out, own, overlap=overlap)
+            self.chunks.run(made, inputs, p, layer, out, own)
         return out
 
 
@@ -187,7 +186,6 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
 def folder(spec: Mamba2Spec) -> Fold:
     """The call that folds records without rows."""
     s, device, columns = spec.shape, spec.device, columns_of(spec.shape)[0]
-    overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     conv, rows = FILE.kernels(device, (s, arch, columns))
     unread, fault = torch.zeros(s.n_channel * TAPS, device=device), faults.record(device)
@@ -199,6 +197,6 @@ def folder(spec: Mamba2Spec) -> Fold:
         args = conv_args(inputs, layer, old, new, counts, fault)
         conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args)
         args = [*rows_args(layer, unread, old, new, unread, counts), fault, *NOTHING]
-        rows.launch(rows_grid(s.n_head, s.head_dim, columns, 1), THREADS, args, overlap=overlap)
+        rows.launch(rows_grid(s.n_head, s.head_dim, columns, 1), THREADS, args, overlap=True)
 
     return folding(run)

@@ -245,7 +245,7 @@ class HostExperts:
         self.lane = lane_of(self.device)
         self.job = self.lane.job(spec.n_in, spec.n_used)
         self.layer = self.lane.add(CpuExperts(_on_host(spec), stacks), spec.n_used, self.counts)
-        self.fault, self.overlap = faults.record(self.device), _overlaps(self.device)
+        self.fault = faults.record(self.device)
         self.card: ExpertsLaunch | None = None
         self.slots: Tensor | None = None
         self.places = torch.full((self.n_expert,), -1, dtype=torch.int16)
@@ -296,7 +296,7 @@ class HostExperts:
     ) -> Split:
         self.lane.wake()
         of = self.job, self.layer, x, norm, ids.contiguous(), weights.contiguous()
-        return Split(*of, self.slots, row_seq, self.n_expert, used, overlap=self.overlap)
+        return Split(*of, self.slots, row_seq, self.n_expert, used)
 
     def __call__(
         self,
@@ -317,7 +317,7 @@ class HostExperts:
             split = split or self._sent(x[part], norm, ids[part], weights[part], None, used)
             y = self._of_card(x[part], norm, split.hits, split.weights)
             given = y, split.hits, split.weights, added.part(part), out[part], self.fault, split
-            gate(*given, overlap=self.overlap)
+            gate(*given)
         return out
 
     def _of_card(
@@ -419,7 +419,7 @@ class HostExperts:
             rows, of = launch.x_rows(x[part], norm), (hits[part], weights[part].contiguous())
             y = launch.shares(rows, *of).y
             given = y, *of, added.part(part), out[part], self.fault, None
-            gate(*given, overlap=self.overlap)
+            gate(*given)
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -457,10 +457,6 @@ def also(spec: MoeSpec) -> Iterator[tuple[Any, RepackSpec]]:
     """What experts in the host's memory are packed by when they come to the card."""
     if spec.slots is not None and spec.up is not None and spec.down is not None:
         yield from ((repack, RepackSpec(spec.device, type)) for type in {spec.up, spec.down})
-
-
-def _overlaps(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def slot_bytes(spec: MoeSpec) -> int:

@@ -155,8 +155,6 @@ class Split:
         row_seq: Tensor | None,
         n_expert: int,
         used: Tensor | None = None,
-        *,
-        overlap: bool,
     ) -> None:
         """x [row, n_in] f32, at most JOB_ROWS rows; slots [n_expert] int16; used [JOB_ROWS, n_used] int16. x and used may be columns of wider rows."""
         (n_row, n_in), n_used = x.shape, ids.shape[1]
@@ -173,7 +171,7 @@ class Split:
         args += map(np.int32, (layer.number, n_in // 4, x.stride(0) // 4, n_used, n_expert, n_wide))
         args.append(np.float32(0.0 if norm is None else norm.eps))
         split, _ = lane_kernels(x.device)
-        split.launch((n_row,), THREADS, args, overlap=overlap)
+        split.launch((n_row,), THREADS, args, overlap=True)
 
 
 def gate(
@@ -184,8 +182,6 @@ def gate(
     out: Tensor,
     fault: Tensor,
     split: Split | None,
-    *,
-    overlap: bool,
 ) -> None:
     """out [row, n_in] = what `added` says + the hits' y [row * n_used, n_in], weighed, + the host's sums of `split`, which it waits for."""
     (n_row, n_in), n_used, job = out.shape, weights.shape[1], None if split is None else split.job
@@ -196,4 +192,4 @@ def gate(
     args += [NONE] * 4 if job is None or split is None else [split.missed, job.head, job.y, job.state]
     args += [fault, np.int32(n_used), np.int32(n_in // 4), np.int64(LIMIT)]
     _, kernel = lane_kernels(out.device)
-    kernel.launch((n_row, -(-n_in // (4 * THREADS))), THREADS, args, overlap=overlap)
+    kernel.launch((n_row, -(-n_in // (4 * THREADS))), THREADS, args, overlap=True)

@@ -110,7 +110,6 @@ class RouteLaunch:
         self.spec = spec
         self.scores, self.choose = FILE.kernels(spec.device, replace(spec, scale=1.0, eps=0.0))
         self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def __call__(
@@ -144,10 +143,10 @@ class RouteLaunch:
             pad = 0 if into is None or into.layout == PLANES else into.pad
             sizes = n_row, grid.per_cta, grid.scoring, pad
             args = x, norm, matrix, logits, *to, *sizes, spec.eps, power
-            self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
+            self.scores.launch(grid.ctas, grid.threads, args, overlap=True)
             beside = logits if bias is None else bias, ids, weights, logits if gate is None else gate
             chosen = logits, *beside, spec.scale
-            self.choose.launch((n_row,), self.n_choose, chosen, overlap=self.overlap)
+            self.choose.launch((n_row,), self.n_choose, chosen, overlap=True)
         return Routes(ids, weights, gate)
 
 

@@ -58,7 +58,6 @@ class NgramsLaunch(Ngrams):
         self.wide = spec.n_stream * spec.n
         plain = replace(spec, multipliers=(), offsets=(), sizes=(1,) * spec.n_head)
         self.kernels, self.fault = FILE.named(spec.device, plain), faults.record(spec.device)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.tables = [
             torch.tensor([signed(x) for x in of], dtype=torch.int64, device=spec.device)
             for of in (spec.multipliers, spec.sizes, spec.offsets)
@@ -105,7 +104,7 @@ class NgramsLaunch(Ngrams):
 
     def _run(self, name: str, grid: tuple[int, int], *args: Arg) -> None:
         if grid[0]:
-            self.kernels[name].launch(grid, THREADS, args, overlap=self.overlap)
+            self.kernels[name].launch(grid, THREADS, args, overlap=True)
 
 
 bind = NgramsLaunch

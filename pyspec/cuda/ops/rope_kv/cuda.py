@@ -50,7 +50,6 @@ programs = FILE.programs
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     fault, kernel = faults.record(spec.device), FILE.kernel(spec.device, spec)
     none, n_unit = torch.zeros(4, device=spec.device), spec.n_q + 2 * spec.n_kv
 
@@ -62,7 +61,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         norms = (none if norm is None else norm for norm in (q_norm, k_norm))
         args = y, y.stride(0), *norms, spec.eps, *angles, rows, q, *pool.planes
         args = *args, spec.n_q, spec.n_kv, pool.n_row, fault
-        kernel.launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
+        kernel.launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=True)
         return q
 
     return rope_kv

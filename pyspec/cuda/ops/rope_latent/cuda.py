@@ -44,7 +44,6 @@ programs = FILE.programs
 
 
 def bind(spec: RopeLatentSpec) -> RopeLatent:
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     fault, kernel = faults.record(spec.device), FILE.kernel(spec.device, spec)
 
     def rope_latent(*given: *Given) -> Tensor:
@@ -56,7 +55,7 @@ def bind(spec: RopeLatentSpec) -> RopeLatent:
             return out
         args = kv, kv.stride(0), q, q.stride(0), plain, norm, spec.eps, *angles, rows, out, *pool.planes
         args = *args, spec.n_head, pool.n_row, fault
-        kernel.launch((n, -(-(1 + spec.n_head) // WARPS)), 32 * WARPS, args, overlap=overlap)
+        kernel.launch((n, -(-(1 + spec.n_head) // WARPS)), 32 * WARPS, args, overlap=True)
         return out
 
     return rope_latent

@@ -128,7 +128,6 @@ class RowsPrep:
     def __init__(self, device: torch.device, n_in: int, layout: int) -> None:
         self.device, self.n_in, self.layout = device, n_in, layout
         self.capability = torch.cuda.get_device_capability(device)
-        self.overlap = self.capability >= HOPPER
         self.none = torch.empty(4, dtype=torch.float32, device=device)
         self.kernels: dict[tuple[PrepKind, int, bool, int], Kernel] = {}
         self.kernel(PrepKind.PLAIN, 0)
@@ -165,7 +164,7 @@ class RowsPrep:
         n_thread = threads_of(self.n_in, self.layout, parts)
         if kind is PrepKind.GROUPS:
             grid, n_thread = groups_of(self.n_in, dim, n_row)
-        kernel.launch(grid, n_thread, args, overlap=self.overlap)
+        kernel.launch(grid, n_thread, args, overlap=True)
 
 
 def row_bytes(n_in: int, layout: int = BLOCKED) -> int:
@@ -181,7 +180,6 @@ class RowsLaunch:
     ) -> None:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
         self.prepare = RowsPrep(device, n_in, layout)
-        self.overlap = self.prepare.overlap
         self._held: tuple[Tensor, Prep, Rows] | None = None
         n_half = pads[-1] * row_bytes(n_in, layout) // 2
         self.blocks = torch.zeros(n_half, dtype=torch.float16, device=device)
@@ -201,7 +199,7 @@ class RowsLaunch:
         rows, kernel = self.room(n_row), p.kernel(PrepKind.PLAIN, 0, experts=True)
         counts = n_used, shares.n_piece
         args = shares.y, *shares.args(), *counts, rows.blocks, rows.sums, rows.powers, rows.pad
-        kernel.launch((n_row,), THREADS, args, overlap=self.overlap)
+        kernel.launch((n_row,), THREADS, args, overlap=True)
         return rows
 
     def room(self, n_row: int) -> Rows:
@@ -291,7 +289,7 @@ class WideRows:
             rows, add = y[part], None if residual is None else residual[part]
             grid = (-(-y.shape[1] // STRETCH), len(rows))
             args = (rows, powers[part], add, rows, y.shape[1])
-            self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
+            self.finisher.launch(grid, THREADS, args, overlap=True)
         return y
 
 

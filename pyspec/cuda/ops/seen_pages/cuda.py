@@ -29,7 +29,6 @@ class SeenPagesLaunch:
     def __init__(self, spec: SeenPagesSpec) -> None:
         self.spec, self.fault = spec, faults.record(spec.device)
         self.kernel = FILE.kernel(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def __call__(self, chosen: Tensor, batch: Batch) -> Batch:
         spec, (n_row, top_k), size = self.spec, chosen.shape, batch.page_size
@@ -44,7 +43,7 @@ class SeenPagesLaunch:
             n_seq, n_col = batch.page_table.shape
             sizes = (n_seq, n_col, size, spec.ratio, of, top_k, n_page, n_row)
             args = chosen, batch.page_table, batch.positions, batch.row_seq, pages, lo, hi, row_seq
-            self.kernel.launch((n_row,), THREADS, (*args, self.fault, *sizes), overlap=self.overlap)
+            self.kernel.launch((n_row,), THREADS, (*args, self.fault, *sizes), overlap=True)
         return as_seen(spec, batch, pages, lo, hi, row_seq, numbers(n_row, hi.device))
 
 

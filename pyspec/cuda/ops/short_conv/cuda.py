@@ -7,7 +7,6 @@ they came.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
@@ -55,7 +54,6 @@ class ShortConvLaunch:
 
     def __init__(self, spec: ShortConvSpec) -> None:
         self.spec, self.kernel = spec, FILE.kernel(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.fault = faults.record(spec.device)
 
     def __call__(self, m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
@@ -63,7 +61,7 @@ class ShortConvLaunch:
         check_kept("short_conv", (w,), (), layer, UNIT)
         out = m.new_empty(len(m), self.spec.shape.n_channel)
         if len(m):
-            self._run(m, w, layer, meta_of(batch), out, overlap=self.overlap)
+            self._run(m, w, layer, meta_of(batch), out)
         return out
 
     def folder(self) -> Fold:
@@ -75,7 +73,7 @@ class ShortConvLaunch:
         return folding(run)
 
     def _run(
-        self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor, *, overlap: bool
+        self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor, *, overlap: bool = True
     ) -> None:
         n_row, n_seq = len(m), len(meta[0])
         args = m, m.stride(0), w, layer.conv, out, *counts_of(meta, layer, n_row), self.fault

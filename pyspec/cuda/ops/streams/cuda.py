@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program
+from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, KernelFile, Macros, Program
 from pyspec.cuda.ops.moe.ref import Added, combine
 from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
 from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, RowsLaunch, Shares
@@ -73,7 +73,7 @@ class StreamsLaunch:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
         self.kernels = FILE.named(spec.device, (spec.n, spec.n_iter))
         self.heads = HEAD.named(spec.device, (spec.n, 0))
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.capability = torch.cuda.get_device_capability(spec.device)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def split(self, x: Tensor, mix: StreamMix, into: RowBuffer | None = None) -> Reading:
@@ -94,7 +94,7 @@ class StreamsLaunch:
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         args, n_row = self._merged(y, x, post, comb)
         if n_row:
-            self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+            self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=True)
         return args[-1]
 
     def merge_split(
@@ -117,10 +117,10 @@ class StreamsLaunch:
             (merged, *others), (weights, shared, _, residual) = args, y.args()
             counts = *sizes, y.weights.shape[1], y.n_piece
             given = merged, weights, shared, residual, *others, mix.fn, parts, *counts
-            self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
+            self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=True)
         else:
             merging = *args, mix.fn, parts, *sizes
-            self.kernels["streams_merge_parts"].launch(grid, THREADS, merging, overlap=self.overlap)
+            self.kernels["streams_merge_parts"].launch(grid, THREADS, merging, overlap=True)
         return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(
@@ -151,7 +151,7 @@ class StreamsLaunch:
         if n_row:
             grid, sizes = self._lines(n_row)
             args = x, mix.fn, parts, *sizes
-            kernels["streams_parts"].launch(grid, THREADS, args, overlap=self.overlap)
+            kernels["streams_parts"].launch(grid, THREADS, args, overlap=True)
         return parts
 
     def _read(
@@ -161,7 +161,7 @@ class StreamsLaunch:
         n_row, y = self._rows(x), self._room(x, self.spec.n)
         if n_row:
             args = x, parts, mix.scale, mix.base, y, *to, self.spec.eps, self.spec.floor
-            kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+            kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=True)
         return y
 
     def _read_rows(
@@ -175,9 +175,9 @@ class StreamsLaunch:
         ahead, *sizes = prefetch_args(into.weights, n_row)
         read = x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers
         floats = self.spec.eps, self.spec.floor, rows.pad, norm.eps, into.power
-        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
+        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.capability >= HOPPER else 0
         grid, args = (n_row, 2 + n_asking), (*read, ahead, *floats, *sizes)
-        self.kernels["streams_read_rows"].launch(grid, READERS, args, overlap=self.overlap)
+        self.kernels["streams_read_rows"].launch(grid, READERS, args, overlap=True)
         into.rows.hold(y, norm, rows)
         return y
 
