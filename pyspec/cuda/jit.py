@@ -62,11 +62,6 @@ def is_installed() -> bool:
         return False
 
 
-def on_nvidia(spec: Any) -> str | None:
-    """Limits of kernels that take any spec on their device."""
-    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
-
-
 def missing(device: torch.device) -> str | None:
     """Why no kernel of ours runs on `device`; None if one may."""
     if device.type != "cuda" or torch.version.hip is not None:

@@ -23,7 +23,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from pyspec.cuda import tri, verdicts
+from pyspec.cpu import kernels as cpu_kernels
+from pyspec.cuda import jit, tri, verdicts
 from pyspec.cuda.checker import sentence
 from pyspec.cuda.guard import FaultPlace as FaultPlace
 from pyspec.cuda.guard import Guard
@@ -104,12 +105,39 @@ class Tier(Protocol[Read, Made]):
 
 
 def implemented(*files: Tier[Spec, Launch], capturable: bool = True) -> list[Impl[Spec, Launch]]:
-    """The implementations in these files, by whose names they go."""
+    """The implementations in these files, by whose names they go. One with a `FILE` has its programs, if the file lists no others."""
     found = []
-    for own in map(vars, files):
+    for file in files:
+        own = vars(file)
         record = {name: own[name] for name in ("bind", *OPTIONAL) if name in own}
-        found.append(Impl(own["__name__"].rpartition(".")[2], **record, capturable=capturable))
+        if "FILE" in own:
+            record.setdefault("programs", own["FILE"].programs)
+        record["limits"] = limits_of(file)
+        found.append(Impl(_names(file)[-1], **record, capturable=capturable))
     return found
+
+
+def limits_of(file: Tier[Any, Any]) -> Callable[[Any], str | None]:
+    """What must be there for the implementation in a file, then the limits that it states."""
+    tier, own = _names(file)[-1], vars(file).get("limits", _no_limits)
+
+    def limits(spec: Any) -> str | None:
+        why: str | None = missing(tier, spec.device)
+        return own(spec) if why is None else why
+
+    return limits
+
+
+def missing(tier: str, device: torch.device) -> str | None:
+    """Why no kernel of a file of this name runs on the device; None if one may."""
+    if tier == "cpu":
+        return cpu_kernels.missing() if device.type == "cpu" else "runs on CPUs only"
+    return tri.missing(device) if tier == "triton" else jit.missing(device)
+
+
+def _names(file: Tier[Any, Any]) -> list[str]:
+    name: str = vars(file)["__name__"]
+    return name.split(".")
 
 
 @dataclass
@@ -256,6 +284,23 @@ class Op(Generic[Spec, Launch]):
         for impl in self.impls:
             yield impl.name, self.refusal(impl, spec)
         yield self.reference.name, None
+
+
+def declared(
+    plain: Tier[Any, Any],
+    *files: Tier[Any, Any],
+    check: Callable[..., str | None] | None = None,
+    capturable: bool = False,
+    **more: Any,
+) -> Op[Any, Any]:
+    """The op of a folder. plain: its reference, whose `GUARD` the op has; files: its implementations; more: fields of `Op`.
+
+    check       None: that of the first of these files with one
+    capturable  a graph may hold the reference, too
+    """
+    check = check or next(vars(file)["check"] for file in (*files, plain) if "check" in vars(file))
+    reference, guard = Impl("torch", plain.bind, capturable=capturable), vars(plain).get("GUARD")
+    return Op(_names(plain)[-2], reference, implemented(*files), check, guard=guard, **more)
 
 
 def device_of(spec: object) -> torch.device:

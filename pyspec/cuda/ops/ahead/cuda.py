@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.faults import record
-from pyspec.cuda.jit import KernelFile, on_nvidia
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Buffers, Kept, moved
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
@@ -21,7 +21,6 @@ MANY = ((3, 5) * 20, (17,) * 64)
 ACCEPT = "ppppp" + "pppp" + "i"
 MOVE = "pppppppp" + "ppp" + "ppppp" + "ll" + "iiiiiii" + "p"
 FILE: KernelFile[AheadSpec] = KernelFile("ahead", {"ahead_accept": ACCEPT, "ahead_move": MOVE})
-limits, programs = on_nvidia, FILE.programs
 
 
 class AheadLaunch:

@@ -13,10 +13,6 @@ ROWS = 128  # of a program that moves
 ACCEPTED = 32  # rows of a step of `accept`
 
 
-def limits(spec: AheadSpec) -> str | None:
-    return tri.missing(spec.device)
-
-
 class AheadTriton:
     """Implements `Ahead`, with result buffers of its own, because two engines may share a stream."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, on_nvidia
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
 THREADS = 128
@@ -15,7 +15,6 @@ OFF = 2.0**-22  # difference that two libraries may have at full precision
 
 
 FILE: KernelFile[AnglesSpec] = KernelFile("angles", "pppp" + "iif")
-limits, programs = on_nvidia, FILE.programs
 
 
 def inverse_of(factor: float) -> np.float32:

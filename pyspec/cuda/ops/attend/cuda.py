@@ -47,8 +47,6 @@ PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
 
 def limits(spec: AttendSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if spec.n_value:
@@ -275,7 +273,7 @@ def n_float(spec: AttendSpec, columns: int) -> int:
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """Bytes for the batches of an engine. A sequence has at most `n_key` keys, and at most `n_row` rows or those of a prompt that
     attend_prompt leaves to this kernel."""
-    if not torch.cuda.is_available() or limits(spec) is not None:
+    if not torch.cuda.is_available() or (jit.missing(spec.device) or limits(spec)) is not None:
         return 0
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
     n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count

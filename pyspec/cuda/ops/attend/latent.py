@@ -93,8 +93,6 @@ def builds(spec: AttendSpec, arch: str) -> list[LatentBuild]:
 
 
 def limits(spec: AttendSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if (why := shape_limits(spec)) is not None:
         return why
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))

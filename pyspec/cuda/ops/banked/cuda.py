@@ -7,15 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros, missing
+from pyspec.cuda.jit import KernelFile, Macros
 from pyspec.cuda.ops.banked.ref import Banked, BankedSpec
 
 MOST, THREADS = 16, 256  # as in banked.cu and banked.cpp
 
 
 def limits(spec: BankedSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.n_kept > MOST:
         return f"{spec.n_kept} kept rows; the kernel takes {MOST}"
     return f"rows of {spec.n}; the kernel takes multiples of 4" if spec.n % 4 else None
@@ -27,7 +25,6 @@ def defines(spec: BankedSpec) -> Macros:
 
 
 FILE = KernelFile("banked", "p" * (MOST + 1) + "pp" + "f", defines)
-programs = FILE.programs
 
 
 def bind(spec: BankedSpec) -> Banked:

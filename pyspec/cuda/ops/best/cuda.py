@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import KernelFile, Macros, on_nvidia
+from pyspec.cuda.jit import KernelFile, Macros
 from pyspec.cuda.ops.best.ref import Best, BestSpec, IntoMemory
 
 THREADS = 256  # of a CTA; as many parts a row has at most
@@ -29,7 +29,6 @@ def defines(spec: BestSpec | None = None) -> Macros:
 
 
 FILE: KernelFile[BestSpec] = KernelFile("best", "pppppiii", defines)
-limits, programs = on_nvidia, FILE.programs
 
 
 def n_parts(n_row: int, n_vocab: int, n_multiprocessor: int) -> int:

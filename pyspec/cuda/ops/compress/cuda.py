@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, KernelFile, Macros, missing
+from pyspec.cuda.jit import Arg, KernelFile, Macros
 from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, CompressSpec, Given
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -46,8 +46,6 @@ def n_group(spec: CompressSpec) -> int:
 
 
 def limits(spec: CompressSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.kv not in KINDS:
         return f"rows are {name_of(spec.kv)}; the kernel takes f32, f16, bf16 and f8_e4m3"
     if spec.dim % 32 or not 0 < spec.dim <= 512:
@@ -77,7 +75,6 @@ def _both(specs: tuple[CompressSpec, CompressSpec]) -> Macros:
 
 
 FILE, FILE_OF_BOTH = KernelFile("compress", FORMS, defines), KernelFile("compress", BOTH, _both)
-programs = FILE.programs
 
 
 class CompressLaunch:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.convolve.ref import ConvolveSpec, Given, check_args
 
 _RUN = CpuKernel("pyspec_convolve", "11q")
-
-
-limits = on_cpu
 
 
 class CpuConvolve:

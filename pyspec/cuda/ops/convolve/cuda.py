@@ -15,8 +15,6 @@ OFF = 1e-5  # of a row, relative to its size
 
 
 def limits(spec: ConvolveSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.group % 4 or spec.n % spec.group:
         return f"groups of {spec.group} of {spec.n} columns; the kernel takes multiples of 4"
     return None if spec.n_tap <= MAX_TAPS else f"{spec.n_tap} taps; the kernel has up to {MAX_TAPS}"
@@ -28,7 +26,6 @@ def defines(spec: ConvolveSpec) -> Macros:
 
 
 FILE = KernelFile("convolve", "pppppp", defines)
-programs = FILE.programs
 
 
 class ConvolveLaunch:

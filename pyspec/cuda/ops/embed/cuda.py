@@ -27,8 +27,6 @@ SIZES = ((1, 0), (9, 32), (40, 3))  # rows, angles of the check
 
 
 def limits(spec: EmbedSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.type not in TYPES:
         return f"the embedding is {spec.type.name}; the kernel takes {', '.join(t.name for t in TYPES)}"
     if spec.n_in % 4 or spec.n_in % spec.type.block_size:

@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty
-from pyspec.cuda.ops.gated_streams.ref import GatedStreams, GatedStreamsSpec
-from pyspec.cuda.ops.tokens import missing
+from pyspec.cuda.ops.gated_streams.ref import GatedStreams
 
 _NORM = CpuKernel("pyspec_streams_norm", "6qd")
 _BEND = CpuKernel("pyspec_streams_bend", "6q")
 _READ = CpuKernel("pyspec_streams_read", "6q")
 _MERGE = CpuKernel("pyspec_streams_merge", "8q")
-
-
-def limits(spec: GatedStreamsSpec) -> str | None:
-    return missing(spec.device)
 
 
 class CpuGatedStreams(GatedStreams):

@@ -18,8 +18,6 @@ FORMS = {
 
 
 def limits(spec: GatedStreamsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if not 0 < spec.n_stream <= MAX_STREAMS:
         return f"{spec.n_stream} streams; the kernel takes up to {MAX_STREAMS}"
     if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
@@ -33,7 +31,6 @@ def defines(spec: GatedStreamsSpec) -> Macros:
 
 
 FILE = KernelFile("gated_streams", FORMS, defines)
-programs = FILE.programs
 
 
 class GatedLaunch(GatedStreams):

@@ -27,7 +27,7 @@ def limits(spec: GdnSpec) -> str | None:
     shape = spec.shape
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
-    return recurrent.missing(spec.device, [shape.dim], shape.n_conv)
+    return recurrent.limits([shape.dim], shape.n_conv)
 
 
 class CpuGdn:

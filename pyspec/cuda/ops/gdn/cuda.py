@@ -69,8 +69,6 @@ OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
 
 def limits(spec: GdnSpec) -> str | None:
     shape = spec.shape
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if shape.dim != DIM:
         return f"states are {shape.dim} wide; the kernel is built for {DIM}"
     if shape.n_conv != TAPS:

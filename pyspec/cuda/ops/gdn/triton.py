@@ -30,8 +30,6 @@ COLUMNS, WARPS = 16, 2  # of a program of gdn_rows
 
 def limits(spec: GdnSpec) -> str | None:
     shape = spec.shape
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if shape.dim & (shape.dim - 1) or not 16 <= shape.dim <= 256:
         return f"states are {shape.dim} wide; the kernel takes powers of two from 16 to 256"
     if shape.n_conv != TAPS:

@@ -13,8 +13,6 @@ MAX_DIM = 1024
 
 
 def limits(spec: HadamardSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.dim % 32 or spec.dim > MAX_DIM:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to {MAX_DIM}"
     return None
@@ -26,7 +24,6 @@ def defines(spec: HadamardSpec) -> jit.Macros:
 
 
 FILE = jit.KernelFile("hadamard", "ppi", defines)
-programs = FILE.programs
 
 
 def bind(spec: HadamardSpec) -> Hadamard:

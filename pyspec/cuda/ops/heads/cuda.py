@@ -17,8 +17,6 @@ TILES = (1, 2, 4)  # of 8 rows: the builds
 
 
 def limits(spec: HeadsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.type not in TYPES:
         return f"the matrices are {spec.type.name}; the kernel takes {', '.join(t.name for t in TYPES)}"
     if (why := spec.shape_limit) is not None:
@@ -54,7 +52,6 @@ def defines(spec: HeadsSpec) -> Macros:
 
 
 FILE = KernelFile("heads", {f"heads_{n}": "pllppii" for n in TILES}, defines)
-programs = FILE.programs
 
 
 def bind(spec: HeadsSpec) -> Heads:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import GpuKind, KernelFile, Macros, Program, missing
+from pyspec.cuda.jit import GpuKind, KernelFile, Macros, Program
 from pyspec.cuda.ops.index_rows.ref import GUARD, IndexSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -35,8 +35,6 @@ FORMS = {
 
 
 def limits(spec: IndexSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.kv not in KINDS:
         return f"keys are {spec.kv}; the kernel takes f16 and bf16"
     if spec.dim % 32 or not 0 < spec.dim <= 128:

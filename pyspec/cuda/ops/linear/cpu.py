@@ -160,13 +160,9 @@ def table_of(type: GGMLType) -> Tensor | None:
 
 
 def limits(spec: CpuLinearSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return "runs on CPUs only"
     if spec.type not in TYPES:
         return f"no product for {spec.type.name}"
-    if (why := kernels.missing()) is None and spec.bits == 8 and not has_eight(spec.type):
-        return "16-bit rows are as fast"
-    return why
+    return "16-bit rows are as fast" if spec.bits == 8 and not has_eight(spec.type) else None
 
 
 def has_eight(type: GGMLType) -> bool:

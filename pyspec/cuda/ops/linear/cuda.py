@@ -86,16 +86,11 @@ def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Tiling, ...]:
 
 
 def limits(spec: LinearSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
-    capability = torch.cuda.get_device_capability(spec.device)
-    if capability < (8, 0):
-        return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if spec.type not in CHUNKS:
         return f"{spec.type.name} matrices have no packed form yet"
     if spec.n_in % 32:
         return f"{spec.n_in} columns are not a multiple of 32"
-    if not fitting(spec.type, capability):
+    if not fitting(spec.type, torch.cuda.get_device_capability(spec.device)):
         return f"{spec.type.name} does not fit this GPU's shared memory"
     if spec.parts > 1 and (why := _parts_limits(spec)) is not None:
         return why

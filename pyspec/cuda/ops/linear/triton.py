@@ -47,8 +47,6 @@ MOST_SUMS = 1 << 25  # partial sums that one launch writes; more rows run in sev
 
 
 def limits(spec: LinearSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.type not in FORMATS:
         return f"{spec.type.name} matrices have no tiles"
     if spec.parts > 1:

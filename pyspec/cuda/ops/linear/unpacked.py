@@ -71,8 +71,6 @@ def _rows(device: torch.device, n_in: int) -> WideRows:
 
 
 def limits(spec: LinearSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.parts > 1:
         return "takes one matrix for all columns"
     if spec.type not in CHUNKS:

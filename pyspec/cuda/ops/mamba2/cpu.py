@@ -25,7 +25,7 @@ MAMBA2 = CpuKernel(
 
 
 def limits(spec: Mamba2Spec) -> str | None:
-    return recurrent.missing(spec.device, [spec.shape.head_dim, spec.shape.n_state], spec.shape.n_conv)
+    return recurrent.limits([spec.shape.head_dim, spec.shape.n_state], spec.shape.n_conv)
 
 
 class CpuMamba2:

@@ -54,8 +54,6 @@ ROWS_ARGS = "pp" + "pppp" + "pppp" + "ppppp" + "p" + "pppp" + "iiii" + "p" + NEX
 
 def limits(spec: Mamba2Spec) -> str | None:
     s = spec.shape
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if s.n_conv != TAPS:
         return f"the convolution has {s.n_conv} taps; the kernel is built for {TAPS}"
     if s.head_dim not in (32, 64, 128):

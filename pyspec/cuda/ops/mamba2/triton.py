@@ -35,8 +35,6 @@ CHANNELS = 128  # of a program of mamba2_conv, at most
 
 def limits(spec: Mamba2Spec) -> str | None:
     s = spec.shape
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if s.n_conv != TAPS:
         return f"the convolution has {s.n_conv} taps; the kernel is built for {TAPS}"
     if s.head_dim & (s.head_dim - 1) or s.n_state & (s.n_state - 1):

@@ -49,6 +49,7 @@ from pyspec.cuda.ops.moe.builds import (
     splits,
     stage_bytes,
 )
+from pyspec.cuda.ops.moe.builds import programs as programs
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, Betas, ExpertsRun, MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.repack.ref import Repack
 from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares
@@ -71,8 +72,6 @@ def rows_at_once(n_used: int, n_expert: int) -> int:
 
 
 def limits(spec: MoeSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.slots is not None:
         return "experts in the host's memory"
     if not abs(spec.limit) < MOST_LIMIT:

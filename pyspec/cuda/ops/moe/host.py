@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyspec.cuda import faults
+from pyspec.cpu import kernels
+from pyspec.cuda import faults, jit
 from pyspec.cuda.context import context_of, per_device
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.kernel_context import current
@@ -56,9 +57,13 @@ def limits(spec: MoeSpec) -> str | None:
         return "experts in the host's memory only"
     if spec.n_in % 4 or spec.n_used > MAX_USED:
         return f"{spec.n_used} experts for rows of {spec.n_in} columns"
-    if (why := moe_cpu.limits(_on_host(spec))) is not None:
+    if (why := kernels.missing() or moe_cpu.limits(_on_host(spec))) is not None:
         return why
     return moe_cuda.limits(_on_card(spec)) if spec.slots else None
+
+
+def _may_stream(spec: MoeSpec) -> bool:
+    return jit.missing(spec.device) is None and moe_cuda.limits(_on_card(spec)) is None
 
 
 def _on_host(spec: MoeSpec) -> MoeSpec:
@@ -259,7 +264,7 @@ class HostExperts:
             )  # what this layer's bytes took is not of the sizes that a load counts on
             self.places[:n_slot] = torch.arange(n_slot)
             self.slots = self.places.to(self.device)
-        self.can_stream = n_slot > 0 or moe_cuda.limits(_on_card(spec)) is None
+        self.can_stream = n_slot > 0 or _may_stream(spec)
         n_missing = self.n_expert - n_slot
         self.n_byte, self.link, self.most_rows = expert_bytes(stacks), LINK, JOB_ROWS
         self.streams_from = streams_from(spec, n_missing, self.n_byte)
@@ -489,6 +494,6 @@ def programs(spec: MoeSpec, target: GpuKind) -> Iterator[Program]:
 def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
     """Compiles now."""
     lane_kernels(spec.device)
-    if moe_cuda.limits(_on_card(spec)) is None:
+    if _may_stream(spec):
         moe_cuda.bind(_on_card(spec))
     return lambda stacks: HostExperts(spec, stacks)

@@ -24,8 +24,6 @@ FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have so
 
 
 def limits(spec: RouteSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
@@ -57,7 +55,6 @@ def defines(spec: RouteSpec) -> Macros:
 
 ENTRIES = {"moe_scores": "ppppppp" + "iiii" + "ff", "moe_choose": "pppppf"}
 FILE = KernelFile("moe_route", ENTRIES, defines)
-programs = FILE.programs
 
 
 @dataclass(frozen=True, slots=True)

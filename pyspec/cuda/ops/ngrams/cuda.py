@@ -24,8 +24,6 @@ FORMS = {
 
 
 def limits(spec: NgramsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
         return f"{spec.n} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
     if spec.n_head > MOST_HEADS or spec.n_gram > 32:
@@ -47,7 +45,6 @@ def defines(spec: NgramsSpec) -> Macros:
 
 
 FILE = KernelFile("ngrams", FORMS, defines)
-programs = FILE.programs
 
 
 class NgramsLaunch(Ngrams):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel
-from pyspec.cpu.kernels import missing as no_kernels
 from pyspec.cuda import faults
 from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.recurrent.launch import Fold, Meta, folding, meta_of
@@ -23,15 +22,13 @@ Arg = Tensor | int | None
 Kept = Callable[[StateLayer], tuple[Tensor, ...]]  # state and records in the order of the kernel
 
 
-def missing(device: torch.device, widths: Sequence[int], taps: int) -> str | None:
+def limits(widths: Sequence[int], taps: int) -> str | None:
     """Why the kernels do not run; None if they do. widths: values of a head or group, each a row of a record or of the state."""
-    if device.type != "cpu":
-        return "runs on CPUs only"
     if any(n % 8 or n > WIDEST for n in widths):
         return f"heads are {' and '.join(map(str, widths))} wide; the kernel takes multiples of 8 up to {WIDEST}"
     if not 1 < taps <= TAPS_MOST:
         return f"the convolution has {taps} taps; the kernel takes 2 to {TAPS_MOST}"
-    return no_kernels()
+    return None
 
 
 class Taps:

@@ -16,8 +16,6 @@ MOST_THREADS = 512  # of a CTA: each keeps 32 places in registers
 
 
 def limits(spec: RepackSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.type not in FORMATS or bits_of(spec.type) is None:
         return f"records of {spec.type.name} are more than its bits in another order"
     return None

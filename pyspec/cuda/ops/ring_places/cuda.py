@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, on_nvidia
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.ring_places.ref import RingPlaces, RingPlacesSpec
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -15,7 +15,6 @@ THREADS = 128
 
 
 FILE: KernelFile[RingPlacesSpec] = KernelFile("ring_places", "ppppp" + "l" + "iiiii")
-limits, programs = on_nvidia, FILE.programs
 
 
 class RingPlacesLaunch:

@@ -13,8 +13,6 @@ WARPS = 4
 
 
 def limits(spec: RopeKvSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.dim % 32 or spec.dim > 512:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -46,7 +44,6 @@ def signature(spec: RopeKvSpec) -> str:
 
 
 FILE = jit.KernelFile("rope_kv", signature, defines)
-programs = FILE.programs
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:

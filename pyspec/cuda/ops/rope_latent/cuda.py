@@ -13,8 +13,6 @@ MAX_DIM = 1024  # a lane holds every 32nd dim in registers
 
 
 def limits(spec: RopeLatentSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.dim % 32 or spec.dim > MAX_DIM:
         return f"keys are {spec.dim} wide; the kernel takes multiples of 32 up to {MAX_DIM}"
     if spec.n_rot % 2 or not spec.n_rot:
@@ -40,7 +38,6 @@ def signature(spec: RopeLatentSpec) -> str:
 
 
 FILE = jit.KernelFile("rope_latent", signature, defines)
-programs = FILE.programs
 
 
 def bind(spec: RopeLatentSpec) -> RopeLatent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros, missing
+from pyspec.cuda.jit import KernelFile, Macros
 from pyspec.cuda.ops.rope_tail.ref import RopeTail, RopeTailSpec
 
 WARPS, MAX_DIM = 8, 1024
@@ -13,8 +13,6 @@ OFF = 1e-5  # of a head's size
 
 
 def limits(spec: RopeTailSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.dim % 4 or not 0 < spec.dim <= MAX_DIM:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 4 up to {MAX_DIM}"
     if spec.n_rot % 2 or not 0 < spec.n_rot <= spec.dim:
@@ -28,7 +26,6 @@ def defines(spec: RopeTailSpec) -> Macros:
 
 
 FILE = KernelFile("rope_tail", "ppppp" + "l" + "i" + "ff", defines)
-programs = FILE.programs
 
 
 def bind(spec: RopeTailSpec) -> RopeTail:

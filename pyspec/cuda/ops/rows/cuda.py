@@ -30,8 +30,6 @@ MAX_GRID = 65535  # CTAs along a grid's second and third side
 
 
 def limits(spec: RowsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n_in % 32 or spec.n_in > MAX_COLUMNS:
         return f"{spec.n_in} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
     if spec.kind is PrepKind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):

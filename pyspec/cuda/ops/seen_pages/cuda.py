@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import KernelFile, Macros, on_nvidia
+from pyspec.cuda.jit import KernelFile, Macros
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.seen_pages.ref import GUARD, SeenPages, SeenPagesSpec, as_seen, numbers
 from pyspec.slots.batch import Batch
@@ -20,7 +20,6 @@ def defines(spec: SeenPagesSpec | None = None) -> Macros:
 
 
 FILE: KernelFile[SeenPagesSpec] = KernelFile("seen_pages", 9 * "p" + 8 * "i", defines)
-limits, programs = on_nvidia, FILE.programs
 
 
 class SeenPagesLaunch:

@@ -22,7 +22,7 @@ SHORT_CONV = CpuKernel("pyspec_short_conv", recurrent.CONV + recurrent.BATCH + "
 def limits(spec: ShortConvSpec) -> str | None:
     if spec.shape.n_channel % 8:
         return f"{spec.shape.n_channel} channels; the kernel takes multiples of 8"
-    return recurrent.missing(spec.device, [], spec.shape.n_conv)
+    return recurrent.limits([], spec.shape.n_conv)
 
 
 class CpuShortConv:

@@ -31,8 +31,6 @@ MOST_TAPS = 5  # each warp of a block moves a row of the window
 
 def limits(spec: ShortConvSpec) -> str | None:
     s = spec.shape
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if s.n_channel % UNIT:
         return f"{s.n_channel} channels; the kernel takes multiples of {UNIT}"
     if not 1 < s.n_conv <= MOST_TAPS:
@@ -46,7 +44,6 @@ def defines(spec: ShortConvSpec) -> jit.Macros:
 
 
 FILE = jit.KernelFile("short_conv", "plppp" + "pppp" + "iiii" + "p", defines)
-programs = FILE.programs
 
 
 class ShortConvLaunch:

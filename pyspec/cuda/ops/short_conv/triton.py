@@ -26,8 +26,6 @@ ROWS, BLOCK, WARPS = 16, 64, 2  # rows of a step, channels of a program
 
 
 def limits(spec: ShortConvSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if not 1 < spec.shape.n_conv <= 8:
         return f"the convolution has {spec.shape.n_conv} taps; the kernel takes 2 to 8"
     return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program, arch_of, missing
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program, arch_of
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
@@ -147,8 +147,6 @@ def scratch_bytes(spec: SparseSpec, n_row: int, n_token: int) -> int:
 
 
 def limits(spec: SparseSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.kv not in KINDS:
         return f"keys are {spec.kv}; the kernel takes f16 and bf16"
     if spec.dim % 32 or not 0 < spec.dim <= 512 or (spec.dim > 128 and spec.dim % 128):

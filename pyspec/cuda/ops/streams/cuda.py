@@ -27,8 +27,6 @@ OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders 
 
 
 def limits(spec: StreamsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n_stream != N_STREAM:
         return f"{spec.n_stream} streams; the kernel takes {N_STREAM}"
     if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
