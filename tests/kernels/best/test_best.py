@@ -228,5 +228,5 @@ def test_launches_behind_each_other_do_not_mix(machine: Machine) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_best_compiles_for_every_architecture(arch: str) -> None:
-    found = compiled("best", arch, best_cuda.defines())["best"]
+    found = compiled("best", arch, best_cuda.FILE.defines(BestSpec(CPU)))["best"]
     assert found.registers * best_cuda.THREADS * 2 * best_cuda.PER_SM <= 65536

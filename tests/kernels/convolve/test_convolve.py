@@ -58,4 +58,4 @@ def test_rows_are_the_references(machine: Machine, n: int, n_tap: int, group: in
 def test_convolve_compiles_for_every_architecture(arch: str) -> None:
     for n, n_tap, group in ((32, 2, 8), (5120, 4, 64), (4096, convolve_cuda.MAX_TAPS, 128)):
         spec = ConvolveSpec(torch.device("cuda", 0), n, n_tap, group)
-        compiled("convolve", arch, convolve_cuda.defines(spec))
+        compiled("convolve", arch, convolve_cuda.FILE.defines(spec))

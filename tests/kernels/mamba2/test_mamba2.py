@@ -360,5 +360,5 @@ def test_heads_that_do_not_turn_compile(arch: str) -> None:
         torch.device("cuda"), 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5
     )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        macros = rope_kv_cuda.defines(replace(spec, kv=KvFormat.both(type_of(dtype))))
+        macros = rope_kv_cuda.FILE.defines(replace(spec, kv=KvFormat.both(type_of(dtype))))
         compiled("rope_kv", arch, macros)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.banked.ref import Banked, BankedSpec
 
 MOST, THREADS = 16, 256  # as in banked.cu and banked.cpp
@@ -19,12 +19,11 @@ def limits(spec: BankedSpec) -> str | None:
     return f"rows of {spec.n}; the kernel takes multiples of 4" if spec.n % 4 else None
 
 
-def defines(spec: BankedSpec) -> Macros:
-    """Macros of banked.cu."""
-    return {"N_STREAM": spec.n_kept + 1, "COLUMNS": spec.n}
-
-
-FILE = KernelFile("banked", "p" * (MOST + 1) + "pp" + "f", defines)
+FILE = KernelFile[BankedSpec](
+    "banked",
+    "p" * (MOST + 1) + "pp" + "f",
+    lambda spec: {"N_STREAM": spec.n_kept + 1, "COLUMNS": spec.n},
+)
 
 
 def bind(spec: BankedSpec) -> Banked:

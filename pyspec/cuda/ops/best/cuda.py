@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.best.ref import Best, BestSpec, IntoMemory
 
 THREADS = 256  # of a CTA; as many parts a row has at most
@@ -23,12 +23,7 @@ MAX_VOCAB = 1 << 30  # columns are counted in 32 bits
 SIZES = (1, 248_320), (9, 151_937), (4, 300_000), (133, 2_050), (12, 5), (12, 1)
 
 
-def defines(spec: BestSpec | None = None) -> Macros:
-    """Macros of best.cu."""
-    return {"THREADS": THREADS}
-
-
-FILE: KernelFile[BestSpec] = KernelFile("best", "pppppiii", defines)
+FILE = KernelFile[BestSpec]("best", "pppppiii", lambda spec: {"THREADS": THREADS})
 
 
 def n_parts(n_row: int, n_vocab: int, n_multiprocessor: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec, Given, check_args
 
 THREADS = 128
@@ -20,12 +20,11 @@ def limits(spec: ConvolveSpec) -> str | None:
     return None if spec.n_tap <= MAX_TAPS else f"{spec.n_tap} taps; the kernel has up to {MAX_TAPS}"
 
 
-def defines(spec: ConvolveSpec) -> Macros:
-    """Macros of convolve.cu."""
-    return {"COLUMNS": spec.n, "TAPS": spec.n_tap, "GROUP": spec.group, "THREADS": THREADS}
-
-
-FILE = KernelFile("convolve", "pppppp", defines)
+FILE = KernelFile[ConvolveSpec](
+    "convolve",
+    "pppppp",
+    lambda spec: {"COLUMNS": spec.n, "TAPS": spec.n_tap, "GROUP": spec.group, "THREADS": THREADS},
+)
 
 
 class ConvolveLaunch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, GpuKind, KernelFile, Macros, Program
+from pyspec.cuda.jit import Arg, GpuKind, KernelFile, Program
 from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.embed.ref import GUARD, Embed, EmbedSpec
 from pyspec.gguf import GGMLType
@@ -34,12 +34,11 @@ def limits(spec: EmbedSpec) -> str | None:
     return None
 
 
-def defines(type: GGMLType) -> Macros:
-    """Macros of embed.cu."""
-    return {"TYPE": int(type), "THREADS": THREADS, "OP_ID": GUARD.number}
-
-
-FILE = KernelFile("embed", "plippi" + "ppppif" + "p", defines)
+FILE = KernelFile[GGMLType](
+    "embed",
+    "plippi" + "ppppif" + "p",
+    lambda type: {"TYPE": int(type), "THREADS": THREADS, "OP_ID": GUARD.number},
+)
 
 
 class EmbedLaunch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import Arg, KernelFile, Macros
+from pyspec.cuda.jit import Arg, KernelFile
 from pyspec.cuda.ops.gated_streams.ref import GatedStreams, GatedStreamsSpec
 
 THREADS, MAX_STREAMS, MAX_COLUMNS = 256, 8, 16384
@@ -25,12 +25,9 @@ def limits(spec: GatedStreamsSpec) -> str | None:
     return None
 
 
-def defines(spec: GatedStreamsSpec) -> Macros:
-    """Macros of gated_streams.cu."""
-    return {"STREAMS": spec.n_stream, "COLUMNS": spec.n}
-
-
-FILE = KernelFile("gated_streams", FORMS, defines)
+FILE = KernelFile[GatedStreamsSpec](
+    "gated_streams", FORMS, lambda spec: {"STREAMS": spec.n_stream, "COLUMNS": spec.n}
+)
 
 
 class GatedLaunch(GatedStreams):

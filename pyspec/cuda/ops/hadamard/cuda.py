@@ -18,12 +18,7 @@ def limits(spec: HadamardSpec) -> str | None:
     return None
 
 
-def defines(spec: HadamardSpec) -> jit.Macros:
-    """Macros of hadamard.cu."""
-    return {"DIM": spec.dim, "TURNED": spec.n}
-
-
-FILE = jit.KernelFile("hadamard", "ppi", defines)
+FILE = jit.KernelFile[HadamardSpec]("hadamard", "ppi", lambda spec: {"DIM": spec.dim, "TURNED": spec.n})
 
 
 def bind(spec: HadamardSpec) -> Hadamard:

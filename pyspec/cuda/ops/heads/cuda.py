@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.heads.ref import Heads, HeadsRun, HeadsSpec
 from pyspec.gguf import GGMLType
 
@@ -39,19 +39,18 @@ def warps_of(spec: HeadsSpec) -> int:
     return 2 if 32 * pitch_of(spec) <= SHARED else 1
 
 
-def defines(spec: HeadsSpec) -> Macros:
-    """Macros of heads.cu."""
-    return {
+FILE = KernelFile[HeadsSpec](
+    "heads",
+    {f"heads_{n}": "pllppii" for n in TILES},
+    lambda spec: {
         "TYPE": int(spec.type),
         "N_IN": spec.n_in,
         "N_OUT": spec.n_out,
         "ROW_BYTES": spec.row_bytes,
         "PITCH": pitch_of(spec),
         "WARPS": warps_of(spec),
-    }
-
-
-FILE = KernelFile("heads", {f"heads_{n}": "pllppii" for n in TILES}, defines)
+    },
+)
 
 
 def bind(spec: HeadsSpec) -> Heads:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, KernelFile, Macros
+from pyspec.cuda.jit import Arg, KernelFile
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.ngrams.ref import GUARD, IDS, INPUTS, Ngrams, NgramsSpec, Norms, signed
 from pyspec.slots.batch import Batch
@@ -31,9 +31,10 @@ def limits(spec: NgramsSpec) -> str | None:
     return None
 
 
-def defines(spec: NgramsSpec) -> Macros:
-    """Macros of ngrams.cu."""
-    return {
+FILE = KernelFile[NgramsSpec](
+    "ngrams",
+    FORMS,
+    lambda spec: {
         "GRAM": spec.n_gram,
         "HEADS": spec.n_head,
         "END": spec.end,
@@ -41,10 +42,8 @@ def defines(spec: NgramsSpec) -> Macros:
         "COLUMNS": spec.n,
         "TAPS": spec.n_tap,
         "OP_ID": GUARD.number,
-    }
-
-
-FILE = KernelFile("ngrams", FORMS, defines)
+    },
+)
 
 
 class NgramsLaunch(Ngrams):

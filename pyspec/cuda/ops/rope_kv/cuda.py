@@ -20,9 +20,14 @@ def limits(spec: RopeKvSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeKvSpec) -> jit.Macros:
-    """Macros of rope_kv.cu."""
-    return {
+def signature(spec: RopeKvSpec) -> str:
+    return "pl" + "ppf" + "pp" + "p" + "p" + "pp" + "p" * n_scales(spec.kv) + "iii" + "p"
+
+
+FILE = jit.KernelFile[RopeKvSpec](
+    "rope_kv",
+    signature,
+    lambda spec: {
         "DIM": spec.dim,
         "N_ROT": spec.n_rot,
         "NEOX": int(spec.neox),
@@ -36,14 +41,8 @@ def defines(spec: RopeKvSpec) -> jit.Macros:
         "TURN_K": spec.kv.turned_k(spec.dim),
         "TURN_V": spec.kv.turned_v(spec.dim),
         "OP_ID": GUARD.number,
-    }
-
-
-def signature(spec: RopeKvSpec) -> str:
-    return "pl" + "ppf" + "pp" + "p" + "p" + "pp" + "p" * n_scales(spec.kv) + "iii" + "p"
-
-
-FILE = jit.KernelFile("rope_kv", signature, defines)
+    },
+)
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:

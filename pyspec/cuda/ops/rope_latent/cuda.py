@@ -20,9 +20,14 @@ def limits(spec: RopeLatentSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeLatentSpec) -> jit.Macros:
-    """Macros of rope_latent.cu."""
-    return {
+def signature(spec: RopeLatentSpec) -> str:
+    return "pl" + "pl" + "ppf" + "pp" + "p" + "p" + "p" * (1 + bool(spec.kv.k.n_factor)) + "ii" + "p"
+
+
+FILE = jit.KernelFile[RopeLatentSpec](
+    "rope_latent",
+    signature,
+    lambda spec: {
         "RANK": spec.rank,
         "N_ROT": spec.n_rot,
         "PLAIN": spec.n_plain,
@@ -30,14 +35,8 @@ def defines(spec: RopeLatentSpec) -> jit.Macros:
         "K_KIND": spec.kv.k.kind,
         "TURN_K": spec.kv.turned_k(spec.dim),
         "OP_ID": GUARD.number,
-    }
-
-
-def signature(spec: RopeLatentSpec) -> str:
-    return "pl" + "pl" + "ppf" + "pp" + "p" + "p" + "p" * (1 + bool(spec.kv.k.n_factor)) + "ii" + "p"
-
-
-FILE = jit.KernelFile("rope_latent", signature, defines)
+    },
+)
 
 
 def bind(spec: RopeLatentSpec) -> RopeLatent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.rope_tail.ref import RopeTail, RopeTailSpec
 
 WARPS, MAX_DIM = 8, 1024
@@ -20,12 +20,11 @@ def limits(spec: RopeTailSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeTailSpec) -> Macros:
-    """Macros of rope_tail.cu."""
-    return {"DIM": spec.dim, "N_ROT": spec.n_rot, "NORMED": int(spec.normed)}
-
-
-FILE = KernelFile("rope_tail", "ppppp" + "l" + "i" + "ff", defines)
+FILE = KernelFile[RopeTailSpec](
+    "rope_tail",
+    "ppppp" + "l" + "i" + "ff",
+    lambda spec: {"DIM": spec.dim, "N_ROT": spec.n_rot, "NORMED": int(spec.normed)},
+)
 
 
 def bind(spec: RopeTailSpec) -> RopeTail:

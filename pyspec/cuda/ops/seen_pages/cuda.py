@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.seen_pages.ref import GUARD, SeenPages, SeenPagesSpec, as_seen, numbers
 from pyspec.slots.batch import Batch
@@ -14,12 +14,7 @@ from pyspec.slots.batch import Batch
 THREADS = 128
 
 
-def defines(spec: SeenPagesSpec | None = None) -> Macros:
-    """Macros of seen_pages.cu."""
-    return {"OP_ID": GUARD.number}
-
-
-FILE: KernelFile[SeenPagesSpec] = KernelFile("seen_pages", 9 * "p" + 8 * "i", defines)
+FILE = KernelFile[SeenPagesSpec]("seen_pages", 9 * "p" + 8 * "i", lambda spec: {"OP_ID": GUARD.number})
 
 
 class SeenPagesLaunch:

@@ -38,12 +38,11 @@ def limits(spec: ShortConvSpec) -> str | None:
     return None
 
 
-def defines(spec: ShortConvSpec) -> jit.Macros:
-    """Macros of short_conv.cu."""
-    return {"CHANNELS": spec.shape.n_channel, "TAPS": spec.shape.n_conv}
-
-
-FILE = jit.KernelFile("short_conv", "plppp" + "pppp" + "iiii" + "p", defines)
+FILE = jit.KernelFile[ShortConvSpec](
+    "short_conv",
+    "plppp" + "pppp" + "iiii" + "p",
+    lambda spec: {"CHANNELS": spec.shape.n_channel, "TAPS": spec.shape.n_conv},
+)
 
 
 class ShortConvLaunch:
