@@ -340,10 +340,6 @@ def _pointer(a: Any) -> Any:
     return 0 if a is None else a if type(a) is SCALARS["p"] else a.data_ptr()
 
 
-def _no_macros(key: Any) -> Macros:
-    return {}
-
-
 @dataclass(frozen=True, eq=False)
 class KernelFile(Generic[Key]):
     """A kernel file of an op, compiled and loaded once on a device for each key: a spec, or what of a spec the kernels depend on.
@@ -354,7 +350,7 @@ class KernelFile(Generic[Key]):
 
     stem: str
     entries: str | Mapping[str, str] | Callable[[Key], str | Mapping[str, str]]
-    defines: Callable[[Key], Macros] = _no_macros
+    defines: Callable[[Key], Macros] = lambda key: {}
 
     def kernels(self, device: torch.device, key: Key) -> tuple[Kernel, ...]:
         """The entry points in order."""

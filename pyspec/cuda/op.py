@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "pyspec.cuda.ops"
 MAX_LISTED = 3  # ops in one warning
-OPTIONAL = ("limits", "programs", "tune")  # of a record, beside `bind`
+OPTIONAL = ("limits", "programs", "tune", "capturable")  # of a record, beside `bind`
 # Refusals that say nothing but that this is a CPU
 NOT_HERE = "runs on NVIDIA GPUs only", "runs on GPUs only"
 
@@ -50,28 +50,8 @@ Ask = tuple["Op[Any, Any]", Any]
 """An op, and a spec that it is bound with."""
 
 
-def _no_limits(spec: object) -> str | None:
-    return None
-
-
 def _no_shapes(device: torch.device) -> list[Spec]:
     return []
-
-
-def _alone(launch: Launch, spec: Spec) -> Launch:
-    return launch
-
-
-def _nothing(spec: object) -> Iterable[Ask]:
-    return ()
-
-
-def _no_bytes(spec: object, n_row: int, n_token: int) -> int:
-    return 0
-
-
-def _always(spec: object) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -85,7 +65,7 @@ class Impl(Generic[Spec, Launch]):
 
     name: str
     bind: Callable[[Spec], Launch]
-    limits: Callable[[Spec], str | None] = _no_limits
+    limits: Callable[[Spec], str | None] = lambda spec: None
     capturable: bool = False  # reads all varying values from device memory, so a CUDA graph may hold it
     # First and last it is made for, on GPUs
     capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))
@@ -104,22 +84,25 @@ class Tier(Protocol[Read, Made]):
     def bind(self, spec: Read, /) -> Made: ...
 
 
-def implemented(*files: Tier[Spec, Launch], capturable: bool = True) -> list[Impl[Spec, Launch]]:
-    """The implementations in these files, by whose names they go. One with a `FILE` has its programs, if the file lists no others."""
+def implemented(*files: Tier[Spec, Launch]) -> list[Impl[Spec, Launch]]:
+    """The implementations in these files, by whose names they go; capturable unless they say no.
+
+    One with a `FILE` has its programs, if the file lists no others.
+    """
     found = []
     for file in files:
         own = vars(file)
-        record = {name: own[name] for name in ("bind", *OPTIONAL) if name in own}
+        record = {"capturable": True} | {name: own[name] for name in ("bind", *OPTIONAL) if name in own}
         if "FILE" in own:
             record.setdefault("programs", own["FILE"].programs)
         record["limits"] = limits_of(file)
-        found.append(Impl(_names(file)[-1], **record, capturable=capturable))
+        found.append(Impl(_names(file)[-1], **record))
     return found
 
 
 def limits_of(file: Tier[Any, Any]) -> Callable[[Any], str | None]:
     """What must be there for the implementation in a file, then the limits that it states."""
-    tier, own = _names(file)[-1], vars(file).get("limits", _no_limits)
+    tier, own = _names(file)[-1], vars(file).get("limits", lambda spec: None)
 
     def limits(spec: Any) -> str | None:
         why: str | None = missing(tier, spec.device)
@@ -169,12 +152,12 @@ class Op(Generic[Spec, Launch]):
     shapes: Callable[[torch.device], list[Spec]] = _no_shapes
     more_shapes: Callable[[torch.device], list[Spec]] = _no_shapes
     named: str = ""
-    beside: Callable[[Launch, Spec], Launch] = _alone
-    also: Callable[[Spec], Iterable[Ask]] = _nothing
+    beside: Callable[[Launch, Spec], Launch] = lambda launch, spec: launch
+    also: Callable[[Spec], Iterable[Ask]] = lambda spec: ()
     in_prompts: bool = True
-    scratch: Callable[[Spec, int, int], int] = _no_bytes
+    scratch: Callable[[Spec, int, int], int] = lambda spec, n_row, n_token: 0
     loaded: Callable[[Spec, Any], Any] | None = None
-    holds_prompts: Callable[[Spec], bool] = _always
+    holds_prompts: Callable[[Spec], bool] = lambda spec: True
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     _decided: dict[KernelContext, dict[Spec, Impl[Spec, Launch]]] = field(default_factory=dict)

@@ -211,5 +211,4 @@ def programs(spec: AttendSpec, target: jit.GpuKind) -> list[jit.Program]:
     return [program for b in builds(spec, target.arch) for program in FILE.programs(b, target)]
 
 
-def bind(spec: AttendSpec, *, build: LatentBuild | None = None) -> LatentLaunch:
-    return LatentLaunch(spec, build)
+bind = LatentLaunch

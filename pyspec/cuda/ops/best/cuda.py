@@ -59,9 +59,7 @@ class BestLaunch(IntoMemory):
             self.kernel.launch((n_part, n), THREADS, args, overlap=True)
 
 
-@per_device
-def _launch(device: torch.device) -> BestLaunch:
-    return BestLaunch(device)
+_launch = per_device(BestLaunch)
 
 
 def bind(spec: BestSpec) -> BestLaunch:

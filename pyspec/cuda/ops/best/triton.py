@@ -43,9 +43,7 @@ class BestTriton(IntoMemory):
             )
 
 
-@per_device
-def _launch(device: torch.device) -> BestTriton:
-    return BestTriton(device)
+_launch = per_device(BestTriton)
 
 
 def bind(spec: BestSpec) -> BestTriton:

@@ -85,6 +85,9 @@ def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     return tuple(s for s in SHAPES if n_stages(type, s, capability) >= 2)
 
 
+capturable = False
+
+
 def limits(spec: LinearSpec) -> str | None:
     if spec.type not in CHUNKS:
         return f"{spec.type.name} matrices have no packed form yet"

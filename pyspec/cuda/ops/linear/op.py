@@ -30,7 +30,7 @@ def every_type(device: torch.device) -> list[ref.LinearSpec]:
 linear: Op[ref.LinearSpec, ref.Linear] = Op(
     "linear",
     Impl("torch", ref.bind),
-    [*implemented(cuda, capturable=False), *implemented(triton)],
+    implemented(cuda, triton),
     cuda.check,
     shapes=shapes,
     more_shapes=every_type,
@@ -39,7 +39,7 @@ linear: Op[ref.LinearSpec, ref.Linear] = Op(
 linear_tall: Op[ref.LinearSpec, ref.Linear] = Op(
     "linear_tall",
     Impl("torch", ref.bind),
-    implemented(wgmma, capturable=False),
+    implemented(wgmma),
     partial(cuda.check, n_rows=(40, 49, 96, 127, 200)),
     home="pyspec.cuda.ops.linear.op:linear_tall",
     named="linear",

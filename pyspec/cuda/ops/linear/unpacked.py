@@ -65,9 +65,7 @@ def _scratch(device: torch.device) -> Tensor:
     return torch.empty(SCRATCH_BYTES // 2, dtype=torch.float16, device=device)
 
 
-@per_device
-def _rows(device: torch.device, n_in: int) -> WideRows:
-    return WideRows(device, n_in)
+_rows = per_device(WideRows)
 
 
 def limits(spec: LinearSpec) -> str | None:

@@ -72,6 +72,9 @@ def prepare(x: Tensor) -> Rows:
     return Rows(blocks, power, F.pad(power.view(-1), (0, pad - x.shape[0])), x.shape[0], pad)
 
 
+capturable = False
+
+
 def limits(spec: LinearSpec) -> str | None:
     major, minor = torch.cuda.get_device_capability(spec.device)
     if (major, minor) != (9, 0):

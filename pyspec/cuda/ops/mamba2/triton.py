@@ -80,12 +80,11 @@ class Mamba2Triton:
         buffers = layer.state.new_empty(sum(sizes)).split(sizes)
         counts, block = (n_seq, layer.state.shape[0], layer.width, n_row), channels_of(s)
         weights = p.a, p.dt_bias, p.conv_w, p.conv_b
-        records = layer.x, layer.b, layer.decay, layer.dt
         rest = *buffers, *meta, self.fault
         tri.launch(
             kernels.mamba2_conv,
             (s.n_channel // block + 1, n_seq, stretches(n_row, n_seq, layer.width)),
-            (m, dt, *weights, layer.conv, *records, *rest, m.stride(0), dt.stride(0), *counts),
+            (m, dt, *weights, layer.conv, *layer.records(), *rest, m.stride(0), dt.stride(0), *counts),
             {
                 "HEADS": s.n_head,
                 "SOME_HEADS": 1 << (s.n_head - 1).bit_length(),

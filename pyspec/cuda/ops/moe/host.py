@@ -202,9 +202,7 @@ def is_fused(stacks: Stacks) -> bool:
     return up.data.data_ptr() == gate.data.data_ptr() + gate.data.shape[1]
 
 
-@per_device
-def _staging(device: torch.device) -> _Staging:
-    return _Staging(device)
+_staging = per_device(_Staging)
 
 
 @per_device

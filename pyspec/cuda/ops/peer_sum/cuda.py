@@ -74,8 +74,7 @@ class PeerSum:
         is_shared = self.n > 2 and n >= SHARED
         kernel = self.shared if is_shared else self.whole
         for steps in self.steps(is_shared):
-            numbers = (np.int32(n), np.int32(self.rank), np.int32(steps), np.int32(limit))
-            args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
+            args: list[Arg] = [x, out, *self.buffers, self.late, n, self.rank, steps, limit]
             kernel.launch((grid,), THREADS, args, overlap=True)
         return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ WIDEST, TAPS_MOST = 512, 8  # as in native/recurrent.h
 CONV, BATCH = "qqqqqqq", "qqqqq" + "qqqqq"
 
 Arg = Tensor | int | None
-Kept = Callable[[StateLayer], tuple[Tensor, ...]]  # state and records in the order of the kernel
 
 
 def limits(widths: Sequence[int], taps: int) -> str | None:
@@ -55,12 +54,13 @@ def batch_args(batch: Batch, layer: StateLayer, n_row: int, guard: Guard) -> lis
     return _batch_args(meta_of(batch), layer, n_row, guard)
 
 
-def folder(kernel: CpuKernel, guard: Guard, n_gate: int, kept: Kept, sizes: Sequence[float]) -> Fold:
+def folder(kernel: CpuKernel, guard: Guard, n_gate: int, *sizes: float) -> Fold:
     """The call that folds a slot's records with the kernel that runs rows: a batch of one sequence without any. n_gate: arguments of rows."""
 
     def run(layer: StateLayer, meta: Meta) -> None:
         conv = [None, 0, None, None, layer.conv, layer.shape.n_conv, layer.shape.n_channel]
-        kernel(*conv, *_batch_args(meta, layer, 0, guard), *[None] * n_gate, *kept(layer), None, *sizes)
+        kept = (layer.state, *layer.records()) if layer.shape.records else ()
+        kernel(*conv, *_batch_args(meta, layer, 0, guard), *[None] * n_gate, *kept, None, *sizes)
 
     return folding(run)
 

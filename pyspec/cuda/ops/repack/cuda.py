@@ -15,6 +15,9 @@ from pyspec.gguf import GGMLType
 MOST_THREADS = 512  # of a CTA: each keeps 32 places in registers
 
 
+capturable = False
+
+
 def limits(spec: RepackSpec) -> str | None:
     if spec.type not in FORMATS or bits_of(spec.type) is None:
         return f"records of {spec.type.name} are more than its bits in another order"

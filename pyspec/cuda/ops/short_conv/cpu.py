@@ -43,11 +43,7 @@ class CpuShortConv:
 
     def folder(self) -> Fold:
         """Like the reference's flush."""
-        return recurrent.folder(SHORT_CONV, GUARD, 2, _kept, ())
-
-
-def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
-    return ()
+        return recurrent.folder(SHORT_CONV, GUARD, 2)
 
 
 bind = CpuShortConv

@@ -167,7 +167,7 @@ def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
 
 
 class SparseLaunch:
-    """Called as the reference is.
+    """Called as the reference is. build: fixes the heads of a CTA (measurements, tests); by default the number of rows decides.
 
     exact_rows  rows up to which a row's bits depend on its keys only
     """
@@ -323,6 +323,4 @@ def programs(spec: SparseSpec, target: GpuKind) -> list[Program]:
     return [program for build in all_builds for program in FILE.programs(build, target)]
 
 
-def bind(spec: SparseSpec, *, build: SparseBuild | None = None) -> SparseLaunch:
-    """`build` fixes the heads of a CTA (measurements, tests); by default the number of rows decides."""
-    return SparseLaunch(spec, build)
+bind = SparseLaunch
