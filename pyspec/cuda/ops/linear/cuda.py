@@ -18,7 +18,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import GpuKind, Kernel, Macros, Program, arch_of, compile_cubin
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import pair as linear_pair
-from pyspec.cuda.ops.linear.dequant import quantize
+from pyspec.cuda.ops.linear.dequant import half_floats, quantize
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, Linear, LinearSpec, epilogue_macros
@@ -344,7 +344,7 @@ def random_rows(
 
 def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> Packed:
     """Random bytes in place of a repacked matrix, also where rows and columns are padding; scales are small and positive."""
-    n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(_half_floats(type))
+    n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(half_floats(type))
     records = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=device)
     n_block = CHUNKS[type] * 32 // type.block_size
     # All behind E2M1 codes
@@ -366,15 +366,9 @@ def random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) 
         return quantize(torch.randn(n_out, n_in, generator=gen), type)
     n_block = n_in // type.block_size
     blocks = torch.randint(0, 256, (n_out, n_block, type.type_size), generator=gen, dtype=torch.uint8)
-    for at in _half_floats(type):
+    for at in half_floats(type):
         half = (torch.rand(n_out, n_block, 1, generator=gen) * 0.01).half()
         blocks[..., at : at + 2] = half.view(torch.uint8)
     if type is GGMLType.MXFP4:
         blocks[..., 0] = 120 + blocks[..., 0] % 8
     return blocks.view(n_out, -1)
-
-
-def _half_floats(type: GGMLType) -> list[int]:
-    """Their offsets in a block."""
-    fields = [getattr(type.layout, name, None) for name in ("d", "dmin", "m")]
-    return [field.offset for field in fields if field is not None and field.size == 2]

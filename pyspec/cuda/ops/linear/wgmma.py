@@ -27,7 +27,7 @@ from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.cuda import builds as rows_builds
-from pyspec.cuda.ops.rows.ref import PrepKind
+from pyspec.cuda.ops.rows.ref import PrepKind, power_of
 from pyspec.gguf import GGMLType
 
 PADS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
@@ -66,8 +66,7 @@ def blocks_for_wgmma(x: Tensor, pad: int) -> Tensor:
 def prepare(x: Tensor) -> Rows:
     """[row, n_in] rounded as linear_rows rounds it, at most MAX_ROWS rows, in plain torch."""
     pad = next(p for p in PADS if x.shape[0] <= p)
-    largest = x.float().abs().amax(-1, keepdim=True)
-    power = torch.exp2(torch.log2(largest).floor()).where(largest > 0, torch.ones_like(largest))
+    power = power_of(x.float())
     blocks = blocks_for_wgmma((x.float() / power).half(), pad)
     return Rows(blocks, power, F.pad(power.view(-1), (0, pad - x.shape[0])), x.shape[0], pad)
 
