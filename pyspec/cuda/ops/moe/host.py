@@ -462,19 +462,6 @@ def also(spec: MoeSpec) -> Iterator[tuple[Any, RepackSpec]]:
         yield from ((repack, RepackSpec(spec.device, type)) for type in {spec.up, spec.down})
 
 
-def slot_bytes(spec: MoeSpec) -> int:
-    """Of an expert's slot on the card."""
-    assert spec.up is not None and spec.down is not None
-    inner, down = (
-        (spec.up, spec.n_ff * (2 if spec.has_gates else 1), spec.n_in),
-        (spec.down, spec.n_in, spec.n_ff),
-    )
-    return sum(
-        moe_cuda.n_groups(n_out) * moe_cuda.n_chunks(type, n_in) * moe_cuda.RECORDS[type]
-        for type, n_out, n_in in (inner, down)
-    )
-
-
 def staging_bytes(n_byte: int, *, may_move: bool) -> int:
     """Memory of streamed prompts on the card, of experts of `n_byte` each: two buffers, a packed group, and what packing takes; where experts may
     move, of one that is on its way to a slot meanwhile, too."""

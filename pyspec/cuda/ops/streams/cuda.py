@@ -80,7 +80,7 @@ class StreamsLaunch:
         return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
     def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: RowBuffer | None) -> Reading:
-        post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
+        post, comb = x.new_empty(len(x), N_STREAM), x.new_empty(len(x), N_STREAM, N_STREAM)
         if into is not None and len(x):
             return self._read_rows(x, mix, parts, (post, comb), into), post, comb
         return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
@@ -109,7 +109,7 @@ class StreamsLaunch:
             return x, self.split(x, mix, into)
         args, n_row = self._merged(y.y if isinstance(y, Shares) else y, x, post, comb)
         self._examine(self.kernels, mix)
-        parts = self._room(args[-1], self.n_chunk, SLOTS)
+        parts = args[-1].new_empty(len(args[-1]), self.n_chunk, SLOTS)
         grid, sizes = self._lines(n_row)
         if isinstance(y, Shares):
             (merged, *others), (weights, shared, _, residual) = args, y.args()
@@ -145,7 +145,7 @@ class StreamsLaunch:
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
         self._examine(kernels, mix)
-        n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
+        n_row, parts = self._rows(x), x.new_empty(len(x), self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
             args = x, mix.fn, parts, *sizes
@@ -156,7 +156,7 @@ class StreamsLaunch:
         self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix, parts: Tensor, to: Sequence[Arg]
     ) -> Tensor:
         """to: post and comb."""
-        n_row, y = self._rows(x), self._room(x, self.spec.n)
+        n_row, y = self._rows(x), x.new_empty(len(x), self.spec.n)
         if n_row:
             args = x, parts, mix.scale, mix.base, y, *to, self.spec.eps, self.spec.floor
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=True)
@@ -166,7 +166,7 @@ class StreamsLaunch:
         self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: RowBuffer
     ) -> Tensor:
         """`_read`, and its rows where `into` says."""
-        n_row, y, norm = self._rows(x), self._room(x, self.spec.n), into.norm
+        n_row, y, norm = self._rows(x), x.new_empty(len(x), self.spec.n), into.norm
         rows = into.rows.room(n_row)
         assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
         assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
@@ -185,9 +185,6 @@ class StreamsLaunch:
 
     def _grid(self, n_row: int) -> tuple[int, int]:
         return n_row, -(-self.spec.n // (4 * READING))
-
-    def _room(self, x: Tensor, *shape: int) -> Tensor:
-        return torch.empty(x.shape[0], *shape, dtype=torch.float32, device=x.device)
 
 
 def programs(spec: StreamsSpec, target: GpuKind) -> list[Program]:
