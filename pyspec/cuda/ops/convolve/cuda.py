@@ -27,27 +27,22 @@ FILE = KernelFile[ConvolveSpec](
 )
 
 
-class ConvolveLaunch:
-    """Implements `Convolve`."""
+def bind(spec: ConvolveSpec) -> Convolve:
+    kernel, n_part = FILE.kernel(spec.device, spec), -(-spec.n // (4 * THREADS))
 
-    def __init__(self, spec: ConvolveSpec) -> None:
-        self.spec, self.kernel = spec, FILE.kernel(spec.device, spec)
-        self.n_part = -(-spec.n // (4 * THREADS))
-
-    def __call__(self, *args: *Given) -> Tensor:
-        check_args(self.spec, *args)
+    def convolve(*args: *Given) -> Tensor:
+        check_args(spec, *args)
         x, given, base, row_seq, side, residual = args
-        s, n_row = self.spec, len(x)
+        n_row = len(x)
         assert n_row <= MAX_ROWS
         out = torch.empty_like(x)
         if n_row:
-            own = given[:, side * s.n_tap * s.n_group :]
+            own = given[:, side * spec.n_tap * spec.n_group :]
             read = x, own, base[side], row_seq, residual, out
-            self.kernel.launch((self.n_part, n_row), THREADS, read, overlap=True)
+            kernel.launch((n_part, n_row), THREADS, read, overlap=True)
         return out
 
-
-bind = ConvolveLaunch
+    return convolve
 
 
 def check(launch: Convolve, reference: Convolve, spec: ConvolveSpec) -> str | None:
