@@ -276,10 +276,8 @@ class WideRows:
 
     def finish(self, y: Tensor, powers: Tensor | None, residual: Tensor | None) -> Tensor:
         """residual + y * powers in place of y [row, n_out] f32."""
-        if y.shape[1] % 4:
+        if powers is None or y.shape[1] % 4:
             y = y if powers is None else y.mul_(powers[:, None])
-            return y if residual is None else y.add_(residual)
-        if powers is None:
             return y if residual is None else y.add_(residual)
         assert y.is_contiguous() and (residual is None or residual.is_contiguous())
         for first in range(0, len(y), MAX_GRID):
