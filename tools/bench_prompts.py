@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pyspec.cuda.jit import GpuKind, compiled
 from pyspec.cuda.ops.linear import unpacked, wgmma, wgmma_many
-from pyspec.cuda.ops.linear.cuda import _half_floats, random_packed
+from pyspec.cuda.ops.linear.cuda import random_packed
+from pyspec.cuda.ops.linear.dequant import half_floats
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.moe import builds as moe_builds
 from pyspec.cuda.ops.moe import cuda as moe_cuda
@@ -160,7 +161,7 @@ def experts(type: GGMLType, n_row: int = 2048) -> None:
         blocks = torch.randint(
             0, 256, (n, n_out * n_in // type.block_size, type.type_size), dtype=torch.uint8, device=CUDA
         )
-        for at in _half_floats(type):
+        for at in half_floats(type):
             blocks[..., at : at + 2] = torch.tensor([0.001], dtype=torch.float16, device=CUDA).view(
                 torch.uint8
             )

@@ -74,17 +74,12 @@ def is_foretold() -> bool:
     return _planning.on and not any(map(find, sets()))
 
 
-def missing(_: object = None) -> str | None:
-    """Why there are no CPU kernels; None if there are. Usable as `limits` of an implementation."""
+def missing() -> str | None:
+    """Why there are no CPU kernels; None if there are."""
     if is_foretold():
         return None if compiler() else NO_COMPILER
     found = compiled()
     return found if isinstance(found, str) else None
-
-
-def on_cpu(spec: Any) -> str | None:
-    """Limits of kernels that take any spec on their device."""
-    return missing() if spec.device.type == "cpu" else "runs on CPUs only"
 
 
 def described() -> str:

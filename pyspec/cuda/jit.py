@@ -62,11 +62,6 @@ def is_installed() -> bool:
         return False
 
 
-def on_nvidia(spec: Any) -> str | None:
-    """Limits of kernels that take any spec on their device."""
-    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
-
-
 def missing(device: torch.device) -> str | None:
     """Why no kernel of ours runs on `device`; None if one may."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -297,7 +292,7 @@ class Kernel:
     ) -> None:
         """Start on its device, on torch's current stream there. Tensors go as pointers, None as no pointer, numbers in the signature's type.
 
-        `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
+        `overlap`: from 9.0 on, start as soon as the kernel before allows it (programmatic dependent launch). Only for kernels
         that wait (`griddepcontrol.wait`) before they touch the output of that kernel.
         """
         assert len(args) == len(self.signature), (
@@ -318,7 +313,8 @@ class Kernel:
         from cuda.core import LaunchConfig
 
         config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
-        if overlap and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
+        early = overlap and torch.cuda.get_device_capability(self.context.device) >= HOPPER
+        if early and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
             config.programmatic_stream_serialization = True
         if len(self.configs) >= MOST_CONFIGS:
             self.configs.clear()
@@ -344,10 +340,6 @@ def _pointer(a: Any) -> Any:
     return 0 if a is None else a if type(a) is SCALARS["p"] else a.data_ptr()
 
 
-def _no_macros(key: Any) -> Macros:
-    return {}
-
-
 @dataclass(frozen=True, eq=False)
 class KernelFile(Generic[Key]):
     """A kernel file of an op, compiled and loaded once on a device for each key: a spec, or what of a spec the kernels depend on.
@@ -358,7 +350,7 @@ class KernelFile(Generic[Key]):
 
     stem: str
     entries: str | Mapping[str, str] | Callable[[Key], str | Mapping[str, str]]
-    defines: Callable[[Key], Macros] = _no_macros
+    defines: Callable[[Key], Macros] = lambda key: {}
 
     def kernels(self, device: torch.device, key: Key) -> tuple[Kernel, ...]:
         """The entry points in order."""

@@ -91,13 +91,14 @@ def bandwidth(device: torch.device, n_bytes: int = PROBE_BYTES) -> float:
     if device.type == "cuda":
         n_bytes = min(n_bytes, torch.cuda.mem_get_info(device)[0] // 4)
         x = torch.ones(n_bytes // 4, device=device)
-        return n_bytes / statistics.median(_gpu_seconds(lambda: x.sum()) for _ in range(N_TIMES))
+        return n_bytes / statistics.median(gpu_seconds(lambda: x.sum()) for _ in range(N_TIMES))
     x = torch.ones(min(n_bytes, CPU_BYTES) // 8)
     y = torch.empty_like(x)
-    return 2 * x.nbytes / statistics.median(_seconds(lambda: y.copy_(x)) for _ in range(N_TIMES))
+    return 2 * x.nbytes / statistics.median(seconds(lambda: y.copy_(x)) for _ in range(N_TIMES))
 
 
-def _gpu_seconds(run: Callable[[], object]) -> float:
+def gpu_seconds(run: Callable[[], object]) -> float:
+    """Between two events around it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
     start.record()
     run()
@@ -106,7 +107,8 @@ def _gpu_seconds(run: Callable[[], object]) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def seconds(run: Callable[[], object]) -> float:
+    """Of the host."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
@@ -137,7 +139,7 @@ def _link(first: torch.device, second: torch.device) -> PeerLink:
         to = torch.empty_like(source, device=second)
     except torch.OutOfMemoryError:  # another process holds the memory: report the part that needs none
         return PeerLink(str(first), str(second), is_direct, 0.0)
-    seconds = []
+    times = []
     for _ in range(N_TIMES):
         torch.cuda.synchronize(first)
         torch.cuda.synchronize(second)
@@ -145,5 +147,5 @@ def _link(first: torch.device, second: torch.device) -> PeerLink:
         to.copy_(source, non_blocking=True)
         torch.cuda.synchronize(first)
         torch.cuda.synchronize(second)
-        seconds.append(time.perf_counter() - began)
-    return PeerLink(str(first), str(second), is_direct, CPU_BYTES / statistics.median(seconds))
+        times.append(time.perf_counter() - began)
+    return PeerLink(str(first), str(second), is_direct, CPU_BYTES / statistics.median(times))

@@ -23,7 +23,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from pyspec.cuda import tri, verdicts
+from pyspec.cpu import kernels as cpu_kernels
+from pyspec.cuda import jit, tri, verdicts
 from pyspec.cuda.checker import sentence
 from pyspec.cuda.guard import FaultPlace as FaultPlace
 from pyspec.cuda.guard import Guard
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "pyspec.cuda.ops"
 MAX_LISTED = 3  # ops in one warning
-OPTIONAL = ("limits", "programs", "tune")  # of a record, beside `bind`
+OPTIONAL = ("limits", "programs", "tune", "capturable")  # of a record, beside `bind`
 # Refusals that say nothing but that this is a CPU
 NOT_HERE = "runs on NVIDIA GPUs only", "runs on GPUs only"
 
@@ -49,28 +50,8 @@ Ask = tuple["Op[Any, Any]", Any]
 """An op, and a spec that it is bound with."""
 
 
-def _no_limits(spec: object) -> str | None:
-    return None
-
-
 def _no_shapes(device: torch.device) -> list[Spec]:
     return []
-
-
-def _alone(launch: Launch, spec: Spec) -> Launch:
-    return launch
-
-
-def _nothing(spec: object) -> Iterable[Ask]:
-    return ()
-
-
-def _no_bytes(spec: object, n_row: int, n_token: int) -> int:
-    return 0
-
-
-def _always(spec: object) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,7 @@ class Impl(Generic[Spec, Launch]):
 
     name: str
     bind: Callable[[Spec], Launch]
-    limits: Callable[[Spec], str | None] = _no_limits
+    limits: Callable[[Spec], str | None] = lambda spec: None
     capturable: bool = False  # reads all varying values from device memory, so a CUDA graph may hold it
     # First and last it is made for, on GPUs
     capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))
@@ -103,13 +84,43 @@ class Tier(Protocol[Read, Made]):
     def bind(self, spec: Read, /) -> Made: ...
 
 
-def implemented(*files: Tier[Spec, Launch], capturable: bool = True) -> list[Impl[Spec, Launch]]:
-    """The implementations in these files, by whose names they go."""
+def implemented(*files: Tier[Spec, Launch]) -> list[Impl[Spec, Launch]]:
+    """The implementations in these files, by whose names they go; capturable unless they say no.
+
+    One with a `FILE` has its programs, if the file lists no others.
+    """
     found = []
-    for own in map(vars, files):
-        record = {name: own[name] for name in ("bind", *OPTIONAL) if name in own}
-        found.append(Impl(own["__name__"].rpartition(".")[2], **record, capturable=capturable))
+    for file in files:
+        own = vars(file)
+        record = {"capturable": True} | {name: own[name] for name in ("bind", *OPTIONAL) if name in own}
+        if "FILE" in own:
+            record.setdefault("programs", own["FILE"].programs)
+        record["limits"] = limits_of(file)
+        found.append(Impl(_names(file)[-1], **record))
     return found
+
+
+def limits_of(file: Tier[Any, Any]) -> Callable[[Any], str | None]:
+    """What must be there for the implementation in a file, then the limits that it states."""
+    tier, own = _names(file)[-1], vars(file).get("limits", lambda spec: None)
+
+    def limits(spec: Any) -> str | None:
+        why: str | None = missing(tier, spec.device)
+        return own(spec) if why is None else why
+
+    return limits
+
+
+def missing(tier: str, device: torch.device) -> str | None:
+    """Why no kernel of a file of this name runs on the device; None if one may."""
+    if tier == "cpu":
+        return cpu_kernels.missing() if device.type == "cpu" else "runs on CPUs only"
+    return tri.missing(device) if tier == "triton" else jit.missing(device)
+
+
+def _names(file: Tier[Any, Any]) -> list[str]:
+    name: str = vars(file)["__name__"]
+    return name.split(".")
 
 
 @dataclass
@@ -141,12 +152,12 @@ class Op(Generic[Spec, Launch]):
     shapes: Callable[[torch.device], list[Spec]] = _no_shapes
     more_shapes: Callable[[torch.device], list[Spec]] = _no_shapes
     named: str = ""
-    beside: Callable[[Launch, Spec], Launch] = _alone
-    also: Callable[[Spec], Iterable[Ask]] = _nothing
+    beside: Callable[[Launch, Spec], Launch] = lambda launch, spec: launch
+    also: Callable[[Spec], Iterable[Ask]] = lambda spec: ()
     in_prompts: bool = True
-    scratch: Callable[[Spec, int, int], int] = _no_bytes
+    scratch: Callable[[Spec, int, int], int] = lambda spec, n_row, n_token: 0
     loaded: Callable[[Spec, Any], Any] | None = None
-    holds_prompts: Callable[[Spec], bool] = _always
+    holds_prompts: Callable[[Spec], bool] = lambda spec: True
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     _decided: dict[KernelContext, dict[Spec, Impl[Spec, Launch]]] = field(default_factory=dict)
@@ -256,6 +267,23 @@ class Op(Generic[Spec, Launch]):
         for impl in self.impls:
             yield impl.name, self.refusal(impl, spec)
         yield self.reference.name, None
+
+
+def declared(
+    plain: Tier[Any, Any],
+    *files: Tier[Any, Any],
+    check: Callable[..., str | None] | None = None,
+    capturable: bool = False,
+    **more: Any,
+) -> Op[Any, Any]:
+    """The op of a folder. plain: its reference, whose `GUARD` the op has; files: its implementations; more: fields of `Op`.
+
+    check       None: that of the first of these files with one
+    capturable  a graph may hold the reference, too
+    """
+    check = check or next(vars(file)["check"] for file in (*files, plain) if "check" in vars(file))
+    reference, guard = Impl("torch", plain.bind, capturable=capturable), vars(plain).get("GUARD")
+    return Op(_names(plain)[-2], reference, implemented(*files), check, guard=guard, **more)
 
 
 def device_of(spec: object) -> torch.device:

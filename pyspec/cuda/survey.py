@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyspec.cuda import machine
 from pyspec.cuda.op import Ask, Impl, Op, all_ops, device_of, listed_ops
 from pyspec.slots.kv_types import KvFormat, name_of
 
@@ -149,9 +149,10 @@ def _seconds(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any) -> float:
     op.check(Noted(impl.bind(spec), calls), op.reference.bind(spec), spec)
     device = device_of(spec)
     if device.type != "cuda":
-        return sum(_timed(call, _clock) for call in calls)
+        return sum(_timed(call, machine.seconds) for call in calls)
     runs = calls if impl is op.reference else [_captured(call) or call for call in calls]
-    return sum(_timed(run, lambda run, n: _events(device, run, n)) for run in runs)
+    with torch.cuda.device(device):
+        return sum(_timed(run, machine.gpu_seconds) for run in runs)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
@@ -167,29 +168,16 @@ def _captured(call: Callable[[], object]) -> Callable[[], object] | None:
     return graph.replay
 
 
-def _timed(run: Callable[[], object], clock: Callable[[Callable[[], object], int], float]) -> float:
+def _timed(run: Callable[[], object], clock: Callable[[Callable[[], object]], float]) -> float:
     """Median seconds of a run, over enough runs to be timed."""
     run()
-    n = max(1, min(100, round(SHORTEST_S / max(clock(run, 1), 1e-7))))
-    return statistics.median(clock(run, n) / n for _ in range(REPEATS))
+    n = max(1, min(100, round(SHORTEST_S / max(clock(run), 1e-7))))
 
-
-def _clock(run: Callable[[], object], n: int) -> float:
-    began = time.perf_counter()
-    for _ in range(n):
-        run()
-    return time.perf_counter() - began
-
-
-def _events(device: torch.device, run: Callable[[], object], n: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-    with torch.cuda.device(device):
-        start.record()
+    def many() -> None:
         for _ in range(n):
             run()
-        end.record()
-        end.synchronize()
-    return start.elapsed_time(end) / 1e3
+
+    return statistics.median(clock(many) / n for _ in range(REPEATS))
 
 
 def step_downs(asks: Sequence[Ask]) -> list[StepDown | None]:

@@ -75,29 +75,11 @@ def of_values(y: Tensor, routes: Routes) -> Tensor:
 
 
 ONE = torch.ones(1)
-HELPERS = {
-    "add": add,
-    "side_by_side": side_by_side,
-    "times_rows": times_rows,
-    "gate_times": gate_times,
-    "capped": capped,
-    "scaled": scaled,
-    "weighed": weighed,
-    "unweighed": unweighed,
-    "one_expert": one_expert,
-    "of_choices": of_choices,
-    "of_values": of_values,
-    "HeadNorm": HeadNorm,
-    "HeadGate": HeadGate,
-    "GroupNorm": GroupNorm,
-    "then": fuse.then,
-    "handed": fuse.handed,
-    "attended": fuse.attended,
-    "keys_room": fuse.keys_room,
-    "put_keys": fuse.put_keys,
-    "write_keys": write_keys,
-    "choose": choose,
-    "keep_row": keep_row,
+_OF_ROWS = add, side_by_side, times_rows, gate_times, capped, scaled, HeadNorm, HeadGate, GroupNorm
+_OF_EXPERTS = weighed, unweighed, one_expert, of_choices, of_values
+_JOINED = fuse.then, fuse.handed, fuse.attended, fuse.keys_room, fuse.put_keys
+HELPERS: dict[str, Any] = {
+    one.__name__: one for one in (*_OF_ROWS, *_OF_EXPERTS, *_JOINED, write_keys, choose, keep_row)
 }
 
 

@@ -25,6 +25,6 @@ def test_heads_have_the_bits_of_the_reference(dim: int, n: int) -> None:
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_it_compiles_everywhere(arch: str) -> None:
     pytest.importorskip("cuda.core")
-    macros = hadamard_cuda.defines(HadamardSpec(CPU, 256, 256))
+    macros = hadamard_cuda.FILE.defines(HadamardSpec(CPU, 256, 256))
     found = jit.compile_cubin("hadamard", arch, macros, use_cache=False).resources["hadamard"]
     assert found.spill_bytes == 0

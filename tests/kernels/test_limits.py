@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.op import Impl, Op, limits_of
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.best.ref import BestSpec
@@ -173,15 +173,15 @@ LATENT = [
 ]  # fmt: skip
 
 
-def limits_of(op: str) -> Callable[[Any], str | None]:
-    return import_module(f"pyspec.cuda.ops.{op}.cuda").limits  # type: ignore[no-any-return]
+def of_cuda(op: str) -> Callable[[Any], str | None]:
+    return limits_of(import_module(f"pyspec.cuda.ops.{op}.cuda"))
 
 
 @pytest.mark.parametrize("op", TAKEN)
 def test_what_it_takes_runs_on_gpus_only(op: str) -> None:
     for spec in TAKEN[op]:
-        assert limits_of(op)(spec) is None, spec
-        assert limits_of(op)(replace(spec, device=CPU)) == "runs on NVIDIA GPUs only"
+        assert of_cuda(op)(spec) is None, spec
+        assert of_cuda(op)(replace(spec, device=CPU)) == "runs on NVIDIA GPUs only"
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_what_it_takes_runs_on_gpus_only(op: str) -> None:
 def test_what_it_can_not_do_is_refused_with_its_numbers(
     op: str, spec: Any, change: dict[str, Any], says: str
 ) -> None:
-    assert says in (limits_of(op)(replace(spec, **change)) or "")
+    assert says in (of_cuda(op)(replace(spec, **change)) or "")
 
 
 def test_wgmma_is_for_gpus() -> None:
-    assert linear_wgmma.limits(LinearSpec(CPU, GGMLType.Q8_0, 64, 64)) == "runs on NVIDIA GPUs only"
+    assert limits_of(linear_wgmma)(LinearSpec(CPU, GGMLType.Q8_0, 64, 64)) == "runs on NVIDIA GPUs only"

@@ -23,7 +23,7 @@ from moe_checks import check_hostile, experts
 from recurrent_cases import Op, gdn_shape, kept, played, seq, verified
 
 from pyspec.cuda import faults, survey, tri
-from pyspec.cuda.op import listed_ops
+from pyspec.cuda.op import limits_of, listed_ops
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.cases import CASES, MIXED, Case
@@ -72,7 +72,7 @@ def asks() -> Iterator[Any]:
 @pytest.mark.parametrize("op, spec", asks())
 def test_an_op_in_a_models_shape_passes_the_check_it_is_chosen_by(op: Any, spec: Any) -> None:
     module = triton_of(op.name)
-    assert module.limits(spec) is None
+    assert limits_of(module)(spec) is None
     assert op.check(module.bind(spec), op.reference.bind(spec), spec) is None
     assert faults.record(GPU).tolist() == [0] * 5
 

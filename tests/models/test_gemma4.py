@@ -13,7 +13,7 @@ from harness import DEVICE, FIXTURES, Bench
 from rewrite import rewrite
 
 from pyspec.cuda import survey
-from pyspec.cuda.op import Op, listed_ops
+from pyspec.cuda.op import Op, limits_of, listed_ops
 from pyspec.cuda.ops.rope_kv import cpu as rope_kv_cpu
 from pyspec.cuda.ops.rope_kv import ref as rope_kv_ref
 from pyspec.cuda.ops.rope_kv.op import check, rope_kv
@@ -157,7 +157,7 @@ HEADS = RopeKvSpec(torch.device("cpu"), 4, 2, 48, 32, neox=True, gated=False, ha
 )
 def test_values_normed_or_shared_queries_alone_and_late_norms(spec: RopeKvSpec) -> None:
     assert rope_kv.chosen(spec).name in ("cpu", "torch")
-    if rope_kv_cpu.limits(spec) is None:
+    if limits_of(rope_kv_cpu)(spec) is None:
         assert check(rope_kv_cpu.bind(spec), rope_kv_ref.bind(spec), spec) is None
         wrong = replace(spec, keys_are_values=not spec.keys_are_values, norms_v=not spec.norms_v)
         if spec.n_kv and spec.n_column == wrong.n_column:

@@ -11,6 +11,7 @@ from machines import CPU, ON_CARD, Machine, cases, compiled
 from torch import Tensor
 
 from pyspec.cuda.jit import ARCHS
+from pyspec.cuda.op import limits_of
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, AheadSpec, Kept, TorchAhead, n_kept
@@ -145,14 +146,14 @@ def test_the_check_finds_what_is_wrong(where: str, field: str) -> None:
 
 
 def test_a_cpu_has_the_reference() -> None:
-    assert ahead_cuda.limits(SPEC) == "runs on NVIDIA GPUs only"
+    assert limits_of(ahead_cuda)(SPEC) == "runs on NVIDIA GPUs only"
     assert isinstance(ahead.bind(SPEC), TorchAhead) and ahead.chosen(SPEC).capturable
 
 
 @cases(seeds=range(3), slow=True)
 def test_accept_and_move_do_what_the_reference_does(machine: Machine) -> None:
     spec = AheadSpec(machine.device)
-    assert machine.is_emulated or ahead_cuda.limits(spec) is None
+    assert machine.is_emulated or limits_of(ahead_cuda)(spec) is None
     with machine.started():
         own = ahead_cuda.bind(spec)
         assert ahead_cuda.check(own, ahead.reference.bind(spec), spec) is None

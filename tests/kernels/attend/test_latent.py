@@ -276,7 +276,7 @@ def test_every_build_compiles_without_spills_and_fits_a_multiprocessor(arch: str
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_keys_compile_without_spills(arch: str, kv: str) -> None:
     spec = RopeLatentSpec(GPU, 128, 128, 512, 64, False, 1e-6, KvFormat.named(kv))
-    compiled("rope_latent", arch, rope_latent_cuda.defines(spec))
+    compiled("rope_latent", arch, rope_latent_cuda.FILE.defines(spec))
 
 
 def test_builds_have_as_many_columns_and_buffers_as_fit() -> None:

@@ -76,5 +76,5 @@ def test_what_no_kernel_takes_is_said() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_mixes_compile_for_every_architecture(arch: str) -> None:
     for n in (1, 16):
-        found = compiled("banked", arch, banked_cuda.defines(BankedSpec(CPU, 7168, n, 1e-5)))
+        found = compiled("banked", arch, banked_cuda.FILE.defines(BankedSpec(CPU, 7168, n, 1e-5)))
         assert found["banked"].registers * banked_cuda.THREADS * 4 <= 65536

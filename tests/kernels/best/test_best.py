@@ -12,6 +12,7 @@ from sampling import slow
 from torch import Tensor
 
 from pyspec.cuda.jit import ARCHS
+from pyspec.cuda.op import limits_of
 from pyspec.cuda.ops.best import cuda as best_cuda
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec, TorchBest
@@ -109,7 +110,7 @@ def test_tokens_and_values_are_the_references(
 ) -> None:
     """The op's own check: ties in several parts, no numbers, rows that begin anywhere."""
     spec = BestSpec(machine.device)
-    assert machine.is_emulated or best_cuda.limits(spec) is None
+    assert machine.is_emulated or limits_of(best_cuda)(spec) is None
     with machine.started(seed=seed, n_multiprocessor=13):
         own, other = best_cuda.bind(spec), best.reference.bind(spec)
         assert best_cuda.check(own, other, spec, *([sizes] if sizes else [])) is None
@@ -227,5 +228,5 @@ def test_launches_behind_each_other_do_not_mix(machine: Machine) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_best_compiles_for_every_architecture(arch: str) -> None:
-    found = compiled("best", arch, best_cuda.defines())["best"]
+    found = compiled("best", arch, best_cuda.FILE.defines(BestSpec(CPU)))["best"]
     assert found.registers * best_cuda.THREADS * 2 * best_cuda.PER_SM <= 65536

@@ -236,6 +236,6 @@ def test_a_fault_is_read_once(machine: Machine) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_embeddings_compile_for_every_architecture(arch: str) -> None:
     for type in embed_cuda.TYPES:
-        found = compiled("embed", arch, embed_cuda.defines(type))["embed"]
+        found = compiled("embed", arch, embed_cuda.FILE.defines(type))["embed"]
         assert found.registers <= 64, (type, found)
     compiled("angles", arch)

@@ -48,4 +48,6 @@ def test_a_row_that_is_no_number_stays_alone(machine: Machine) -> None:
 def test_kernels_compile_for_every_architecture(arch: str) -> None:
     for n in (64, 2560, 16384):
         spec = replace(SPEC, n=n)
-        assert set(compiled("gated_streams", arch, gated_cuda.defines(spec))) == set(gated_cuda.FORMS)
+        assert set(compiled("gated_streams", arch, gated_cuda.FILE.defines(spec))) == set(
+            gated_cuda.FORMS
+        )

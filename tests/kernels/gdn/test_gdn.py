@@ -29,6 +29,7 @@ from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.recurrent import launch as common
 from pyspec.cuda.ops.rows.cuda import GatedRowBuffer, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.slots.arena import Arena
@@ -82,7 +83,7 @@ def test_one_wild_output_is_enough(bad: float, prompts: bool) -> None:
 
 
 SEEDS = (0, 1)
-NEVER = gdn_cuda.NEVER
+NEVER = common.NEVER
 
 
 def op_of(n_k: int, n_v: int, grouped: bool = False, **how: int) -> Op:
@@ -138,7 +139,7 @@ def within(chunked: int) -> Any:
     card=[
         (op_of(*heads, columns=columns), ROUNDS_OF_A_CARD)
         for heads in ((1, 1), (2, 6), (3, 3), (16, 48))
-        for columns in gdn_cuda.COLUMNS
+        for columns in common.COLUMNS
     ]
     + [(by_key(n, floor), ROUNDS_OF_A_CARD) for n, floor in ((4, -5.0), (32, 0.0))],
     seeds=SEEDS,
@@ -146,7 +147,7 @@ def within(chunked: int) -> Any:
 def test_ragged_rounds_follow_the_reference(
     machine: Machine, op: Op, rounds: Sequence[Sequence[Seq]]
 ) -> None:
-    chunked = op.how.get("chunked", gdn_cuda.CHUNKED)
+    chunked = op.how.get("chunked", common.CHUNKED)
     follow(op.on(machine), machine, rounds, within(chunked), 3e-5, states_by_head=False)
 
 
@@ -328,7 +329,7 @@ PREPARED_OF_A_CARD = [*PREPARED, [seq(s, 1, fold=1) for s in range(4)], *PREPARE
     card=[
         (op_of(*heads, columns=columns), PREPARED_OF_A_CARD)
         for heads in ((1, 1), (3, 3), (2, 6), (16, 48))
-        for columns in gdn_cuda.COLUMNS
+        for columns in common.COLUMNS
     ],
     seeds=SEEDS,
 )
@@ -473,7 +474,7 @@ BY_KEY = GdnShape(32, 32, 128, 4, 96 * 128, by_key=True, floor=-5.0)
 def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(
     shape: GdnShape, arch: str
 ) -> None:
-    for columns in gdn_cuda.COLUMNS:
+    for columns in common.COLUMNS:
         defines = gdn_cuda.defines(shape, arch, columns)
         found = compiled("gdn", arch, defines)
         clusters = not arch.startswith("sm_8") and not shape.by_key
@@ -482,7 +483,7 @@ def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count
         )
         assert all(r.shared_bytes <= 48 * 1024 for r in found.values()), found
         rows = [r.registers for name, r in found.items() if name.startswith("gdn_rows")]
-        assert max(rows) * gdn_cuda.THREADS * int(defines["BLOCKS"]) <= 65536, found
+        assert max(rows) * common.THREADS * int(defines["BLOCKS"]) <= 65536, found
 
 
 @pytest.mark.slow

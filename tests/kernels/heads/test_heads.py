@@ -166,6 +166,6 @@ SPECS = [*shapes(torch.device("cuda")), *map(spec_of, SIZES)]
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_every_type_compiles_without_spills(arch: str) -> None:
     for spec in SPECS:
-        made = compiled("heads", arch, heads_cuda.defines(spec))
+        made = compiled("heads", arch, heads_cuda.FILE.defines(spec))
         assert set(made) == {"heads_1", "heads_2", "heads_4"}
         assert all(r.registers <= 128 for r in made.values()), (spec, made)

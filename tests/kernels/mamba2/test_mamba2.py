@@ -19,6 +19,7 @@ from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.recurrent import launch as common
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.slots.batch import Seq
@@ -304,13 +305,12 @@ SUPER = Mamba2Shape(128, 64, 8, 128, 4)
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
-    for columns in mamba2_cuda.COLUMNS:
+    for columns in common.COLUMNS:
         found = compiled("mamba2", arch, mamba2_cuda.defines(SUPER, arch, columns))
         assert set(found) == {"mamba2_conv", "mamba2_rows"}
         assert all(r.shared_bytes <= 48 * 1024 for r in found.values()), found
         assert (
-            found["mamba2_rows"].registers * mamba2_cuda.THREADS * mamba2_cuda.blocks_for(arch, columns)
-            <= 65536
+            found["mamba2_rows"].registers * common.THREADS * common.blocks_for(arch, columns) <= 65536
         ), found
 
 
@@ -360,5 +360,5 @@ def test_heads_that_do_not_turn_compile(arch: str) -> None:
         torch.device("cuda"), 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5
     )
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        macros = rope_kv_cuda.defines(replace(spec, kv=KvFormat.both(type_of(dtype))))
+        macros = rope_kv_cuda.FILE.defines(replace(spec, kv=KvFormat.both(type_of(dtype))))
         compiled("rope_kv", arch, macros)

@@ -10,6 +10,7 @@ from machines import compiled
 from sampling import few
 
 from pyspec.cuda.jit import ARCHS
+from pyspec.cuda.op import limits_of
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.formats import CHUNKS
 from pyspec.cuda.ops.moe import builds as moe_builds
@@ -155,7 +156,7 @@ def test_downs_with_biases_compile_for_every_architecture(arch: str) -> None:
 def test_what_does_not_fit_is_known_before_compiling() -> None:
     assert all(n_stages(type, MANY_PAIRS, (8, 9)) >= 2 for type in CHUNKS)
     assert (
-        moe_cuda.limits(moe_cuda.MoeSpec(CPU, 8, 64, 64, "swiglu", None, None))
+        limits_of(moe_cuda)(moe_cuda.MoeSpec(CPU, 8, 64, 64, "swiglu", None, None))
         == "runs on NVIDIA GPUs only"
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyspec.cpu import build
 from pyspec.cpu.tape import Recorded, TapeMemory
+from pyspec.cuda.op import limits_of
 from pyspec.cuda.ops.linear.cpu import TYPES
 from pyspec.cuda.ops.moe import cpu
 from pyspec.cuda.ops.moe import ref as moe_ref
@@ -210,5 +211,5 @@ def test_limits_say_what_is_not_taken() -> None:
     assert "packed" in (cpu.limits(replace(spec, up=None)) or "")
     assert "I32" in (cpu.limits(replace(spec, gate=G.I32)) or "")
     assert "matrices of its own" in (cpu.limits(replace(spec, pieces=1)) or "")
-    assert cpu.limits(replace(spec, device=torch.device("meta"))) == "runs on CPUs only"
+    assert limits_of(cpu)(replace(spec, device=torch.device("meta"))) == "runs on CPUs only"
     assert moe.chosen(replace(spec, up=None, down=None)).name == "torch"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
@@ -345,5 +344,4 @@ def test_limits_and_the_rows_from_which_on_experts_come() -> None:
     n_byte = 3 * 2048 * 512 * 9 // 16
     assert 200 < host.streams_from(of_35b, 256, n_byte) < 250  # spec: 225 rows
     assert host.streams_from(of_35b, 1, n_byte) == lane.JOB_ROWS
-    assert host.slot_bytes(of_35b) >= n_byte
-    assert moe_cpu.TOLERANCE < OFF and np.int64(0) == lane.NONE
+    assert moe_cpu.TOLERANCE < OFF

@@ -93,4 +93,4 @@ def test_a_slot_out_of_bounds_is_reported_and_others_are_right(machine: Machine,
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_for_every_architecture(arch: str) -> None:
     for spec in (SPEC, WIDE, MODEL):
-        assert set(compiled("ngrams", arch, ngrams_cuda.defines(spec))) == set(ngrams_cuda.FORMS)
+        assert set(compiled("ngrams", arch, ngrams_cuda.FILE.defines(spec))) == set(ngrams_cuda.FORMS)

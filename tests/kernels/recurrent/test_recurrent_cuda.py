@@ -433,6 +433,6 @@ def test_offsets_beyond_two_billion_elements(machine: Machine) -> None:
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_the_kernel_compiles_without_spills(arch: str) -> None:
     for shape in (ShortConvShape(2048, 3), ShortConvShape(4, 2), ShortConvShape(2560, 5)):
-        made = short_conv_cuda.defines(ShortConvSpec(torch.device("cpu"), shape))
+        made = short_conv_cuda.FILE.defines(ShortConvSpec(torch.device("cpu"), shape))
         found = compiled("short_conv", arch, made)["short_conv"]
         assert 3 * 128 * found.registers <= 65536, found

@@ -10,6 +10,7 @@ from emulated.machine import needs_compiler
 from machines import Machine, cases, compiled
 
 from pyspec.cuda.jit import ARCHS
+from pyspec.cuda.op import limits_of
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
 from pyspec.cuda.ops.repack import cuda as repack_cuda
@@ -68,7 +69,7 @@ def test_a_bit_of_a_record_is_one_of_the_files(type: G) -> None:
 
 def test_types_that_are_more_than_their_bits_are_refused() -> None:
     gpu = RepackSpec(torch.device("cuda", 0), G.Q8_0)
-    assert repack_cuda.limits(replace(gpu, device=CPU)) == "runs on NVIDIA GPUs only"
+    assert limits_of(repack_cuda)(replace(gpu, device=CPU)) == "runs on NVIDIA GPUs only"
     assert [type for type in FORMATS if repack_ref.bits_of(type) is None] == sorted(
         OTHERS, key=list(FORMATS).index
     )

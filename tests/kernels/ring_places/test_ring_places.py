@@ -10,7 +10,9 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.cpu import build
+from pyspec.cuda import jit
 from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.op import limits_of
 from pyspec.cuda.ops.attend import cpu as attend_cpu
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
@@ -46,7 +48,7 @@ def test_every_row_is_its_position_in_its_slots_ring() -> None:
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler on this machine")
 def test_a_cpus_places_are_the_references() -> None:
-    assert ring_places_cpu.limits(SPEC) is None
+    assert limits_of(ring_places_cpu)(SPEC) is None
     assert ring_places_cuda.check(ring_places_cpu.bind(SPEC), REFERENCE, SPEC) is None
 
 
@@ -67,11 +69,12 @@ def test_places_compile_for_every_architecture(arch: str) -> None:
     assert found.spill_bytes == 0 and found.registers <= 64
 
 
-def test_other_devices_are_refused() -> None:
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = RingPlacesSpec(torch.device("cuda", 0))
-    assert ring_places_cuda.limits(SPEC) == "runs on NVIDIA GPUs only"
-    assert ring_places_cpu.limits(gpu) == "runs on CPUs only"
-    assert ring_places_cuda.limits(gpu) is None
+    assert limits_of(ring_places_cuda)(SPEC) == "runs on NVIDIA GPUs only"
+    assert limits_of(ring_places_cpu)(gpu) == "runs on CPUs only"
+    monkeypatch.setattr(jit, "missing", lambda device: None)
+    assert limits_of(ring_places_cuda)(gpu) is None
 
 
 KINDS = ["torch", "cpu", pytest.param("cuda", marks=needs_compiler)]

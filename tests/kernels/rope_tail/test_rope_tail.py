@@ -45,5 +45,5 @@ def test_its_check_finds_heads_that_are_not_normed(machine: Machine) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_kernel_compiles_for_every_architecture_without_spills(arch: str) -> None:
     for spec in SHAPES:
-        found = compiled("rope_tail", arch, tail_cuda.defines(spec))
+        found = compiled("rope_tail", arch, tail_cuda.FILE.defines(spec))
         assert all(of.registers * 256 <= 65536 for of in found.values())

@@ -437,8 +437,8 @@ def test_rows_of_several_ctas_leave_room_for_a_product_beside_them(arch: str, la
 def test_rope_kv_compiles_everywhere(arch: str) -> None:
     for of in TYPES.values():
         spec = RopeKvSpec(CPU, 24, 4, 256, 64, True, True, True, 1e-6, KvFormat.both(of))
-        compiled("rope_kv", arch, rope_kv_cuda.defines(spec))
-        compiled("rope_kv", arch, rope_kv_cuda.defines(replace(spec, norm_behind=True)))
+        compiled("rope_kv", arch, rope_kv_cuda.FILE.defines(spec))
+        compiled("rope_kv", arch, rope_kv_cuda.FILE.defines(replace(spec, norm_behind=True)))
 
 
 FEW = 4  # rows of the product that reads blocks

@@ -131,4 +131,4 @@ def test_no_kernel_starts_before_the_pages_are_there() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_it_compiles_for_every_architecture(arch: str) -> None:
-    assert set(compiled("seen_pages", arch, seen_cuda.defines())) == {"seen_pages"}
+    assert set(compiled("seen_pages", arch, seen_cuda.FILE.defines(KEYS))) == {"seen_pages"}

@@ -3,14 +3,11 @@ launched ahead, so the rest is the reference."""
 
 from __future__ import annotations
 
-from pyspec.cpu.kernels import CpuKernel, here, on_cpu
+from pyspec.cpu.kernels import CpuKernel, here
 from pyspec.cuda.ops.ahead.ref import AheadSpec, TorchAhead, described
 from pyspec.slots.batch import Batch
 
 _STEP = CpuKernel("pyspec_ahead_step", "9q")
-
-
-limits = on_cpu
 
 
 class CpuAhead(TorchAhead):

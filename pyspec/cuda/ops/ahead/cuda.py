@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyspec.cuda.faults import record
-from pyspec.cuda.jit import KernelFile, on_nvidia
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, Buffers, Kept, moved
+from pyspec.cuda.jit import KernelFile
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NO_TOKEN, Ahead, AheadSpec, IntoBuffers, Kept, moved
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, SeqMode, lay_out
 from pyspec.slots.table import SlotTable
@@ -21,15 +20,11 @@ MANY = ((3, 5) * 20, (17,) * 64)
 ACCEPT = "ppppp" + "pppp" + "i"
 MOVE = "pppppppp" + "ppp" + "ppppp" + "ll" + "iiiiiii" + "p"
 FILE: KernelFile[AheadSpec] = KernelFile("ahead", {"ahead_accept": ACCEPT, "ahead_move": MOVE})
-limits, programs = on_nvidia, FILE.programs
 
 
-class AheadLaunch:
-    """Implements `Ahead`, with result buffers of its own, because two engines may share a stream."""
-
+class AheadLaunch(IntoBuffers):
     def __init__(self, spec: AheadSpec) -> None:
-        self.buffers, self.fault = Buffers(spec), record(spec.device)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        super().__init__(spec)
         self.acceptor, self.mover = FILE.kernels(spec.device, spec)
 
     def accept(
@@ -41,25 +36,11 @@ class AheadLaunch:
         self.acceptor.launch((len(batch.seqs),), 32, (*given, *found, batch.n_row))
         return kept
 
-    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
-        self._launch(batch, kept, drafts, True)
-        return batch
-
-    def follow(self, batch: Batch, kept: Kept) -> None:
-        self._launch(batch, kept, None, False)
-
-    def step(self, batch: Batch) -> Batch:
-        self._launch(batch, None, None, True)
-        return batch
-
-    def _launch(self, batch: Batch, kept: Kept | None, drafts: Tensor | None, is_moved: bool) -> None:
-        n_row, (n_seq, n_page) = len(batch.positions), batch.page_table.shape
+    def _launch(self, batch: Batch, kept: Kept | None, drafts: Tensor | None, *, moves: bool) -> None:
         of_kept = (None,) * 4 if kept is None else (kept.n, kept.tokens, kept.last, kept.goes)
-        steps, n_draft = ((0, 0), 0) if drafts is None else (drafts.stride(), drafts.shape[1])
-        n_next = 0 if kept is None else len(kept.tokens)
-        sizes = n_draft, n_row, n_seq, n_next, n_page, batch.page_size, int(is_moved)
-        args = *moved(batch), *of_kept, drafts, *steps, *sizes, self.fault
-        self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=self.overlap)
+        sizes = *self._sizes(batch, kept, drafts), batch.page_size, int(moves)
+        args = *moved(batch), *of_kept, drafts, *sizes, self.fault
+        self.mover.launch((-(-len(batch.positions) // THREADS),), THREADS, args, overlap=True)
 
 
 bind = AheadLaunch

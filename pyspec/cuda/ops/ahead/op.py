@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.ahead import cpu, cuda, ref, triton
 
-ahead: Op[ref.AheadSpec, ref.Ahead] = Op(
-    "ahead",
-    Impl("torch", ref.bind, capturable=True),
-    implemented(cuda, triton, cpu),
-    cuda.check,
-    guard=ref.GUARD,
-    shapes=lambda device: [ref.AheadSpec(device)],
+ahead: Op[ref.AheadSpec, ref.Ahead] = declared(
+    ref, cuda, triton, cpu, shapes=lambda device: [ref.AheadSpec(device)], capturable=True
 )

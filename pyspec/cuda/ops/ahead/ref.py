@@ -7,6 +7,7 @@ a layout, which was made as if none had been kept, behind them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.faults import record
 from pyspec.cuda.guard import Guard
 from pyspec.slots.batch import Batch, SeqMode
 
@@ -128,6 +130,34 @@ class Buffers:
         assert ends is None or (ends.dtype == torch.int32 and ends.is_contiguous())
         assert ends is None or ends.shape == (n_seq, MAX_ENDS)
         return Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
+
+
+class IntoBuffers(ABC):
+    """Implements `Ahead` by kernels, with result buffers of its own, because two engines may share a stream."""
+
+    def __init__(self, spec: AheadSpec) -> None:
+        self.buffers, self.fault = Buffers(spec), record(spec.device)
+
+    @abstractmethod
+    def _launch(self, batch: Batch, kept: Kept | None, drafts: Tensor | None, *, moves: bool) -> None:
+        """Give rows the tokens that follow, and move them if they are moved."""
+
+    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
+        self._launch(batch, kept, drafts, moves=True)
+        return batch
+
+    def follow(self, batch: Batch, kept: Kept) -> None:
+        self._launch(batch, kept, None, moves=False)
+
+    def step(self, batch: Batch) -> Batch:
+        self._launch(batch, None, None, moves=True)
+        return batch
+
+    def _sizes(self, batch: Batch, kept: Kept | None, drafts: Tensor | None) -> tuple[int, ...]:
+        """Steps and number of drafts; rows, sequences, rows of the verify, pages."""
+        steps, n_draft = ((0, 0), 0) if drafts is None else (drafts.stride(), drafts.shape[1])
+        (n_seq, n_page), n_next = batch.page_table.shape, 0 if kept is None else len(kept.tokens)
+        return *steps, n_draft, len(batch.positions), n_seq, n_next, n_page
 
 
 class TorchAhead:

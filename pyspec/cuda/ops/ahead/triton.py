@@ -5,24 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyspec.cuda import tri
-from pyspec.cuda.faults import record
-from pyspec.cuda.ops.ahead.ref import GUARD, MAX_ENDS, AheadSpec, Buffers, Kept, moved
+from pyspec.cuda.ops.ahead.ref import GUARD, MAX_ENDS, IntoBuffers, Kept, moved
 from pyspec.slots.batch import Batch
 
 ROWS = 128  # of a program that moves
 ACCEPTED = 32  # rows of a step of `accept`
 
 
-def limits(spec: AheadSpec) -> str | None:
-    return tri.missing(spec.device)
-
-
-class AheadTriton:
-    """Implements `Ahead`, with result buffers of its own, because two engines may share a stream."""
-
-    def __init__(self, spec: AheadSpec) -> None:
-        self.buffers, self.fault = Buffers(spec), record(spec.device)
-
+class AheadTriton(IntoBuffers):
     def accept(
         self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None
     ) -> Kept:
@@ -37,43 +27,17 @@ class AheadTriton:
         tri.launch(kernels.ahead_accept, (len(batch.seqs),), args, constants, 1)
         return kept
 
-    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
-        self._launch(batch, kept, drafts, moves=True)
-        return batch
-
-    def follow(self, batch: Batch, kept: Kept) -> None:
-        self._launch(batch, kept, None, moves=False)
-
-    def step(self, batch: Batch) -> Batch:
-        self._launch(batch, None, None, moves=True)
-        return batch
-
     def _launch(self, batch: Batch, kept: Kept | None, drafts: Tensor | None, *, moves: bool) -> None:
         from pyspec.cuda.ops.ahead import triton_kernels as kernels
 
-        n_row, (n_seq, n_page) = batch.positions.shape[0], batch.page_table.shape
         of = self.buffers if kept is None else kept
-        steps, n_draft = ((0, 0), 0) if drafts is None else (drafts.stride(), drafts.shape[1])
-        n_next = 0 if kept is None else len(kept.tokens)
+        found = of.n, of.tokens, of.last, of.goes
         beside = self.buffers.tokens if drafts is None else drafts, self.fault
         has = {"MOVES": moves, "HAS_KEPT": kept is not None, "HAS_DRAFTS": drafts is not None}
         tri.launch(
             kernels.ahead_move,
-            (-(-n_row // ROWS),),
-            (
-                *moved(batch),
-                of.n,
-                of.tokens,
-                of.last,
-                of.goes,
-                *beside,
-                *steps,
-                n_draft,
-                n_row,
-                n_seq,
-                n_next,
-                n_page,
-            ),
+            (-(-len(batch.positions) // ROWS),),
+            (*moved(batch), *found, *beside, *self._sizes(batch, kept, drafts)),
             {**has, "PAGE": batch.page_size, "ROWS": ROWS, "OP": GUARD.number},
             4,
         )

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
 _RUN = CpuKernel("pyspec_angles", "6qd")
-
-
-limits = on_cpu
 
 
 def angles(positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, on_nvidia
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
 THREADS = 128
@@ -15,7 +15,6 @@ OFF = 2.0**-22  # difference that two libraries may have at full precision
 
 
 FILE: KernelFile[AnglesSpec] = KernelFile("angles", "pppp" + "iif")
-limits, programs = on_nvidia, FILE.programs
 
 
 def inverse_of(factor: float) -> np.float32:
@@ -23,24 +22,20 @@ def inverse_of(factor: float) -> np.float32:
     return np.float32(1.0) / np.float32(factor)
 
 
-class AnglesLaunch:
-    """Implements `Angles`."""
+def bind(spec: AnglesSpec) -> Angles:
+    kernel = FILE.kernel(spec.device, spec)
 
-    def __init__(self, spec: AnglesSpec) -> None:
-        self.kernel = FILE.kernel(spec.device, spec)
-
-    def __call__(self, positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    def angles(positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
         n_row, n = positions.shape[0], freq.shape[0]
         assert positions.dtype == torch.int64 and positions.is_contiguous() and n_row <= MAX_ROWS
         assert freq.dtype == torch.float32 and freq.is_contiguous()
         cos, sin = (freq.new_empty(n_row, 1, n) for _ in "cs")
         if n_row and n:
             args = positions, freq, cos, sin, n_row, n, inverse_of(factor)
-            self.kernel.launch((-(-n_row * n // THREADS),), THREADS, args)
+            kernel.launch((-(-n_row * n // THREADS),), THREADS, args)
         return cos, sin
 
-
-bind = AnglesLaunch
+    return angles
 
 
 def frequencies(n: int, device: torch.device) -> Tensor:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.angles import cpu, cuda, ref
 
-angles: Op[ref.AnglesSpec, ref.Angles] = Op(
-    "angles",
-    Impl("torch", ref.bind, capturable=True),
-    implemented(cuda, cpu),
-    cuda.check,
-    shapes=lambda device: [ref.AnglesSpec(device)],
+angles: Op[ref.AnglesSpec, ref.Angles] = declared(
+    ref, cuda, cpu, shapes=lambda device: [ref.AnglesSpec(device)], capturable=True
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, check_given
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -17,11 +17,9 @@ run = CpuKernel("pyspec_attend", "5q" + "4q" + "q" + "2q" + "12q" + "2d")
 
 
 def limits(spec: AttendSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return "runs on CPUs only"
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
-    return missing()
+    return None
 
 
 def bind(spec: AttendSpec) -> Attend:

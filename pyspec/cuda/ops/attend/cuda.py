@@ -47,8 +47,6 @@ PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
 
 def limits(spec: AttendSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if spec.n_value:
@@ -275,7 +273,7 @@ def n_float(spec: AttendSpec, columns: int) -> int:
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """Bytes for the batches of an engine. A sequence has at most `n_key` keys, and at most `n_row` rows or those of a prompt that
     attend_prompt leaves to this kernel."""
-    if not torch.cuda.is_available() or limits(spec) is not None:
+    if not torch.cuda.is_available() or (jit.missing(spec.device) or limits(spec)) is not None:
         return 0
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
     n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -311,8 +309,7 @@ class AttendLaunch:
     def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
         self.spec, self.shape = spec, shape
         self.builds: dict[int, Kernels] = {}  # by the tiles of a block's columns
-        capability = torch.cuda.get_device_capability(spec.device)
-        self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
+        self.arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.heads, self.scale = (spec.n_head, spec.n_kv_head), spec.scale * math.log2(math.e)
         self.narrow = narrow_for(spec, self.arch) if shape is None else None
@@ -360,12 +357,12 @@ class AttendLaunch:
         read = q, *pool.read_planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault
         sizes = n_row, n_seq, *self.heads, *pages, window, n_item, self.scale
         grid, args = min(kernels.grid, n_item), (*read, *sizes, *prefetch_args(after, n_row))
-        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
+        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=True)
         counts = n_seq, *self.heads, n_key, window, n_item
         made = part, part_ml, plan, *seen, *rows, *sink, out, *counts, self.fault, grid
         merge, own = kernels.merge(n_row * spec.n_head, spec.head_dim)
         pieces = -(-spec.head_dim // own)
-        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, made, overlap=self.overlap)
+        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, made, overlap=True)
         return out
 
     def _build(self, batch: Batch, group: int) -> Kernels:

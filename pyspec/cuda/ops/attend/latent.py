@@ -93,8 +93,6 @@ def builds(spec: AttendSpec, arch: str) -> list[LatentBuild]:
 
 
 def limits(spec: AttendSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if (why := shape_limits(spec)) is not None:
         return why
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
@@ -158,7 +156,7 @@ class LatentLaunch:
 
     def __init__(self, spec: AttendSpec, build: LatentBuild | None = None) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
-        self.spec, self.overlap = spec, capability >= (9, 0)
+        self.spec = spec
         self.builds = builds(spec, jit.arch_of(capability)) if build is None else [build]
         self.kernels = {b: _kernels(spec.device, b) for b in self.builds}
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -202,10 +200,10 @@ class LatentLaunch:
             read = q, *keys, batch.page_table, *seen, *rows, part, part_ml, self.fault
             args = *read, *counts, *pages, *cut, first, max_part, self.scale
             grid = n_prog, max(1, n)
-            parts.launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
+            parts.launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=True)
             made = part, part_ml, *seen, *rows, out, self.fault
             merging = *made, *counts, n_key, *cut, first, n, max_part
-            merge.launch(merge_grid, 128, merging, overlap=self.overlap)
+            merge.launch(merge_grid, 128, merging, overlap=True)
         return out
 
 
@@ -213,5 +211,4 @@ def programs(spec: AttendSpec, target: jit.GpuKind) -> list[jit.Program]:
     return [program for b in builds(spec, target.arch) for program in FILE.programs(b, target)]
 
 
-def bind(spec: AttendSpec, *, build: LatentBuild | None = None) -> LatentLaunch:
-    return LatentLaunch(spec, build)
+bind = LatentLaunch

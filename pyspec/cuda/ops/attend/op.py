@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.op import Ask, Impl, Op, implemented
+from pyspec.cuda.op import Ask, Op, declared
 from pyspec.cuda.ops.attend import cpu, cuda, ref, triton
 from pyspec.cuda.ops.attend.cases import Case, make, worst
 from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, takes_prompts, with_prompts
@@ -58,12 +58,12 @@ def beside(launch: Attend, spec: ref.AttendSpec) -> Attend:
     return launch if spec.n_value else with_prompts(launch, spec)
 
 
-attend: Op[ref.AttendSpec, Attend] = Op(
-    "attend",
-    Impl("torch", ref.bind),
-    implemented(cuda, triton, cpu),
-    check,
-    guard=ref.GUARD,
+attend: Op[ref.AttendSpec, Attend] = declared(
+    ref,
+    cuda,
+    triton,
+    cpu,
+    check=check,
     shapes=shapes,
     beside=beside,
     also=also,

@@ -68,14 +68,6 @@ def by_cudnn(spec: AttendSpec) -> Run:
     return prompt_blocks.by_blocks(spec, by_torch(spec), own, block)
 
 
-def limits(spec: AttendSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "for GPUs"
-    if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"heads of {spec.head_dim} dims"
-    return None
-
-
 Case = tuple[int, int, torch.dtype]  # rows, keys
 
 
@@ -114,7 +106,7 @@ def shapes(device: torch.device) -> list[AttendSpec]:
 attend_prompt: Op[AttendSpec, Run] = Op(  # without the library, `attend` takes prompts, too
     "attend_prompt",
     Impl("attend", reference),
-    [Impl("library", by_torch, limits)],
+    [Impl("library", by_torch, prompt_blocks.of_libraries)],
     check,
     home="pyspec.cuda.ops.attend.prompt:attend_prompt",
     named="attend",

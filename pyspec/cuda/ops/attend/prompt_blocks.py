@@ -42,11 +42,16 @@ def takes(n_row: int, n_key: int) -> bool:
     return n_row >= LEAST and n_key - n_row >= BLOCKS[-1]
 
 
-def limits(spec: AttendSpec) -> str | None:
+def of_libraries(spec: AttendSpec) -> str | None:
+    """Why neither torch's kernel nor cuDNN's runs; None if they may."""
     if spec.device.type != "cuda":
         return "for GPUs"
-    if spec.head_dim % 8 or spec.head_dim > 256:
-        return f"heads of {spec.head_dim} dims"
+    return f"heads of {spec.head_dim} dims" if spec.head_dim % 8 or spec.head_dim > 256 else None
+
+
+def limits(spec: AttendSpec) -> str | None:
+    if (why := of_libraries(spec)) is not None:
+        return why
     if (capability := torch.cuda.get_device_capability(spec.device)) < (9, 0):
         return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
     if (torch.backends.cudnn.version() or 0) < LEAST_CUDNN:

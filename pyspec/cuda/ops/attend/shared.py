@@ -39,9 +39,7 @@ class Workspace:
         return self.buffers[-1]
 
 
-@per_device
-def workspace(device: torch.device) -> Workspace:
-    return Workspace(device)
+workspace = per_device(Workspace)
 
 
 @dataclass(frozen=True, slots=True)

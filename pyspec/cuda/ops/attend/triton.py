@@ -34,8 +34,6 @@ FEWEST_FLOATS, MOST_FLOATS = 1 << 22, 1 << 26
 
 
 def limits(spec: AttendSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if spec.n_value:

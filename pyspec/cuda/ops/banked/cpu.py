@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.banked.cuda import MOST
 from pyspec.cuda.ops.banked.ref import Banked, BankedSpec
 
@@ -14,9 +14,7 @@ _RUN = CpuKernel("pyspec_banked", f"{MOST + 1}q" + "qqqqq" + "d")
 
 
 def limits(spec: BankedSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return "runs on CPUs only"
-    return f"{spec.n_kept} kept rows; the kernel takes {MOST}" if spec.n_kept > MOST else missing()
+    return f"{spec.n_kept} kept rows; the kernel takes {MOST}" if spec.n_kept > MOST else None
 
 
 def bind(spec: BankedSpec) -> Banked:

@@ -7,32 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros, missing
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.banked.ref import Banked, BankedSpec
 
 MOST, THREADS = 16, 256  # as in banked.cu and banked.cpp
 
 
 def limits(spec: BankedSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.n_kept > MOST:
         return f"{spec.n_kept} kept rows; the kernel takes {MOST}"
     return f"rows of {spec.n}; the kernel takes multiples of 4" if spec.n % 4 else None
 
 
-def defines(spec: BankedSpec) -> Macros:
-    """Macros of banked.cu."""
-    return {"N_STREAM": spec.n_kept + 1, "COLUMNS": spec.n}
-
-
-FILE = KernelFile("banked", "p" * (MOST + 1) + "pp" + "f", defines)
-programs = FILE.programs
+FILE = KernelFile[BankedSpec](
+    "banked",
+    "p" * (MOST + 1) + "pp" + "f",
+    lambda spec: {"N_STREAM": spec.n_kept + 1, "COLUMNS": spec.n},
+)
 
 
 def bind(spec: BankedSpec) -> Banked:
     kernel = FILE.kernel(spec.device, spec)
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def run(kept: Sequence[Tensor], x: Tensor, weight: Tensor) -> Tensor:
         rows = (*kept, x)
@@ -41,7 +36,7 @@ def bind(spec: BankedSpec) -> Banked:
         out = torch.empty_like(x)
         if len(x):
             args = *rows, *(None,) * (MOST - len(kept)), weight, out, spec.eps
-            kernel.launch((len(x),), THREADS, args, overlap=overlap)
+            kernel.launch((len(x),), THREADS, args, overlap=True)
         return out
 
     return run

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.banked import cpu, cuda, ref
 
-banked: Op[ref.BankedSpec, ref.Banked] = Op(
-    "banked",
-    Impl("torch", ref.bind, capturable=True),
-    implemented(cuda, cpu),
-    cuda.check,
+banked: Op[ref.BankedSpec, ref.Banked] = declared(
+    ref,
+    cuda,
+    cpu,
     shapes=lambda device: [ref.BankedSpec(device, 7168, n, 1e-5) for n in (1, 8)],  # Kimi K3's width
+    capturable=True,
 )

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.best.ref import Best, BestSpec, IntoMemory
 
 _RUN = CpuKernel("pyspec_best", "6q")
-
-
-limits = on_cpu
 
 
 class CpuBest(IntoMemory):

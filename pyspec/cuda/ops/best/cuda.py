@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import KernelFile, Macros, on_nvidia
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.best.ref import Best, BestSpec, IntoMemory
 
 THREADS = 256  # of a CTA; as many parts a row has at most
@@ -23,13 +23,7 @@ MAX_VOCAB = 1 << 30  # columns are counted in 32 bits
 SIZES = (1, 248_320), (9, 151_937), (4, 300_000), (133, 2_050), (12, 5), (12, 1)
 
 
-def defines(spec: BestSpec | None = None) -> Macros:
-    """Macros of best.cu."""
-    return {"THREADS": THREADS}
-
-
-FILE: KernelFile[BestSpec] = KernelFile("best", "pppppiii", defines)
-limits, programs = on_nvidia, FILE.programs
+FILE = KernelFile[BestSpec]("best", "pppppiii", lambda spec: {"THREADS": THREADS})
 
 
 def n_parts(n_row: int, n_vocab: int, n_multiprocessor: int) -> int:
@@ -47,7 +41,6 @@ def _workspace(device: torch.device, n_multiprocessor: int) -> tuple[Tensor, Ten
 class BestLaunch(IntoMemory):
     def __init__(self, device: torch.device) -> None:
         self.kernel = FILE.kernel(device, BestSpec(device))
-        self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
         self.shares, self.tickets = _workspace(device, self.n_multiprocessor)
 
@@ -63,12 +56,10 @@ class BestLaunch(IntoMemory):
                 None if pairs is None else pairs.view(-1)[first:],
             )
             args = *own, *into, n_vocab, -(-(n_vocab // 4) // n_part), n_row
-            self.kernel.launch((n_part, n), THREADS, args, overlap=self.overlap)
+            self.kernel.launch((n_part, n), THREADS, args, overlap=True)
 
 
-@per_device
-def _launch(device: torch.device) -> BestLaunch:
-    return BestLaunch(device)
+_launch = per_device(BestLaunch)
 
 
 def bind(spec: BestSpec) -> BestLaunch:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.best import cpu, cuda, ref, triton
 
-best: Op[ref.BestSpec, ref.Best] = Op(
-    "best",
-    Impl("torch", ref.bind, capturable=True),
-    implemented(cuda, triton, cpu),
-    cuda.check,
-    shapes=lambda device: [ref.BestSpec(device)],
+best: Op[ref.BestSpec, ref.Best] = declared(
+    ref, cuda, triton, cpu, shapes=lambda device: [ref.BestSpec(device)], capturable=True
 )

@@ -16,10 +16,6 @@ MAX_ROWS = 32768  # of a launch
 MAX_VOCAB = 1 << 30
 
 
-def limits(spec: BestSpec) -> str | None:
-    return tri.missing(spec.device)
-
-
 class BestTriton(IntoMemory):
     def __init__(self, device: torch.device) -> None:
         self.n_sm = tri.n_multiprocessor(device)
@@ -47,9 +43,7 @@ class BestTriton(IntoMemory):
             )
 
 
-@per_device
-def _launch(device: torch.device) -> BestTriton:
-    return BestTriton(device)
+_launch = per_device(BestTriton)
 
 
 def bind(spec: BestSpec) -> BestTriton:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyspec.cpu.kernels import CpuKernel
 from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, Compress, CompressSpec, Given
-from pyspec.cuda.ops.tokens import POOL, TOKENS, missing, plane, pool_args, tokens_args
+from pyspec.cuda.ops.tokens import POOL, TOKENS, plane, pool_args, tokens_args, width_limit
 
 MOST_SOURCES = 512
 _RUN = CpuKernel("pyspec_compress", "7q" + TOKENS + POOL + "6qd")
@@ -13,7 +13,7 @@ _RUN = CpuKernel("pyspec_compress", "7q" + TOKENS + POOL + "6qd")
 def limits(spec: CompressSpec) -> str | None:
     if (1 + spec.overlaps) * spec.ratio > MOST_SOURCES:
         return f"rows of {spec.ratio} tokens; the kernel sums {MOST_SOURCES}"
-    return missing(spec.device, spec.dim)
+    return width_limit(spec.dim)
 
 
 def bind(spec: CompressSpec) -> Compress:

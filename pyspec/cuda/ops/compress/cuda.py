@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, KernelFile, Macros, missing
+from pyspec.cuda.jit import Arg, KernelFile, Macros
 from pyspec.cuda.ops.compress.ref import GUARD, SCORES, VALUES, CompressSpec, Given
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -46,8 +46,6 @@ def n_group(spec: CompressSpec) -> int:
 
 
 def limits(spec: CompressSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.kv not in KINDS:
         return f"rows are {name_of(spec.kv)}; the kernel takes f32, f16, bf16 and f8_e4m3"
     if spec.dim % 32 or not 0 < spec.dim <= 512:
@@ -77,7 +75,6 @@ def _both(specs: tuple[CompressSpec, CompressSpec]) -> Macros:
 
 
 FILE, FILE_OF_BOTH = KernelFile("compress", FORMS, defines), KernelFile("compress", BOTH, _both)
-programs = FILE.programs
 
 
 class CompressLaunch:
@@ -88,7 +85,6 @@ class CompressLaunch:
     def __init__(self, spec: CompressSpec) -> None:
         self.spec, self.width = spec, (1 + spec.overlaps) * spec.dim
         self.rows, self.keep = FILE.kernels(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.threads, self.fault = n_group(spec) * spec.dim // 4, faults.record(spec.device)
 
     def with_beside(self, beside: CompressLaunch) -> BothLaunch | None:
@@ -112,7 +108,7 @@ class CompressLaunch:
         seqs = batch.row_seq, batch.seq_start, batch.seq_slot, self.fault
         sizes = values.stride(0), scores.stride(0), len(planes[0]), ring.n_row, n_direct, n_row
         args = *read, *seqs, *sizes, batch.page_size, per_page, n_page, int(beside), self.spec.eps
-        self.rows.launch((n_row,), self.threads, args, overlap=self.overlap)
+        self.rows.launch((n_row,), self.threads, args, overlap=True)
         if n_row > n_direct:  # some sequence may have more
             self._keep((values, scores, places), ring, batch)
 
@@ -122,7 +118,7 @@ class CompressLaunch:
         planes, n_row, b = self._planes(ring), len(values), batch
         read = *given, *planes, b.positions, b.row_seq, b.seq_start, b.seq_slot, self.fault
         sizes = values.stride(0), scores.stride(0), len(planes[0]), ring.n_row, ring.slack + 1, n_row
-        self.keep.launch((n_row,), KEEPERS, (*read, *sizes), overlap=self.overlap)
+        self.keep.launch((n_row,), KEEPERS, (*read, *sizes), overlap=True)
 
     def _planes(self, ring: RingRows) -> list[Tensor]:
         """Values and scores; values alone stand for both where there are no scores."""
@@ -187,14 +183,14 @@ class BothLaunch:
             for launch, (values, scores, places, norm, ring, pool) in zip(launches, given, strict=True):
                 launch(values, scores, places, norm, freq, ring, pool, batch, beside=beside)
             return
-        b, overlap, step = batch, self.main.overlap, next(iter(steps))
+        b, step = batch, next(iter(steps))
         seqs = b.row_seq, b.seq_start, b.seq_slot, self.main.fault
         counts = step, n_slot, n_ring, n_direct, n_row
         pages = b.page_size, per_page, n_page, int(beside), self.main.spec.eps
         args = *pointers, freq, b.positions, b.kv_rows, *seqs, *counts, *pages
-        self.rows.launch((n_row, 2), self.threads, args, overlap=overlap)
+        self.rows.launch((n_row, 2), self.threads, args, overlap=True)
         if n_row > n_direct:  # some sequence may have more
-            self.keep.launch((n_row, 2), KEEPERS, (*kept, b.positions, *seqs, *counts), overlap=overlap)
+            self.keep.launch((n_row, 2), KEEPERS, (*kept, b.positions, *seqs, *counts), overlap=True)
 
 
 bind = CompressLaunch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.compress import cpu, cuda, ref
 from pyspec.cuda.ops.compress.cases import check
 
@@ -18,6 +18,4 @@ def shapes(device: torch.device) -> list[ref.CompressSpec]:
     ]
 
 
-compress: Op[ref.CompressSpec, ref.Compress] = Op(
-    "compress", Impl("torch", ref.bind), implemented(cuda, cpu), check, guard=ref.GUARD, shapes=shapes
-)
+compress: Op[ref.CompressSpec, ref.Compress] = declared(ref, cuda, cpu, check=check, shapes=shapes)

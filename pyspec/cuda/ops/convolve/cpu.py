@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
-from pyspec.cuda.ops.convolve.ref import ConvolveSpec, Given, check_args
+from pyspec.cpu.kernels import CpuKernel, empty
+from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec, Given, check_args
 
 _RUN = CpuKernel("pyspec_convolve", "11q")
 
 
-limits = on_cpu
-
-
-class CpuConvolve:
-    """Implements `Convolve`."""
-
-    def __init__(self, spec: ConvolveSpec) -> None:
-        self.spec = spec
-
-    def __call__(self, *args: *Given) -> Tensor:
-        check_args(self.spec, *args)
+def bind(spec: ConvolveSpec) -> Convolve:
+    def convolve(*args: *Given) -> Tensor:
+        check_args(spec, *args)
         x, given, base, row_seq, side, residual = args
-        s, n_row = self.spec, len(x)
-        out, own = empty(n_row, s.n), given[:, side * s.n_tap * s.n_group :]
-        sizes = n_row, s.n, s.n_tap, s.group, given.shape[1]
+        out, own = empty(len(x), spec.n), given[:, side * spec.n_tap * spec.n_group :]
+        sizes = len(x), spec.n, spec.n_tap, spec.group, given.shape[1]
         _RUN(x, own, base[side], residual, out, row_seq, *sizes)
         return out
 
-
-bind = CpuConvolve
+    return convolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.convolve.ref import Convolve, ConvolveSpec, Given, check_args
 
 THREADS = 128
@@ -15,44 +15,34 @@ OFF = 1e-5  # of a row, relative to its size
 
 
 def limits(spec: ConvolveSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.group % 4 or spec.n % spec.group:
         return f"groups of {spec.group} of {spec.n} columns; the kernel takes multiples of 4"
     return None if spec.n_tap <= MAX_TAPS else f"{spec.n_tap} taps; the kernel has up to {MAX_TAPS}"
 
 
-def defines(spec: ConvolveSpec) -> Macros:
-    """Macros of convolve.cu."""
-    return {"COLUMNS": spec.n, "TAPS": spec.n_tap, "GROUP": spec.group, "THREADS": THREADS}
+FILE = KernelFile[ConvolveSpec](
+    "convolve",
+    "pppppp",
+    lambda spec: {"COLUMNS": spec.n, "TAPS": spec.n_tap, "GROUP": spec.group, "THREADS": THREADS},
+)
 
 
-FILE = KernelFile("convolve", "pppppp", defines)
-programs = FILE.programs
+def bind(spec: ConvolveSpec) -> Convolve:
+    kernel, n_part = FILE.kernel(spec.device, spec), -(-spec.n // (4 * THREADS))
 
-
-class ConvolveLaunch:
-    """Implements `Convolve`."""
-
-    def __init__(self, spec: ConvolveSpec) -> None:
-        self.spec, self.kernel = spec, FILE.kernel(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-        self.n_part = -(-spec.n // (4 * THREADS))
-
-    def __call__(self, *args: *Given) -> Tensor:
-        check_args(self.spec, *args)
+    def convolve(*args: *Given) -> Tensor:
+        check_args(spec, *args)
         x, given, base, row_seq, side, residual = args
-        s, n_row = self.spec, len(x)
+        n_row = len(x)
         assert n_row <= MAX_ROWS
         out = torch.empty_like(x)
         if n_row:
-            own = given[:, side * s.n_tap * s.n_group :]
+            own = given[:, side * spec.n_tap * spec.n_group :]
             read = x, own, base[side], row_seq, residual, out
-            self.kernel.launch((self.n_part, n_row), THREADS, read, overlap=self.overlap)
+            kernel.launch((n_part, n_row), THREADS, read, overlap=True)
         return out
 
-
-bind = ConvolveLaunch
+    return convolve
 
 
 def check(launch: Convolve, reference: Convolve, spec: ConvolveSpec) -> str | None:

@@ -39,16 +39,9 @@ row_seq      [row] int32, the sequence of each row
 """
 
 
-def check_args(
-    spec: ConvolveSpec,
-    x: Tensor,
-    given: Tensor,
-    base: Tensor,
-    row_seq: Tensor,
-    side: int,
-    residual: Tensor | None,
-) -> None:
+def check_args(spec: ConvolveSpec, *args: *Given) -> None:
     """Assert what kernels rely on, which read memory by the spec alone."""
+    x, given, base, row_seq, side, residual = args
     n_row = len(x)
     assert x.shape == (n_row, spec.n) and given.shape == (n_row, 2 * spec.n_tap * spec.n_group)
     assert base.shape == (2, spec.n_tap, spec.n) and side in (0, 1)
@@ -57,15 +50,10 @@ def check_args(
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
 
 
-class TorchConvolve:
-    """Implements `Convolve`."""
-
-    def __init__(self, spec: ConvolveSpec) -> None:
-        self.spec = spec
-
-    def __call__(self, *args: *Given) -> Tensor:
+def bind(spec: ConvolveSpec) -> Convolve:
+    def convolve(*args: *Given) -> Tensor:
         x, given, base, row_seq, side, residual = args
-        s, n_row = self.spec, len(x)
+        s, n_row = spec, len(x)
         own = given.view(n_row, 2, s.n_tap, s.n_group, 1)[:, side]
         weights = (base[side].view(s.n_tap, s.n_group, s.group) + own).view(n_row, s.n_tap, s.n)
         y = weights[:, 0] * x
@@ -74,5 +62,4 @@ class TorchConvolve:
             y[t:] += torch.where(is_own, weights[t:, t] * x[:-t], 0.0)
         return y if residual is None else residual + y
 
-
-bind = TorchConvolve
+    return convolve

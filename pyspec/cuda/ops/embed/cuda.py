@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, GpuKind, KernelFile, Macros, Program
+from pyspec.cuda.jit import Arg, GpuKind, KernelFile, Program
 from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.embed.ref import GUARD, Embed, EmbedSpec
 from pyspec.gguf import GGMLType
@@ -27,8 +27,6 @@ SIZES = ((1, 0), (9, 32), (40, 3))  # rows, angles of the check
 
 
 def limits(spec: EmbedSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.type not in TYPES:
         return f"the embedding is {spec.type.name}; the kernel takes {', '.join(t.name for t in TYPES)}"
     if spec.n_in % 4 or spec.n_in % spec.type.block_size:
@@ -36,12 +34,11 @@ def limits(spec: EmbedSpec) -> str | None:
     return None
 
 
-def defines(type: GGMLType) -> Macros:
-    """Macros of embed.cu."""
-    return {"TYPE": int(type), "THREADS": THREADS, "OP_ID": GUARD.number}
-
-
-FILE = KernelFile("embed", "plippi" + "ppppif" + "p", defines)
+FILE = KernelFile[GGMLType](
+    "embed",
+    "plippi" + "ppppif" + "p",
+    lambda type: {"TYPE": int(type), "THREADS": THREADS, "OP_ID": GUARD.number},
+)
 
 
 class EmbedLaunch:

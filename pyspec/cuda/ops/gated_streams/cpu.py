@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty
-from pyspec.cuda.ops.gated_streams.ref import GatedStreams, GatedStreamsSpec
-from pyspec.cuda.ops.tokens import missing
+from pyspec.cuda.ops.gated_streams.ref import GatedStreams
 
 _NORM = CpuKernel("pyspec_streams_norm", "6qd")
 _BEND = CpuKernel("pyspec_streams_bend", "6q")
 _READ = CpuKernel("pyspec_streams_read", "6q")
 _MERGE = CpuKernel("pyspec_streams_merge", "8q")
-
-
-def limits(spec: GatedStreamsSpec) -> str | None:
-    return missing(spec.device)
 
 
 class CpuGatedStreams(GatedStreams):
@@ -27,7 +22,8 @@ class CpuGatedStreams(GatedStreams):
         return self.spec.n_stream, self.spec.n
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        out = self._room(x, weight[None])
+        self._check(x, weight[None])
+        out = empty(*x.shape)
         _NORM(x, weight, out, len(x), *self._sizes, self.spec.eps)
         return out
 
@@ -44,7 +40,8 @@ class CpuGatedStreams(GatedStreams):
         return out
 
     def merge(self, x: Tensor, y: Tensor, inject: Tensor) -> Tensor:
-        out = self._room(x)
+        self._check(x)
+        out = empty(*x.shape)
         assert y.shape == (len(x), self.spec.n) and y.is_contiguous() and y.dtype == torch.float32
         assert inject.shape == (len(x), self.spec.n_stream) and inject.stride(1) == 1
         _MERGE(x, y, inject, out, len(x), *self._sizes, inject.stride(0))
@@ -54,11 +51,6 @@ class CpuGatedStreams(GatedStreams):
         wide = self.spec.n_stream * self.spec.n
         for x in rows:
             assert x.shape[1:] == (wide,) and x.is_contiguous() and x.dtype == torch.float32
-
-    def _room(self, *rows: Tensor) -> Tensor:
-        """New rows like the first of these."""
-        self._check(*rows)
-        return empty(*rows[0].shape)
 
 
 bind = CpuGatedStreams

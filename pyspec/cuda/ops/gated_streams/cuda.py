@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import Arg, KernelFile, Macros
+from pyspec.cuda.jit import Arg, KernelFile
 from pyspec.cuda.ops.gated_streams.ref import GatedStreams, GatedStreamsSpec
 
 THREADS, MAX_STREAMS, MAX_COLUMNS = 256, 8, 16384
@@ -18,8 +18,6 @@ FORMS = {
 
 
 def limits(spec: GatedStreamsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if not 0 < spec.n_stream <= MAX_STREAMS:
         return f"{spec.n_stream} streams; the kernel takes up to {MAX_STREAMS}"
     if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
@@ -27,13 +25,9 @@ def limits(spec: GatedStreamsSpec) -> str | None:
     return None
 
 
-def defines(spec: GatedStreamsSpec) -> Macros:
-    """Macros of gated_streams.cu."""
-    return {"STREAMS": spec.n_stream, "COLUMNS": spec.n}
-
-
-FILE = KernelFile("gated_streams", FORMS, defines)
-programs = FILE.programs
+FILE = KernelFile[GatedStreamsSpec](
+    "gated_streams", FORMS, lambda spec: {"STREAMS": spec.n_stream, "COLUMNS": spec.n}
+)
 
 
 class GatedLaunch(GatedStreams):
@@ -43,7 +37,6 @@ class GatedLaunch(GatedStreams):
         super().__init__(spec)
         self.wide = spec.n_stream * spec.n
         self.kernels = FILE.named(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.pieces = -(-spec.n // (4 * THREADS))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -75,7 +68,7 @@ class GatedLaunch(GatedStreams):
 
     def _run(self, name: str, grid: tuple[int, int], *args: Arg) -> None:
         if grid[0]:
-            self.kernels[name].launch(grid, THREADS, args, overlap=self.overlap)
+            self.kernels[name].launch(grid, THREADS, args, overlap=True)
 
     def _whole(self, x: Tensor) -> Tensor:
         """Rows of all streams, one behind the other."""

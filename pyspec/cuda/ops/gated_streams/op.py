@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.gated_streams import cpu, cuda, ref
 
-gated_streams: Op[ref.GatedStreamsSpec, ref.GatedStreams] = Op(
-    "gated_streams",
-    Impl("torch", ref.bind),
-    implemented(cuda, cpu),
-    ref.check,
+gated_streams: Op[ref.GatedStreamsSpec, ref.GatedStreams] = declared(
+    ref,
+    cuda,
+    cpu,
     shapes=lambda device: [ref.GatedStreamsSpec(device, 4, 2560, 1e-6)],  # Qwen3.8-Flash-Next
 )

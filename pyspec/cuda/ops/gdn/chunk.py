@@ -67,19 +67,15 @@ class GdnChunks:
         state: Tensor,
         out: Tensor,
         batch: Division,
-        *,
-        overlap: tuple[bool, bool],
     ) -> None:
         """The triangular systems of all chunks, then the states and the results, chunk by chunk."""
         v, g, b = rows
         n_v, n_chunk = self.shape.n_v_head, batch.n_chunk
         solved = torch.empty(n_chunk * n_v * RECORD, dtype=torch.uint8, device=v.device)
         args = [*qk, g, b, solved, *batch.chunk_counts, batch.fault]
-        self.solve.launch((n_v, n_chunk), THREADS, args, 3 * KEYS, overlap=overlap[0])
+        self.solve.launch((n_v, n_chunk), THREADS, args, 3 * KEYS, overlap=not batch.runs_rows)
         args = [state, *qk, v, solved, out, *batch.chunk_counts, n_chunk, batch.fault]
-        self.state.launch(
-            (n_v, DIM // VALUES, batch.n_seq), THREADS, args, self.shared, overlap=overlap[1]
-        )
+        self.state.launch((n_v, DIM // VALUES, batch.n_seq), THREADS, args, self.shared, overlap=True)
 
 
 @per_device

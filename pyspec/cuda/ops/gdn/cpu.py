@@ -18,7 +18,6 @@ from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec, Given
 from pyspec.cuda.ops.recurrent import cpu as recurrent
 from pyspec.cuda.ops.recurrent.launch import Fold
 from pyspec.cuda.ops.recurrent.ref import check_seqs
-from pyspec.slots.recurrent import StateLayer
 
 GDN = CpuKernel("pyspec_gdn", recurrent.CONV + recurrent.BATCH + "qqqqqq" + "qqqqqq" + "5q" + "dd")
 
@@ -27,7 +26,7 @@ def limits(spec: GdnSpec) -> str | None:
     shape = spec.shape
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
-    return recurrent.missing(spec.device, [shape.dim], shape.n_conv)
+    return recurrent.limits([shape.dim], shape.n_conv)
 
 
 class CpuGdn:
@@ -49,16 +48,12 @@ class CpuGdn:
         conv = recurrent.conv_args(m, self.taps(conv_w), None, layer)
         gates = alpha, beta, a, dt_bias, alpha.stride(0), beta.stride(0)
         seqs = recurrent.batch_args(batch, layer, n_row, GUARD)
-        GDN(*conv, *seqs, *gates, *_kept(layer), out, *self.sizes)
+        GDN(*conv, *seqs, *gates, layer.state, *layer.records(), out, *self.sizes)
         return out
 
     def folder(self) -> Fold:
         """Like gdn_ref.flush, to the bits of this launch."""
-        return recurrent.folder(GDN, GUARD, 6, _kept, self.sizes)
-
-
-def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
-    return layer.state, layer.k, layer.v, layer.g, layer.beta
+        return recurrent.folder(GDN, GUARD, 6, *self.sizes)
 
 
 bind = CpuGdn

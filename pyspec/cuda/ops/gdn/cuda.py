@@ -29,28 +29,8 @@ from pyspec.cuda.ops.gdn.ref import Gdn, GdnSpec, Given
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
-from pyspec.cuda.ops.recurrent.launch import (
-    CHUNKED,
-    COLUMNS,
-    CONV_THREADS,
-    NEVER,
-    TAPS,
-    THREADS,
-    UNIT,
-    Fold,
-    Meta,
-    blocks_for,
-    check_kept,
-    check_rows,
-    chunked_of,
-    conv_args,
-    counts_of,
-    divided,
-    folding,
-    rows_grid,
-    stretches,
-    waves,
-)
+from pyspec.cuda.ops.recurrent import launch as common
+from pyspec.cuda.ops.recurrent.launch import Fold, Meta
 from pyspec.cuda.ops.rows.cuda import BLOCKED, GatedRowBuffer, Rows, RowsLaunch, aligned, values_of
 from pyspec.cuda.ops.rows.cuda import builds as rows_builds
 from pyspec.cuda.ops.rows.ref import HeadNorm, PrepKind
@@ -69,12 +49,10 @@ OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
 
 def limits(spec: GdnSpec) -> str | None:
     shape = spec.shape
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if shape.dim != DIM:
         return f"states are {shape.dim} wide; the kernel is built for {DIM}"
-    if shape.n_conv != TAPS:
-        return f"the convolution has {shape.n_conv} taps; the kernel is built for {TAPS}"
+    if shape.n_conv != common.TAPS:
+        return f"the convolution has {shape.n_conv} taps; the kernel is built for {common.TAPS}"
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
     if shape.n_v_head % 2 and not shape.by_key:
@@ -86,7 +64,7 @@ def limits(spec: GdnSpec) -> str | None:
 
 def defines(shape: GdnShape, arch: str, columns: int) -> jit.Macros:
     """Macros of gdn.cu for 2 or 4 columns a lane; both give the same bits."""
-    blocks = blocks_for(arch, columns) - shape.by_key  # decays of keys take registers
+    blocks = common.blocks_for(arch, columns) - shape.by_key  # decays of keys take registers
     is_roomy = arch == "sm_90a" and columns == 2 and not shape.by_key
     alone = blocks + is_roomy  # of gdn_rows: Hopper's registers hold one more
     return {
@@ -105,7 +83,8 @@ def columns_for(
     blocks run by clusters, four also if that fills the last wave better (docs/log.md)."""
 
     two, four = (
-        waves(shape.n_v_head * n_seq * DIM, columns, arch, n_multiprocessor) for columns in COLUMNS
+        common.waves(shape.n_v_head * n_seq * DIM, columns, arch, n_multiprocessor)
+        for columns in common.COLUMNS
     )
     if prepares and two > 2 and four / math.ceil(four) > two / math.ceil(two):
         return 4
@@ -134,11 +113,10 @@ class GdnLaunch:
         self.spec, self.shape, self.eps = spec, spec.shape, spec.eps
         self.columns, self.chunked, self.many = columns, chunked, (MANY, MANY_ROWS)
         capability = torch.cuda.get_device_capability(spec.device)
-        self.overlap = capability >= (9, 0)
-        self.prepares = self.overlap and not self.shape.by_key
+        self.prepares = capability >= (9, 0) and not self.shape.by_key
         self.arch = jit.arch_of(capability)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        ways = [columns] if columns else COLUMNS
+        ways = [columns] if columns else common.COLUMNS
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.fault = faults.record(spec.device)
         self.chunks = None if self.shape.by_key else gdn_chunk.kernels(spec.device, spec.shape)
@@ -160,7 +138,7 @@ class GdnLaunch:
         """
         *tensors, layer, batch = given
         many = batch.seq_slot.shape[0] * self.shape.n_v_head > MOST_PREPARED
-        if not self.prepares or many or chunked_of(batch, self.chunked):
+        if not self.prepares or many or common.chunked_of(batch, self.chunked):
             return into.rows(self(*given).flatten(1), into.prep)
         m, alpha, beta, a, dt_bias, conv_w = tensors
         self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)
@@ -179,12 +157,12 @@ class GdnLaunch:
     ) -> None:
         m, (a, dt_bias, conv_w), shape = raw[0], weights, self.shape
         n_row, n_v = m.shape[0], shape.n_v_head
-        check_rows("gdn", raw, layer, UNIT, per_head=(shape.n_decay, 1))
+        common.check_rows("gdn", raw, layer, common.UNIT, per_head=(shape.n_decay, 1))
         if self.seen is None or self.seen[0] is not conv_w or self.seen[1] is not layer:
-            check_kept("gdn", weights, (1, shape.n_decay), layer, UNIT)
+            common.check_kept("gdn", weights, (1, shape.n_decay), layer, common.UNIT)
             assert shape.n_channel == DIM * (2 * shape.n_k_head + n_v)
             self.seen = conv_w, layer
-        own = divided(batch, layer, n_row, self.chunked, gdn_chunk.CHUNK, self.fault)
+        own = common.divided(batch, layer, n_row, self.chunked, gdn_chunk.CHUNK, self.fault)
         cols = self.columns or columns_for(
             shape, own.n_seq, self.arch, self.n_sm, prepares=not isinstance(out, Tensor)
         )
@@ -193,14 +171,14 @@ class GdnLaunch:
         of_rows = (x for t in raw for x in (t, t.stride(0)))
         inputs: list[jit.Arg] = [*of_rows, a, dt_bias, conv_w]
         if not own.only_long:
-            grid = (shape.n_k_head + n_v, own.n_seq, stretches(n_row, own.n_seq, layer.width))
-            args = conv_args(inputs, layer, old, new, own.counts, self.eps, self.fault)
+            grid = (shape.n_k_head + n_v, own.n_seq, common.stretches(n_row, own.n_seq, layer.width))
+            args = common.conv_args(inputs, layer, old, new, own.counts, self.eps, self.fault)
             few = self.many[1] if layer.width <= self.many[1] else FEW_ROWS
             if not own.n_long and own.n_seq >= self.many[0] and n_row <= few * own.n_seq:
-                grid = (grid[0], -(-own.n_seq // (CONV_THREADS // 32)), 1)
-                many.launch(grid, CONV_THREADS, (*args, own.n_seq), overlap=self.overlap)
+                grid = (grid[0], -(-own.n_seq // (common.CONV_THREADS // 32)), 1)
+                many.launch(grid, common.CONV_THREADS, (*args, own.n_seq), overlap=True)
             else:
-                conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
+                conv.launch(grid, common.CONV_THREADS, args, overlap=True)
         if own.n_long and self.chunks is not None:
             here = new[2], new[3], new[4]  # v, e, b
             qk = self.chunks.prepare(inputs, [layer.conv, *layer.records()], old, here, own, self.eps)
@@ -208,11 +186,12 @@ class GdnLaunch:
             to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, n_v * DIM)
             kernel = rows if isinstance(out, Tensor) else rows_into[0]
             args = [*rows_args(layer, old, new, own.counts, self.fault), *to]
-            kernel.launch(rows_grid(n_v, DIM, cols, own.n_seq), THREADS, args, overlap=self.overlap)
+            kernel.launch(
+                common.rows_grid(n_v, DIM, cols, own.n_seq), common.THREADS, args, overlap=True
+            )
         if own.n_long and self.chunks is not None:
             assert isinstance(out, Tensor)
-            overlaps = self.overlap and not own.runs_rows, self.overlap
-            self.chunks.run(qk, here, layer.state, out, own, overlap=overlaps)
+            self.chunks.run(qk, here, layer.state, out, own)
 
 
 def buffers(
@@ -252,7 +231,7 @@ def _place(into: GatedRowBuffer, n_row: int, n_in: int) -> list[jit.Arg]:
 
 
 def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
-    for columns in COLUMNS:
+    for columns in common.COLUMNS:
         yield from FILE.programs((spec.shape, target.arch, columns), target)
     if spec.shape.by_key:
         return
@@ -262,30 +241,34 @@ def programs(spec: GdnSpec, target: jit.GpuKind) -> Iterable[jit.Program]:
     yield from rows_builds(n_in, PrepKind.PLAIN, 0, BLOCKED, target)
 
 
-def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
+def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = common.CHUNKED) -> GdnLaunch:
     """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
     from how many rows a kept sequence is chunked."""
     is_sequential = current().is_exact or spec.shape.by_key
-    return GdnLaunch(spec, columns, NEVER if is_sequential else chunked)
+    return GdnLaunch(spec, columns, common.NEVER if is_sequential else chunked)
 
 
 def folder(spec: GdnSpec) -> Fold:
     """The call that folds records without rows."""
     shape, device = spec.shape, spec.device
-    overlap = torch.cuda.get_device_capability(device) >= (9, 0)
-    conv, _, rows, *_ = _kernels(device, shape, COLUMNS[0])
-    unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
+    conv, _, rows, *_ = _kernels(device, shape, common.COLUMNS[0])
+    unread, fault = torch.zeros(shape.n_channel * common.TAPS, device=device), faults.record(device)
     inputs: list[jit.Arg] = [*(unread, 0) * 3, unread, unread, unread]
 
     def run(layer: StateLayer, meta: Meta) -> None:
         (old, _), new = buffers(unread, shape, layer.width, 0), [unread] * 6
-        counts = counts_of(meta, layer)
-        args = conv_args(inputs, layer, old, new, counts, spec.eps, fault)
-        conv.launch((shape.n_k_head + shape.n_v_head, 1, 1), CONV_THREADS, args)
+        counts = common.counts_of(meta, layer)
+        args = common.conv_args(inputs, layer, old, new, counts, spec.eps, fault)
+        conv.launch((shape.n_k_head + shape.n_v_head, 1, 1), common.CONV_THREADS, args)
         args = [*rows_args(layer, old, new, counts, fault), unread]
-        rows.launch(rows_grid(shape.n_v_head, DIM, COLUMNS[0], 1), THREADS, args, overlap=overlap)
+        rows.launch(
+            common.rows_grid(shape.n_v_head, DIM, common.COLUMNS[0], 1),
+            common.THREADS,
+            args,
+            overlap=True,
+        )
 
-    return folding(run)
+    return common.folding(run)
 
 
 def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
@@ -293,7 +276,7 @@ def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     why = gdn_ref.check(launch, reference, spec)
     if why is not None or not isinstance(launch, GdnLaunch):
         return why
-    launch.many = 1, NEVER
+    launch.many = 1, common.NEVER
     why = gdn_ref.check(launch, reference, spec)
     launch.many = MANY, MANY_ROWS
     if why is not None:

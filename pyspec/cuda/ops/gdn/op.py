@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.gdn import cpu, cuda, ref, triton
 from pyspec.cuda.ops.gdn.shape import GdnShape
 
@@ -20,12 +20,6 @@ def holds_prompts(spec: ref.GdnSpec) -> bool:
     return gdn.runs_as("cuda", spec)
 
 
-gdn: Op[ref.GdnSpec, ref.Gdn] = Op(
-    "gdn",
-    Impl("torch", ref.bind),
-    implemented(cuda, triton, cpu),
-    cuda.check,
-    guard=ref.GUARD,
-    shapes=shapes,
-    holds_prompts=holds_prompts,
+gdn: Op[ref.GdnSpec, ref.Gdn] = declared(
+    ref, cuda, triton, cpu, shapes=shapes, holds_prompts=holds_prompts
 )

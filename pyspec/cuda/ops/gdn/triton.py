@@ -12,16 +12,8 @@ from torch import Tensor
 
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.gdn.ref import GUARD, GdnSpec, Given
-from pyspec.cuda.ops.recurrent.launch import (
-    TAPS,
-    Fold,
-    Meta,
-    check_kept,
-    check_rows,
-    folding,
-    meta_of,
-    stretches,
-)
+from pyspec.cuda.ops.recurrent import launch as common
+from pyspec.cuda.ops.recurrent.launch import Fold, Meta
 from pyspec.slots.recurrent import StateLayer
 
 ROWS = 16  # of a step of the convolution
@@ -30,12 +22,10 @@ COLUMNS, WARPS = 16, 2  # of a program of gdn_rows
 
 def limits(spec: GdnSpec) -> str | None:
     shape = spec.shape
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if shape.dim & (shape.dim - 1) or not 16 <= shape.dim <= 256:
         return f"states are {shape.dim} wide; the kernel takes powers of two from 16 to 256"
-    if shape.n_conv != TAPS:
-        return f"the convolution has {shape.n_conv} taps; the kernel is built for {TAPS}"
+    if shape.n_conv != common.TAPS:
+        return f"the convolution has {shape.n_conv} taps; the kernel is built for {common.TAPS}"
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
     return None
@@ -54,14 +44,14 @@ class GdnTriton:
         shape = self.spec.shape
         out = m.new_empty(m.shape[0], shape.n_v_head, shape.dim)
         if m.shape[0]:
-            check_rows("gdn", (m, alpha, beta), layer, per_head=(shape.n_decay, 1))
-            check_kept("gdn", (a, dt_bias, conv_w), (1, shape.n_decay), layer)
-            self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, meta_of(batch), out)
+            common.check_rows("gdn", (m, alpha, beta), layer, per_head=(shape.n_decay, 1))
+            common.check_kept("gdn", (a, dt_bias, conv_w), (1, shape.n_decay), layer)
+            self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, common.meta_of(batch), out)
         return out
 
     def folder(self) -> Fold:
         none, unread = self.unread[:0, None], self.unread
-        return folding(
+        return common.folding(
             lambda layer, meta: self._run((none, none, none), (unread,) * 3, layer, meta, unread)
         )
 
@@ -94,7 +84,7 @@ class GdnTriton:
         rest = *buffers, *meta, self.fault
         tri.launch(
             kernels.gdn_conv,
-            (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width)),
+            (shape.n_k_head + n_v, n_seq, common.stretches(n_row, n_seq, layer.width)),
             (m, alpha, beta, *weights, layer.conv, *layer.records(), *rest, *strides, *counts, eps),
             {**heads, "FLOOR": shape.floor, "ROWS": ROWS},
             4,

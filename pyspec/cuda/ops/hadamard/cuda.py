@@ -13,31 +13,22 @@ MAX_DIM = 1024
 
 
 def limits(spec: HadamardSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.dim % 32 or spec.dim > MAX_DIM:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to {MAX_DIM}"
     return None
 
 
-def defines(spec: HadamardSpec) -> jit.Macros:
-    """Macros of hadamard.cu."""
-    return {"DIM": spec.dim, "TURNED": spec.n}
-
-
-FILE = jit.KernelFile("hadamard", "ppi", defines)
-programs = FILE.programs
+FILE = jit.KernelFile[HadamardSpec]("hadamard", "ppi", lambda spec: {"DIM": spec.dim, "TURNED": spec.n})
 
 
 def bind(spec: HadamardSpec) -> Hadamard:
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     kernel = FILE.kernel(spec.device, spec)
 
     def hadamard(x: Tensor) -> Tensor:
         assert x.dtype == torch.float32 and x.is_contiguous() and x.shape[-1] == spec.dim
         out = torch.empty_like(x)
         if n_head := x.numel() // spec.dim:
-            kernel.launch((-(-n_head // WARPS),), 32 * WARPS, (x, out, n_head), overlap=overlap)
+            kernel.launch((-(-n_head // WARPS),), 32 * WARPS, (x, out, n_head), overlap=True)
         return out
 
     return hadamard

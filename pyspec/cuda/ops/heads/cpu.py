@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.heads.ref import Heads, HeadsRun, HeadsSpec
 from pyspec.cuda.ops.linear.cpu import TYPES, table_of
 
@@ -13,11 +13,9 @@ _RUN = CpuKernel("pyspec_heads", "4q" + "8q")
 
 
 def limits(spec: HeadsSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return "runs on CPUs only"
     if spec.type not in TYPES:
         return f"no product for {spec.type.name}"
-    return spec.shape_limit or missing()
+    return spec.shape_limit
 
 
 def bind(spec: HeadsSpec) -> Heads:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.heads.ref import Heads, HeadsRun, HeadsSpec
 from pyspec.gguf import GGMLType
 
@@ -17,8 +17,6 @@ TILES = (1, 2, 4)  # of 8 rows: the builds
 
 
 def limits(spec: HeadsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.type not in TYPES:
         return f"the matrices are {spec.type.name}; the kernel takes {', '.join(t.name for t in TYPES)}"
     if (why := spec.shape_limit) is not None:
@@ -41,24 +39,21 @@ def warps_of(spec: HeadsSpec) -> int:
     return 2 if 32 * pitch_of(spec) <= SHARED else 1
 
 
-def defines(spec: HeadsSpec) -> Macros:
-    """Macros of heads.cu."""
-    return {
+FILE = KernelFile[HeadsSpec](
+    "heads",
+    {f"heads_{n}": "pllppii" for n in TILES},
+    lambda spec: {
         "TYPE": int(spec.type),
         "N_IN": spec.n_in,
         "N_OUT": spec.n_out,
         "ROW_BYTES": spec.row_bytes,
         "PITCH": pitch_of(spec),
         "WARPS": warps_of(spec),
-    }
-
-
-FILE = KernelFile("heads", {f"heads_{n}": "pllppii" for n in TILES}, defines)
-programs = FILE.programs
+    },
+)
 
 
 def bind(spec: HeadsSpec) -> Heads:
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     kernels = dict(zip(TILES, FILE.kernels(spec.device, spec), strict=True))
     n_out = 16 * warps_of(spec)
 
@@ -77,7 +72,7 @@ def bind(spec: HeadsSpec) -> Heads:
             tiles = next((t for t in TILES if n <= 8 * t), TILES[-1])
             grid = (-(-spec.n_out // n_out), spec.n_head, -(-n // (8 * tiles)))
             args = x, x.stride(0), x.stride(1), data, out, n, spec.n_head
-            kernels[tiles].launch(grid, 2 * n_out, args, overlap=overlap)
+            kernels[tiles].launch(grid, 2 * n_out, args, overlap=True)
             return out
 
         return heads

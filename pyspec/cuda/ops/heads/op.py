@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.heads import cpu, cuda, ref, triton
 from pyspec.cuda.ops.heads.ref import Heads, HeadsSpec
 from pyspec.gguf import GGMLType, TensorInfo
@@ -28,9 +28,7 @@ def shapes(device: torch.device) -> list[HeadsSpec]:
     ]
 
 
-heads: Op[HeadsSpec, Heads] = Op(
-    "heads", Impl("torch", ref.bind), implemented(cuda, triton, cpu), ref.check, shapes=shapes
-)
+heads: Op[HeadsSpec, Heads] = declared(ref, cuda, triton, cpu, shapes=shapes)
 
 
 def ways(spec: HeadsSpec) -> list[HeadsSpec]:

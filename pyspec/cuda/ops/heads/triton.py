@@ -17,8 +17,6 @@ ROWS, OUTPUTS, STEP = 16, 64, 64  # rows and outputs of a program, columns of a 
 
 
 def limits(spec: HeadsSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.type not in DTYPES:
         return f"the matrices are {spec.type.name}; the kernel takes {', '.join(t.name for t in DTYPES)}"
     return None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.index_rows.ref import GUARD, IndexRows, IndexSpec
-from pyspec.cuda.ops.tokens import POOL, TOKENS, missing, pool_args, tokens_args
+from pyspec.cuda.ops.tokens import POOL, TOKENS, pool_args, tokens_args, width_limit
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
@@ -15,7 +15,7 @@ _RUN = CpuKernel("pyspec_index_rows", "4q" + TOKENS + POOL + "5q")
 
 
 def limits(spec: IndexSpec) -> str | None:
-    return missing(spec.device, spec.dim)
+    return width_limit(spec.dim)
 
 
 def bind(spec: IndexSpec) -> IndexRows:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import GpuKind, KernelFile, Macros, Program, missing
+from pyspec.cuda.jit import GpuKind, KernelFile, Macros, Program
 from pyspec.cuda.ops.index_rows.ref import GUARD, IndexSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -35,8 +35,6 @@ FORMS = {
 
 
 def limits(spec: IndexSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.kv not in KINDS:
         return f"keys are {spec.kv}; the kernel takes f16 and bf16"
     if spec.dim % 32 or not 0 < spec.dim <= 128:
@@ -117,8 +115,7 @@ class IndexLaunch:
     """Same call as the reference."""
 
     def __init__(self, spec: IndexSpec) -> None:
-        capability = torch.cuda.get_device_capability(spec.device)
-        self.spec, self.scorer, self.overlap = spec, scorer_of(spec, capability), capability >= (9, 0)
+        self.spec, self.scorer = spec, scorer_of(spec, torch.cuda.get_device_capability(spec.device))
         self.pack, score, choose = FILE.kernels(spec.device, (spec, self.scorer))
         self.score = score.allow_shared(self.scorer.shared_bytes)
         self.choose = choose.allow_shared(ALONE if self.scorer.pad else 4 * HELD)
@@ -160,21 +157,21 @@ class IndexLaunch:
         per_page = rows_per_page(batch.page_size, ratio)
         n_page = pool.k.shape[0] // per_page
         places = n_col, batch.page_size, ratio, per_page, n_page, spec.top_k, first
-        layout, rows, overlap = (batch.page_table, batch.positions), batch.row_seq, self.overlap
+        layout, rows = (batch.page_table, batch.positions), batch.row_seq
         if n_key > spec.top_k:  # otherwise no row has to choose
             grid = (n, -(-record_bytes(spec) // (16 * PACKERS)))
             steps = q.stride(0), 0 if w is None else w.stride(0)
             packing = q, w, freq, *layout, rows, packed, self.fault, *steps, *places
-            self.pack.launch(grid, PACKERS, packing, overlap=overlap)
+            self.pack.launch(grid, PACKERS, packing, overlap=True)
             ctas, shared = (min(self.grid, n * -(-n_key // scorer.keys)),), scorer.shared_bytes
             read = packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places, n, n_row
             for first_seq in range(0, n_seq, MAX_SEQ):
                 args = *read, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key
-                self.score.launch(ctas, scorer.threads, args, shared, overlap=overlap)
+                self.score.launch(ctas, scorer.threads, args, shared, overlap=True)
         choosing = scores, *layout, rows, out, self.fault, *places, n_key
         # two rows on a multiprocessor would take twice as long, so each gets one of its own if there are free ones
         room = ALONE if 1 < n <= self.n_alone else 4 * min(HELD, n_key)
-        self.choose.launch((n,), CHOOSERS, choosing, room, overlap=overlap)
+        self.choose.launch((n,), CHOOSERS, choosing, room, overlap=True)
 
     def _check(self, q: Tensor, w: Tensor | None, freq: Tensor, pool: KVPool, batch: Batch) -> None:
         """Assert dtypes, shapes and layouts, which only our own code can get wrong."""

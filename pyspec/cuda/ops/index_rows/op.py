@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.index_rows import cpu, cuda, ref
 from pyspec.cuda.ops.index_rows.cases import check
 
@@ -15,12 +15,11 @@ def scratch(spec: ref.IndexSpec, n_row: int, n_token: int) -> int:
     return n_row * 4 * spec.n_head * spec.dim + scores
 
 
-index_rows: Op[ref.IndexSpec, ref.IndexRows] = Op(
-    "index_rows",
-    Impl("torch", ref.bind),
-    implemented(cuda, cpu),
-    check,
-    guard=ref.GUARD,
+index_rows: Op[ref.IndexSpec, ref.IndexRows] = declared(
+    ref,
+    cuda,
+    cpu,
+    check=check,
     # DeepSeek-V4-Flash
     shapes=lambda device: [ref.IndexSpec(device, 64, 128, 512, 4, torch.float16, 64)],
     scratch=scratch,

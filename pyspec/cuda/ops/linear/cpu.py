@@ -19,34 +19,14 @@ from pyspec.cpu import kernels
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.cut import bounds
 from pyspec.cuda.ops.linear import grids
-from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.linear.dequant import QUANTISED, dequantize, half_floats, quantize
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep
 from pyspec.gguf import GGMLType
 
 CHUNK, N_SUM = 256, 24
 ROW8 = CHUNK + 4 * (8 + N_SUM)  # bytes of 256 values of an 8-bit row: eight.h's `Row8`
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-TYPES = frozenset(PLAIN) | {
-    GGMLType[name]
-    for name in [
-        "Q8_0",
-        "Q4_0",
-        "Q4_1",
-        "Q5_0",
-        "Q5_1",
-        "Q2_K",
-        "Q3_K",
-        "Q4_K",
-        "Q5_K",
-        "Q6_K",
-        "IQ2_XXS",
-        "IQ3_XXS",
-        "IQ4_NL",
-        "IQ4_XS",
-        "MXFP4",
-        "NVFP4",
-    ]
-}
+TYPES = frozenset(PLAIN) | QUANTISED
 TOLERANCE = 1e-4  # of the product's size
 TOLERANCE_8 = 0.02  # the same of 8-bit rows whose values are no multiples of their scale; normal ones are 0.006 off
 
@@ -160,13 +140,9 @@ def table_of(type: GGMLType) -> Tensor | None:
 
 
 def limits(spec: CpuLinearSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return "runs on CPUs only"
     if spec.type not in TYPES:
         return f"no product for {spec.type.name}"
-    if (why := kernels.missing()) is None and spec.bits == 8 and not has_eight(spec.type):
-        return "16-bit rows are as fast"
-    return why
+    return "16-bit rows are as fast" if spec.bits == 8 and not has_eight(spec.type) else None
 
 
 def has_eight(type: GGMLType) -> bool:
@@ -232,23 +208,6 @@ def _with_scales(raw: Tensor, type: GGMLType) -> Tensor:
     elif type is GGMLType.NVFP4:
         blocks[..., :4] &= 0x3F
     else:
-        for at in _HALVES[type]:
+        for at in half_floats(type):
             blocks[..., at + 1] = (blocks[..., at + 1] & 0x83) | 0x1C
     return raw
-
-
-_HALVES = {
-    GGMLType.Q4_1: (0, 2),
-    GGMLType.Q5_0: (0,),
-    GGMLType.Q5_1: (0, 2),
-    GGMLType.Q2_K: (80, 82),
-    GGMLType.Q3_K: (108,),
-    GGMLType.Q4_K: (0, 2),
-    GGMLType.Q5_K: (0, 2),
-    GGMLType.Q6_K: (208,),
-    GGMLType.IQ2_XXS: (0,),
-    GGMLType.IQ3_XXS: (0,),
-    GGMLType.IQ4_NL: (0,),
-    GGMLType.IQ4_XS: (0,),
-}
-"""Offsets of a block's f16 fields."""

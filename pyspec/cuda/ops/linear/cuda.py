@@ -18,7 +18,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import GpuKind, Kernel, Macros, Program, arch_of, compile_cubin
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import pair as linear_pair
-from pyspec.cuda.ops.linear.dequant import quantize
+from pyspec.cuda.ops.linear.dequant import half_floats, quantize
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, Linear, LinearSpec, epilogue_macros
@@ -85,17 +85,15 @@ def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     return tuple(s for s in SHAPES if n_stages(type, s, capability) >= 2)
 
 
+capturable = False
+
+
 def limits(spec: LinearSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
-    capability = torch.cuda.get_device_capability(spec.device)
-    if capability < (8, 0):
-        return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if spec.type not in CHUNKS:
         return f"{spec.type.name} matrices have no packed form yet"
     if spec.n_in % 32:
         return f"{spec.n_in} columns are not a multiple of 32"
-    if not fitting(spec.type, capability):
+    if not fitting(spec.type, torch.cuda.get_device_capability(spec.device)):
         return f"{spec.type.name} does not fit this GPU's shared memory"
     if spec.parts > 1 and (why := _parts_limits(spec)) is not None:
         return why
@@ -248,7 +246,9 @@ class LinearLaunch:
 
     def has_late(self, n_row: int) -> bool:
         """Whether `multiply` may be `late` with so many rows: another kernel fits beside it (docs/log.md)."""
-        return 0 < n_row <= LATE_ROWS and LATE_ROWS in self.steps and self.rows.overlap
+        return (
+            0 < n_row <= LATE_ROWS and LATE_ROWS in self.steps and self.rows.prepare.capability >= (9, 0)
+        )
 
     def multiply(
         self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None, late: bool = False
@@ -256,7 +256,7 @@ class LinearLaunch:
         """The product alone, for rows that several matrices share. late: see PairLaunch."""
         check_product(self.spec, rows, packed, out, residual)
         if rows.pad in self.pairs:
-            return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap, late)
+            return self.pairs[rows.pad](rows, packed, out, residual, late)
         self._whole(rows, packed, out if residual is None else residual, out, late)
 
     def hand(self, rows: Rows, packed: Packed, into: RowsLaunch) -> Rows:
@@ -265,7 +265,7 @@ class LinearLaunch:
         assert self.spec.hands and to.pad == rows.pad and to.layout == BLOCKED
         assert into.n_in == self.spec.n_out
         if rows.pad in self.pairs:
-            self.pairs[rows.pad](rows, packed, to.blocks, to.powers, self.rows.overlap)
+            self.pairs[rows.pad](rows, packed, to.blocks, to.powers)
         else:
             self._whole(rows, packed, to.powers, to.blocks)
         return to
@@ -276,7 +276,7 @@ class LinearLaunch:
         run = self.steps[rows.pad]
         read = packed.data, rows.blocks, rows.sums, rows.powers, residual, out
         args = *read, self.partial, self.tickets, rows.n_row, *self.sizes, int(late)
-        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
+        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=True)
 
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:
@@ -344,7 +344,7 @@ def random_rows(
 
 def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> Packed:
     """Random bytes in place of a repacked matrix, also where rows and columns are padding; scales are small and positive."""
-    n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(_half_floats(type))
+    n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(half_floats(type))
     records = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=device)
     n_block = CHUNKS[type] * 32 // type.block_size
     # All behind E2M1 codes
@@ -366,15 +366,9 @@ def random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) 
         return quantize(torch.randn(n_out, n_in, generator=gen), type)
     n_block = n_in // type.block_size
     blocks = torch.randint(0, 256, (n_out, n_block, type.type_size), generator=gen, dtype=torch.uint8)
-    for at in _half_floats(type):
+    for at in half_floats(type):
         half = (torch.rand(n_out, n_block, 1, generator=gen) * 0.01).half()
         blocks[..., at : at + 2] = half.view(torch.uint8)
     if type is GGMLType.MXFP4:
         blocks[..., 0] = 120 + blocks[..., 0] % 8
     return blocks.view(n_out, -1)
-
-
-def _half_floats(type: GGMLType) -> list[int]:
-    """Their offsets in a block."""
-    fields = [getattr(type.layout, name, None) for name in ("d", "dmin", "m")]
-    return [field.offset for field in fields if field is not None and field.size == 2]

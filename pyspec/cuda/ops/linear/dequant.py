@@ -266,7 +266,8 @@ _PLAIN = {
     GGMLType.I32: torch.int32,
     GGMLType.I64: torch.int64,
 }
-SUPPORTED: frozenset[GGMLType] = frozenset(_DECODERS) | frozenset(_PLAIN)
+QUANTISED = frozenset(_DECODERS)
+SUPPORTED: frozenset[GGMLType] = QUANTISED | frozenset(_PLAIN)
 
 
 def refusal(type: GGMLType) -> str | None:
@@ -370,3 +371,9 @@ _ENCODERS: dict[GGMLType, Callable[[Tensor], Tensor]] = {
     GGMLType.Q8_0: _to_q8_0,
     GGMLType.Q4_0: _to_q4_0,
 }
+
+
+def half_floats(type: GGMLType) -> list[int]:
+    """Offsets of the f16 scales and minima in a block."""
+    fields = [getattr(type.layout, name, None) for name in ("d", "dmin", "m")]
+    return [field.offset for field in fields if field is not None and field.size == 2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Impl, Op, implemented, limits_of
 from pyspec.cuda.ops.linear import cpu, cuda, ref, triton, unpacked, wgmma, wgmma_many
 from pyspec.cuda.ops.linear.formats import FORMATS
 from pyspec.cuda.ops.linear.ref import USUAL_TYPES, Epilogue
@@ -30,10 +30,7 @@ def every_type(device: torch.device) -> list[ref.LinearSpec]:
 linear: Op[ref.LinearSpec, ref.Linear] = Op(
     "linear",
     Impl("torch", ref.bind),
-    [
-        Impl("cuda", cuda.bind, cuda.limits, programs=cuda.programs),
-        Impl("triton", triton.bind, triton.limits, capturable=True, tune=triton.tune),
-    ],
+    implemented(cuda, triton),
     cuda.check,
     shapes=shapes,
     more_shapes=every_type,
@@ -42,7 +39,7 @@ linear: Op[ref.LinearSpec, ref.Linear] = Op(
 linear_tall: Op[ref.LinearSpec, ref.Linear] = Op(
     "linear_tall",
     Impl("torch", ref.bind),
-    implemented(wgmma, capturable=False),
+    implemented(wgmma),
     partial(cuda.check, n_rows=(40, 49, 96, 127, 200)),
     home="pyspec.cuda.ops.linear.op:linear_tall",
     named="linear",
@@ -53,8 +50,8 @@ linear_many: Op[ref.LinearSpec, Any] = Op(
     "linear_many",
     Impl("torch", ref.bind),
     [
-        Impl("wgmma", wgmma_many.bind, wgmma_many.limits, programs=wgmma_many.programs),
-        Impl("cuda", unpacked.bind, unpacked.limits, programs=unpacked.programs),
+        Impl("wgmma", wgmma_many.bind, limits_of(wgmma_many), programs=wgmma_many.programs),
+        Impl("cuda", unpacked.bind, limits_of(unpacked), programs=unpacked.programs),
     ],
     partial(cuda.check, n_rows=(129, 300)),
     home="pyspec.cuda.ops.linear.op:linear_many",

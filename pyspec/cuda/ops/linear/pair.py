@@ -116,11 +116,10 @@ class PairLaunch:
         packed: Packed,
         out: Tensor,
         residual: Tensor | None,
-        overlap: bool,
         late: bool = False,
     ) -> None:
         """late: the next launch begins when all launches before this product are over, and may use their results without a wait."""
         add = out if residual is None else residual
         read = packed.data, rows.blocks, rows.sums, rows.powers, add, out
         args, threads = (*read, rows.n_row, *self.sizes, int(late)), 32 * (4 * WAYS_M + COPIERS + 1)
-        self.kernel.launch(self.grid, threads, args, self.n_bytes, overlap=overlap)
+        self.kernel.launch(self.grid, threads, args, self.n_bytes, overlap=True)

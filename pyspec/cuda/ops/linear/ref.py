@@ -24,7 +24,7 @@ from torch import Tensor
 from pyspec.cuda import exact
 from pyspec.cuda.cut import cut_gates, cut_macros
 from pyspec.cuda.ops.linear.pack import Packed, unpack
-from pyspec.cuda.ops.rows.ref import Prep
+from pyspec.cuda.ops.rows.ref import Prep, power_of
 from pyspec.gguf import GGMLType
 
 PROBE_ROWS = 272  # rows of the matrix in a check, which holds for all matrices with as many columns
@@ -84,8 +84,7 @@ def finish(y: Tensor, epilogue: Epilogue, residual: Tensor | None, limit: float 
 def rounded(x: Tensor) -> Tensor:
     """[row, n_in] float64: each row rounded to f16 over the power of two that brings its largest into [1, 2)."""
     x = x.double()
-    largest = x.abs().amax(-1, keepdim=True)
-    power = torch.exp2(torch.log2(largest).floor()).where(largest > 0, torch.ones_like(largest))
+    power = power_of(x)
     return (x / power).half().double() * power
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyspec.cuda import tri, verdicts
 from pyspec.cuda.context import per_device
 from pyspec.cuda.cut import bounds
+from pyspec.cuda.machine import gpu_seconds
 from pyspec.cuda.ops.linear import tile_codes, tiles
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tile_launch import BLOCKS, block_of, constants, nothing, planes, table_of
@@ -47,8 +48,6 @@ MOST_SUMS = 1 << 25  # partial sums that one launch writes; more rows run in sev
 
 
 def limits(spec: LinearSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.type not in FORMATS:
         return f"{spec.type.name} matrices have no tiles"
     if spec.parts > 1:
@@ -122,22 +121,14 @@ def tune(spec: LinearSpec) -> str:
 
 
 def _fastest(launches: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds of running all once, the best of some rounds; in a graph, to leave out the host's time."""
+    """Seconds of running all once, the best of some rounds; in a graph, to leave out the host's time."""
     for launch in launches:  # the first one compiles
         launch()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
-    times = []
-    for _ in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return min(times)
+    return min(gpu_seconds(graph.replay) for _ in range(6))
 
 
 class LinearTriton:

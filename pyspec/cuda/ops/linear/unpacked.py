@@ -45,7 +45,6 @@ class UnpackLaunch:
 
     def __init__(self, device: torch.device, type: GGMLType, gated: bool) -> None:
         self.type, self.gated, self.kernel = type, gated, FILE.kernel(device, (type, gated))
-        self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(self, packed: Packed, first: int, end: int, out: Tensor) -> None:
         """Rows [first, end) into out [end - first, n_in] f16; of gates and ups, which lie in turn, all gates come first.
@@ -58,7 +57,7 @@ class UnpackLaunch:
         n_group, n_chunk = n_groups(n_row), n_chunks(packed.type, n_in)
         sizes = (first // 16, n_group, n_groups(packed.n_out), n_chunk, n_row, n_in)
         grid, args = (-(-n_chunk // WARPS), n_group), (packed.data, out, *sizes)
-        self.kernel.launch(grid, 32 * WARPS, args, overlap=self.overlap)
+        self.kernel.launch(grid, 32 * WARPS, args, overlap=True)
 
 
 @per_device
@@ -66,14 +65,10 @@ def _scratch(device: torch.device) -> Tensor:
     return torch.empty(SCRATCH_BYTES // 2, dtype=torch.float16, device=device)
 
 
-@per_device
-def _rows(device: torch.device, n_in: int) -> WideRows:
-    return WideRows(device, n_in)
+_rows = per_device(WideRows)
 
 
 def limits(spec: LinearSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.parts > 1:
         return "takes one matrix for all columns"
     if spec.type not in CHUNKS:

@@ -27,7 +27,7 @@ from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.cuda import builds as rows_builds
-from pyspec.cuda.ops.rows.ref import PrepKind
+from pyspec.cuda.ops.rows.ref import PrepKind, power_of
 from pyspec.gguf import GGMLType
 
 PADS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
@@ -66,15 +66,15 @@ def blocks_for_wgmma(x: Tensor, pad: int) -> Tensor:
 def prepare(x: Tensor) -> Rows:
     """[row, n_in] rounded as linear_rows rounds it, at most MAX_ROWS rows, in plain torch."""
     pad = next(p for p in PADS if x.shape[0] <= p)
-    largest = x.float().abs().amax(-1, keepdim=True)
-    power = torch.exp2(torch.log2(largest).floor()).where(largest > 0, torch.ones_like(largest))
+    power = power_of(x.float())
     blocks = blocks_for_wgmma((x.float() / power).half(), pad)
     return Rows(blocks, power, F.pad(power.view(-1), (0, pad - x.shape[0])), x.shape[0], pad)
 
 
+capturable = False
+
+
 def limits(spec: LinearSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     major, minor = torch.cuda.get_device_capability(spec.device)
     if (major, minor) != (9, 0):
         return f"needs compute capability 9.0, this GPU has {major}.{minor}"
@@ -181,11 +181,9 @@ class WgmmaLaunch:
 
     max_rows = MAX_ROWS
 
-    def __init__(
-        self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True, least: int = 0
-    ) -> None:
+    def __init__(self, spec: LinearSpec, patience: int = PATIENCE, least: int = 0) -> None:
         """least: rows up to which there is no build."""
-        self.spec, self.overlap = spec, overlap
+        self.spec = spec
         pads = tuple(pad for pad in PADS if pad > least)
         self.rows = bind_rows(spec.device, spec.n_in, pads)
         self.kernels = {
@@ -212,7 +210,7 @@ class WgmmaLaunch:
         tensors = (packed.data, rows.blocks, rows.powers, out if residual is None else residual, out)
         args = (*tensors, work.partial, work.counts, work.states, rows.n_row, *self.sizes)
         shared = shared_bytes(self.spec.type, rows.pad)
-        self.kernels[rows.pad].launch(self.grid, _THREADS, args, shared, overlap=self.overlap)
+        self.kernels[rows.pad].launch(self.grid, _THREADS, args, shared, overlap=True)
 
 
 def programs(spec: LinearSpec, target: GpuKind) -> Iterable[Program]:

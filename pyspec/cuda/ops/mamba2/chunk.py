@@ -71,7 +71,7 @@ class Mamba2Chunks:
     n_multiprocessor: int
 
     def prepare(
-        self, inputs: Sequence[jit.Arg], p: Params, conv: Tensor, batch: Division, *, overlap: bool
+        self, inputs: Sequence[jit.Arg], p: Params, conv: Tensor, batch: Division
     ) -> tuple[Tensor, ...]:
         """Compute the shared values of a group's heads, and their scalars; `inputs` are m and dt. Returns the argument of `run`."""
         s, m, n_chunk = self.shape, inputs[0], batch.n_chunk
@@ -81,7 +81,7 @@ class Mamba2Chunks:
         made = records, m.new_empty(n_chunk * s.n_head * SCALARS * self.chunk)
         args = *inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *batch.chunk_counts, batch.fault
         grid, shared = (s.n_group, n_chunk), group_shared(s, self.chunk)
-        self.group.launch(grid, GROUP_THREADS, args, shared, overlap=overlap)
+        self.group.launch(grid, GROUP_THREADS, args, shared, overlap=True)
         return made
 
     def run(
@@ -92,8 +92,6 @@ class Mamba2Chunks:
         layer: StateLayer,
         out: Tensor,
         batch: Division,
-        *,
-        overlap: bool,
     ) -> None:
         """The states, and the results of the sequences that are chunked."""
         s = self.shape
@@ -103,7 +101,7 @@ class Mamba2Chunks:
         if len(self.states) > 1 and narrow(s, batch.n_long, self.n_multiprocessor):
             rows = min(self.states)
         grid, shared = (s.n_head, s.head_dim // rows, batch.n_seq), shared_for(s, self.chunk, rows)
-        self.states[rows].launch(grid, 4 * rows, args, shared, overlap=overlap)
+        self.states[rows].launch(grid, 4 * rows, args, shared, overlap=True)
 
 
 @per_device

@@ -25,7 +25,7 @@ MAMBA2 = CpuKernel(
 
 
 def limits(spec: Mamba2Spec) -> str | None:
-    return recurrent.missing(spec.device, [spec.shape.head_dim, spec.shape.n_state], spec.shape.n_conv)
+    return recurrent.limits([spec.shape.head_dim, spec.shape.n_state], spec.shape.n_conv)
 
 
 class CpuMamba2:
@@ -47,16 +47,12 @@ class CpuMamba2:
         conv = recurrent.conv_args(m, self.taps(p.conv_w), p.conv_b, layer)
         gates = dt, dt.stride(0), p.a, p.dt_bias, p.d
         seqs = recurrent.batch_args(batch, layer, n_row, GUARD)
-        MAMBA2(*conv, *seqs, *gates, *_kept(layer), out, *self.sizes)
+        MAMBA2(*conv, *seqs, *gates, layer.state, *layer.records(), out, *self.sizes)
         return out
 
     def folder(self) -> Fold:
         """Like mamba2_ref.flush, to the bits of this launch."""
-        return recurrent.folder(MAMBA2, GUARD, 5, _kept, self.sizes)
-
-
-def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
-    return layer.state, layer.x, layer.b, layer.decay, layer.dt
+        return recurrent.folder(MAMBA2, GUARD, 5, *self.sizes)
 
 
 bind = CpuMamba2

@@ -22,28 +22,8 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import NOTHING, prefetch_args
-from pyspec.cuda.ops.recurrent.launch import (
-    CHUNKED,
-    COLUMNS,
-    CONV_THREADS,
-    LANES,
-    NEVER,
-    TAPS,
-    THREADS,
-    UNIT,
-    Fold,
-    Meta,
-    blocks_for,
-    check_kept,
-    check_rows,
-    conv_args,
-    counts_of,
-    divided,
-    folding,
-    rows_grid,
-    stretches,
-    waves,
-)
+from pyspec.cuda.ops.recurrent import launch as common
+from pyspec.cuda.ops.recurrent.launch import Fold, Meta
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -54,10 +34,8 @@ ROWS_ARGS = "pp" + "pppp" + "pppp" + "ppppp" + "p" + "pppp" + "iiii" + "p" + NEX
 
 def limits(spec: Mamba2Spec) -> str | None:
     s = spec.shape
-    if (why := jit.missing(spec.device)) is not None:
-        return why
-    if s.n_conv != TAPS:
-        return f"the convolution has {s.n_conv} taps; the kernel is built for {TAPS}"
+    if s.n_conv != common.TAPS:
+        return f"the convolution has {s.n_conv} taps; the kernel is built for {common.TAPS}"
     if s.head_dim not in (32, 64, 128):
         return f"heads are {s.head_dim} wide; the kernel takes 32, 64 or 128"
     if s.n_state % 32 or s.n_state > 128:
@@ -69,12 +47,12 @@ def limits(spec: Mamba2Spec) -> str | None:
 
 def columns_of(shape: Mamba2Shape) -> Sequence[int]:
     """Columns a lane may have: a block's rows of the state are of one head."""
-    return [c for c in COLUMNS if shape.head_dim % (THREADS // LANES * c) == 0]
+    return [c for c in common.COLUMNS if shape.head_dim % (common.THREADS // common.LANES * c) == 0]
 
 
 def defines(s: Mamba2Shape, arch: str, columns: int) -> jit.Macros:
     """Macros of mamba2.cu for `columns` a lane; all give the same bits."""
-    return s.macros() | {"COLS": columns, "BLOCKS": blocks_for(arch, columns)}
+    return s.macros() | {"COLS": columns, "BLOCKS": common.blocks_for(arch, columns)}
 
 
 FILE = jit.KernelFile[tuple[Mamba2Shape, str, int]](
@@ -85,7 +63,7 @@ FILE = jit.KernelFile[tuple[Mamba2Shape, str, int]](
 def columns_for(s: Mamba2Shape, n_seq: int, arch: str, n_multiprocessor: int) -> int:
     """Four if that makes one wave of blocks out of two; else two, which keeps more warps in flight."""
     choices, n = columns_of(s), s.n_head * n_seq * s.head_dim
-    two, four = (waves(n, columns, arch, n_multiprocessor) for columns in COLUMNS)
+    two, four = (common.waves(n, columns, arch, n_multiprocessor) for columns in common.COLUMNS)
     return 4 if 4 in choices and four <= 1 < two else choices[0]
 
 
@@ -95,10 +73,9 @@ class Mamba2Launch:
     fetches = True  # fetches the weights that `after` names, see fuse.py
 
     def __init__(self, spec: Mamba2Spec, columns: int | None, chunked: int) -> None:
-        assert chunked >= TAPS, "a chunked sequence is longer than the window it leaves"
+        assert chunked >= common.TAPS, "a chunked sequence is longer than the window it leaves"
         self.spec, self.columns, self.chunked = spec, columns, chunked
-        capability = torch.cuda.get_device_capability(spec.device)
-        self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
+        self.arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         ways = [columns] if columns else columns_of(spec.shape)
         self.kernels = {c: FILE.kernels(spec.device, (spec.shape, self.arch, c)) for c in ways}
@@ -119,29 +96,34 @@ class Mamba2Launch:
     ) -> Tensor:
         """`after`: the weights of the product that reads the result."""
         s, n_row = self.spec.shape, m.shape[0]
-        check_rows("mamba2", (m, dt), layer, UNIT)
-        check_kept("mamba2", p.tensors, (1, 1, 1), layer, UNIT)
+        common.check_rows("mamba2", (m, dt), layer, common.UNIT)
+        common.check_kept("mamba2", p.tensors, (1, 1, 1), layer, common.UNIT)
         out = m.new_empty(n_row, s.n_head, s.head_dim)
         if not n_row:
             return out
-        own = divided(batch, layer, n_row, self.chunked, self.chunks.chunk, self.fault)
+        own = common.divided(batch, layer, n_row, self.chunked, self.chunks.chunk, self.fault)
         old, new = buffers(m, s, *((0, 0) if own.only_long else (own.n_seq * layer.width, n_row)))
         cols = self.columns or columns_for(s, own.n_seq, self.arch, self.n_sm)
-        (conv, rows), overlap = self.kernels[cols], self.overlap
+        conv, rows = self.kernels[cols]
         inputs = m, m.stride(0), dt, dt.stride(0)
         if not own.only_long:
-            grid = (s.n_channel // CHANNELS, own.n_seq, stretches(n_row, own.n_seq, layer.width))
+            grid = (s.n_channel // CHANNELS, own.n_seq, common.stretches(n_row, own.n_seq, layer.width))
             read = *inputs, p.a, p.dt_bias, p.conv_w, p.conv_b
-            args = conv_args(read, layer, old, new, own.counts, self.fault)
-            conv.launch(grid, CONV_THREADS, args, overlap=overlap)
+            args = common.conv_args(read, layer, old, new, own.counts, self.fault)
+            conv.launch(grid, common.CONV_THREADS, args, overlap=True)
         if own.n_long:
-            made = self.chunks.prepare(inputs, p, layer.conv, own, overlap=overlap)
+            made = self.chunks.prepare(inputs, p, layer.conv, own)
         if own.runs_rows:
             args = rows_args(layer, p.d, old, new, out, own.counts)
             args += [self.fault, *prefetch_args(after, n_row)]
-            rows.launch(rows_grid(s.n_head, s.head_dim, cols, own.n_seq), THREADS, args, overlap=overlap)
+            rows.launch(
+                common.rows_grid(s.n_head, s.head_dim, cols, own.n_seq),
+                common.THREADS,
+                args,
+                overlap=True,
+            )
         if own.n_long:
-            self.chunks.run(made, inputs, p, layer, out, own, overlap=overlap)
+            self.chunks.run(made, inputs, p, layer, out, own)
         return out
 
 
@@ -178,27 +160,28 @@ def programs(spec: Mamba2Spec, target: jit.GpuKind) -> Iterable[jit.Program]:
         yield target.program("mamba2_chunk", mamba2_chunk.defines(shape, chunk, 32))
 
 
-def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED) -> Mamba2Launch:
+def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = common.CHUNKED) -> Mamba2Launch:
     """For measurements, `columns` fixes how many rows of the state a lane holds (else the number of sequences decides) and
     `chunked` from how many rows a kept sequence is chunked."""
-    return Mamba2Launch(spec, columns, NEVER if current().is_exact else chunked)
+    return Mamba2Launch(spec, columns, common.NEVER if current().is_exact else chunked)
 
 
 def folder(spec: Mamba2Spec) -> Fold:
     """The call that folds records without rows."""
     s, device, columns = spec.shape, spec.device, columns_of(spec.shape)[0]
-    overlap = torch.cuda.get_device_capability(device) >= (9, 0)
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     conv, rows = FILE.kernels(device, (s, arch, columns))
-    unread, fault = torch.zeros(s.n_channel * TAPS, device=device), faults.record(device)
+    unread, fault = torch.zeros(s.n_channel * common.TAPS, device=device), faults.record(device)
     inputs: list[jit.Arg] = [unread, 0, unread, 0, *[unread] * 4]
     old, new = [unread] * 4, [unread] * 5
 
     def run(layer: StateLayer, meta: Meta) -> None:
-        counts = counts_of(meta, layer)
-        args = conv_args(inputs, layer, old, new, counts, fault)
-        conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args)
+        counts = common.counts_of(meta, layer)
+        args = common.conv_args(inputs, layer, old, new, counts, fault)
+        conv.launch((s.n_channel // CHANNELS, 1, 1), common.CONV_THREADS, args)
         args = [*rows_args(layer, unread, old, new, unread, counts), fault, *NOTHING]
-        rows.launch(rows_grid(s.n_head, s.head_dim, columns, 1), THREADS, args, overlap=overlap)
+        rows.launch(
+            common.rows_grid(s.n_head, s.head_dim, columns, 1), common.THREADS, args, overlap=True
+        )
 
-    return folding(run)
+    return common.folding(run)

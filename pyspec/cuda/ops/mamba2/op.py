@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.mamba2 import cpu, cuda, ref, triton
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 
@@ -15,12 +15,6 @@ def shapes(device: torch.device) -> list[ref.Mamba2Spec]:
     return [ref.Mamba2Spec(device, shape)]
 
 
-mamba2: Op[ref.Mamba2Spec, ref.Mamba2] = Op(
-    "mamba2",
-    Impl("torch", ref.bind),
-    implemented(cuda, triton, cpu),
-    ref.check,
-    guard=ref.GUARD,
-    shapes=shapes,
-    in_prompts=False,
+mamba2: Op[ref.Mamba2Spec, ref.Mamba2] = declared(
+    ref, cuda, triton, cpu, shapes=shapes, in_prompts=False
 )

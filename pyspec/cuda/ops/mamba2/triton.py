@@ -15,16 +15,8 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.mamba2.ref import GUARD, Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
-from pyspec.cuda.ops.recurrent.launch import (
-    TAPS,
-    Fold,
-    Meta,
-    check_kept,
-    check_rows,
-    folding,
-    meta_of,
-    stretches,
-)
+from pyspec.cuda.ops.recurrent import launch as common
+from pyspec.cuda.ops.recurrent.launch import Fold, Meta
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -35,10 +27,8 @@ CHANNELS = 128  # of a program of mamba2_conv, at most
 
 def limits(spec: Mamba2Spec) -> str | None:
     s = spec.shape
-    if (why := tri.missing(spec.device)) is not None:
-        return why
-    if s.n_conv != TAPS:
-        return f"the convolution has {s.n_conv} taps; the kernel is built for {TAPS}"
+    if s.n_conv != common.TAPS:
+        return f"the convolution has {s.n_conv} taps; the kernel is built for {common.TAPS}"
     if s.head_dim & (s.head_dim - 1) or s.n_state & (s.n_state - 1):
         return f"heads are {s.head_dim} wide, states {s.n_state}; the kernel takes powers of two"
     if s.n_head % s.n_group or channels_of(s) < 16:
@@ -48,8 +38,8 @@ def limits(spec: Mamba2Spec) -> str | None:
 
 def channels_of(s: Mamba2Shape) -> int:
     """Of a program of mamba2_conv: a power of two that x, B and C are multiples of."""
-    common = math.gcd(s.n_head * s.head_dim, s.n_group * s.n_state)
-    return min(common & -common, CHANNELS)
+    both = math.gcd(s.n_head * s.head_dim, s.n_group * s.n_state)
+    return min(both & -both, CHANNELS)
 
 
 class Mamba2Triton:
@@ -64,14 +54,16 @@ class Mamba2Triton:
         s = self.spec.shape
         out = m.new_empty(m.shape[0], s.n_head, s.head_dim)
         if m.shape[0]:
-            check_rows("mamba2", (m, dt), layer)
-            check_kept("mamba2", p.tensors, (1, 1, 1), layer)
-            self._run(m, dt, p, layer, meta_of(batch), out)
+            common.check_rows("mamba2", (m, dt), layer)
+            common.check_kept("mamba2", p.tensors, (1, 1, 1), layer)
+            self._run(m, dt, p, layer, common.meta_of(batch), out)
         return out
 
     def folder(self) -> Fold:
         none, unread = self.unread[:0, None], self.unread
-        return folding(lambda layer, meta: self._run(none, none, self.no_params, layer, meta, unread))
+        return common.folding(
+            lambda layer, meta: self._run(none, none, self.no_params, layer, meta, unread)
+        )
 
     def _run(self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, meta: Meta, out: Tensor) -> None:
         from pyspec.cuda.ops.mamba2 import triton_kernels as kernels
@@ -82,12 +74,11 @@ class Mamba2Triton:
         buffers = layer.state.new_empty(sum(sizes)).split(sizes)
         counts, block = (n_seq, layer.state.shape[0], layer.width, n_row), channels_of(s)
         weights = p.a, p.dt_bias, p.conv_w, p.conv_b
-        records = layer.x, layer.b, layer.decay, layer.dt
         rest = *buffers, *meta, self.fault
         tri.launch(
             kernels.mamba2_conv,
-            (s.n_channel // block + 1, n_seq, stretches(n_row, n_seq, layer.width)),
-            (m, dt, *weights, layer.conv, *records, *rest, m.stride(0), dt.stride(0), *counts),
+            (s.n_channel // block + 1, n_seq, common.stretches(n_row, n_seq, layer.width)),
+            (m, dt, *weights, layer.conv, *layer.records(), *rest, m.stride(0), dt.stride(0), *counts),
             {
                 "HEADS": s.n_head,
                 "SOME_HEADS": 1 << (s.n_head - 1).bit_length(),

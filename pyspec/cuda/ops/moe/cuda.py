@@ -49,6 +49,7 @@ from pyspec.cuda.ops.moe.builds import (
     splits,
     stage_bytes,
 )
+from pyspec.cuda.ops.moe.builds import programs as programs
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, Betas, ExpertsRun, MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.repack.ref import Repack
 from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares
@@ -71,8 +72,6 @@ def rows_at_once(n_used: int, n_expert: int) -> int:
 
 
 def limits(spec: MoeSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.slots is not None:
         return "experts in the host's memory"
     if not abs(spec.limit) < MOST_LIMIT:
@@ -207,14 +206,13 @@ class _Compiled:
         n_job: float,
         n_multiprocessor: int,
         args: Sequence[Arg],
-        overlap: bool,
     ) -> None:
         """n_job: CTAs that will have work, about."""
         if self.split is not None and n_job <= SPLIT_WAVES * SPLIT_RESIDENT * n_multiprocessor:
             shared = PARTS * self.shared
-            return self.split.launch(grid, PARTS * 32 * GROUPS, args, shared, overlap=overlap)
+            return self.split.launch(grid, PARTS * 32 * GROUPS, args, shared, overlap=True)
         kernel = self.kernels[n_resident(n_job, tuple(self.kernels), n_multiprocessor)]
-        kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
+        kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=True)
 
 
 @per_device
@@ -333,7 +331,6 @@ class _Product:
         y: Shares,
         h: _Between,
         out: Tensor | None,
-        overlap: bool,
     ) -> None:
         """x: blocks, sums and powers of the input rows, `step` of their layout. Writes y (downs) or h (gates and ups), and in out
         the sums of y."""
@@ -346,7 +343,7 @@ class _Product:
         args = *read, *made, self.tickets, s.scales if s.biases is None else s.biases, *sizes
         n_shared, n_column = self.n_piece * -(-n_row // own.pairs), -(-self.n_group // GROUPS)
         n_job = n_column * (n_shared + n_taken(t.n_expert, n_used, n_row))
-        own.launch((n_column, n_shared + t.n_item), n_job, self.n_multiprocessor, args, overlap)
+        own.launch((n_column, n_shared + t.n_item), n_job, self.n_multiprocessor, args)
 
 
 class ExpertsLaunch:
@@ -418,19 +415,19 @@ class ExpertsLaunch:
         assert ids.dtype == torch.int32 and ids.shape == weights.shape == (rows.n_row, self.spec.n_used)
         assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
         assert added.shared is None or not pieces
-        taken, h, overlap = self._taken(ids), self.h, self.x_rows.overlap
+        taken, h = self._taken(ids), self.h
         y = weights.new_empty(n_row * (n_used + pieces), self.spec.n_in)
         shared = y[n_row * n_used :] if pieces else added.shared
         n_piece = pieces or int(shared is not None)
         shares = Shares(y, weights, shared, added.gate, added.residual, n_piece)
-        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap)
-        self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out, overlap)
+        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None)
+        self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out)
         return shares
 
     def _add(self, shares: Shares, out: Tensor) -> None:
         n_quad = self.spec.n_in // 4
         args = shares.y, *shares.args(), out, self.spec.n_used, n_quad, shares.n_piece
-        self.combine.launch((len(out), -(-n_quad // 256)), 256, args, overlap=self.x_rows.overlap)
+        self.combine.launch((len(out), -(-n_quad // 256)), 256, args, overlap=True)
 
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
@@ -445,7 +442,7 @@ class ExpertsLaunch:
         items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
         args = ids, order, items, n_pair, self.n_expert, per_item, n_item
         n_thread = -(-self.n_expert // 32) * 32
-        self.lists.launch((1,), n_thread, args, overlap=self.x_rows.overlap)
+        self.lists.launch((1,), n_thread, args, overlap=True)
         return _Taken(ids, order, items, n_item, pairs, True, self.n_expert)
 
 

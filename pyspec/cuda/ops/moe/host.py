@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyspec.cuda import faults
+from pyspec.cpu import kernels
+from pyspec.cuda import faults, jit
 from pyspec.cuda.context import context_of, per_device
 from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.kernel_context import current
@@ -56,9 +57,13 @@ def limits(spec: MoeSpec) -> str | None:
         return "experts in the host's memory only"
     if spec.n_in % 4 or spec.n_used > MAX_USED:
         return f"{spec.n_used} experts for rows of {spec.n_in} columns"
-    if (why := moe_cpu.limits(_on_host(spec))) is not None:
+    if (why := kernels.missing() or moe_cpu.limits(_on_host(spec))) is not None:
         return why
     return moe_cuda.limits(_on_card(spec)) if spec.slots else None
+
+
+def _may_stream(spec: MoeSpec) -> bool:
+    return jit.missing(spec.device) is None and moe_cuda.limits(_on_card(spec)) is None
 
 
 def _on_host(spec: MoeSpec) -> MoeSpec:
@@ -197,9 +202,7 @@ def is_fused(stacks: Stacks) -> bool:
     return up.data.data_ptr() == gate.data.data_ptr() + gate.data.shape[1]
 
 
-@per_device
-def _staging(device: torch.device) -> _Staging:
-    return _Staging(device)
+_staging = per_device(_Staging)
 
 
 @per_device
@@ -245,7 +248,7 @@ class HostExperts:
         self.lane = lane_of(self.device)
         self.job = self.lane.job(spec.n_in, spec.n_used)
         self.layer = self.lane.add(CpuExperts(_on_host(spec), stacks), spec.n_used, self.counts)
-        self.fault, self.overlap = faults.record(self.device), _overlaps(self.device)
+        self.fault = faults.record(self.device)
         self.card: ExpertsLaunch | None = None
         self.slots: Tensor | None = None
         self.places = torch.full((self.n_expert,), -1, dtype=torch.int16)
@@ -259,7 +262,7 @@ class HostExperts:
             )  # what this layer's bytes took is not of the sizes that a load counts on
             self.places[:n_slot] = torch.arange(n_slot)
             self.slots = self.places.to(self.device)
-        self.can_stream = n_slot > 0 or moe_cuda.limits(_on_card(spec)) is None
+        self.can_stream = n_slot > 0 or _may_stream(spec)
         n_missing = self.n_expert - n_slot
         self.n_byte, self.link, self.most_rows = expert_bytes(stacks), LINK, JOB_ROWS
         self.streams_from = streams_from(spec, n_missing, self.n_byte)
@@ -296,7 +299,7 @@ class HostExperts:
     ) -> Split:
         self.lane.wake()
         of = self.job, self.layer, x, norm, ids.contiguous(), weights.contiguous()
-        return Split(*of, self.slots, row_seq, self.n_expert, used, overlap=self.overlap)
+        return Split(*of, self.slots, row_seq, self.n_expert, used)
 
     def __call__(
         self,
@@ -317,7 +320,7 @@ class HostExperts:
             split = split or self._sent(x[part], norm, ids[part], weights[part], None, used)
             y = self._of_card(x[part], norm, split.hits, split.weights)
             given = y, split.hits, split.weights, added.part(part), out[part], self.fault, split
-            gate(*given, overlap=self.overlap)
+            gate(*given)
         return out
 
     def _of_card(
@@ -419,7 +422,7 @@ class HostExperts:
             rows, of = launch.x_rows(x[part], norm), (hits[part], weights[part].contiguous())
             y = launch.shares(rows, *of).y
             given = y, *of, added.part(part), out[part], self.fault, None
-            gate(*given, overlap=self.overlap)
+            gate(*given)
 
     # -- slots -------------------------------------------------------------------------------------------------
 
@@ -459,23 +462,6 @@ def also(spec: MoeSpec) -> Iterator[tuple[Any, RepackSpec]]:
         yield from ((repack, RepackSpec(spec.device, type)) for type in {spec.up, spec.down})
 
 
-def _overlaps(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def slot_bytes(spec: MoeSpec) -> int:
-    """Of an expert's slot on the card."""
-    assert spec.up is not None and spec.down is not None
-    inner, down = (
-        (spec.up, spec.n_ff * (2 if spec.has_gates else 1), spec.n_in),
-        (spec.down, spec.n_in, spec.n_ff),
-    )
-    return sum(
-        moe_cuda.n_groups(n_out) * moe_cuda.n_chunks(type, n_in) * moe_cuda.RECORDS[type]
-        for type, n_out, n_in in (inner, down)
-    )
-
-
 def staging_bytes(n_byte: int, *, may_move: bool) -> int:
     """Memory of streamed prompts on the card, of experts of `n_byte` each: two buffers, a packed group, and what packing takes; where experts may
     move, of one that is on its way to a slot meanwhile, too."""
@@ -493,6 +479,6 @@ def programs(spec: MoeSpec, target: GpuKind) -> Iterator[Program]:
 def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
     """Compiles now."""
     lane_kernels(spec.device)
-    if moe_cuda.limits(_on_card(spec)) is None:
+    if _may_stream(spec):
         moe_cuda.bind(_on_card(spec))
     return lambda stacks: HostExperts(spec, stacks)

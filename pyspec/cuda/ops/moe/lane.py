@@ -11,7 +11,6 @@ import struct
 import weakref
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,13 +132,6 @@ def lane_kernels(device: torch.device) -> tuple[Kernel, Kernel]:
     return code.kernel("lane_split", split), code.kernel("lane_gate", gate)
 
 
-NONE = np.int64(0)
-
-
-def _or_none(t: Tensor | None) -> Arg:
-    return NONE if t is None else t
-
-
 class Split:
     """A job on its way, and what the card has of the rows. missed [row] int32; hits [row, n_used] int32, None: nothing is on the card."""
 
@@ -155,8 +147,6 @@ class Split:
         row_seq: Tensor | None,
         n_expert: int,
         used: Tensor | None = None,
-        *,
-        overlap: bool,
     ) -> None:
         """x [row, n_in] f32, at most JOB_ROWS rows; slots [n_expert] int16; used [JOB_ROWS, n_used] int16. x and used may be columns of wider rows."""
         (n_row, n_in), n_used = x.shape, ids.shape[1]
@@ -166,14 +156,13 @@ class Split:
         self.job, self.weights = job, weights
         self.missed = torch.empty(n_row, dtype=torch.int32, device=x.device)
         self.hits = None if slots is None else torch.empty_like(ids)
-        args: list[Arg] = [x, NONE if norm is None else norm.weight, ids, weights]
-        args += [_or_none(slots), _or_none(row_seq), _or_none(self.hits), self.missed]
-        args += [job.head, job.ids, job.weights, job.x, job.state, _or_none(used)]
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        args: list[Arg] = [x, weight, ids, weights, slots, row_seq, self.hits, self.missed]
+        args += [job.head, job.ids, job.weights, job.x, job.state, used]
         n_wide = 0 if used is None else used.stride(0)
-        args += map(np.int32, (layer.number, n_in // 4, x.stride(0) // 4, n_used, n_expert, n_wide))
-        args.append(np.float32(0.0 if norm is None else norm.eps))
+        args += [layer.number, n_in // 4, x.stride(0) // 4, n_used, n_expert, n_wide, eps]
         split, _ = lane_kernels(x.device)
-        split.launch((n_row,), THREADS, args, overlap=overlap)
+        split.launch((n_row,), THREADS, args, overlap=True)
 
 
 def gate(
@@ -184,16 +173,14 @@ def gate(
     out: Tensor,
     fault: Tensor,
     split: Split | None,
-    *,
-    overlap: bool,
 ) -> None:
     """out [row, n_in] = what `added` says + the hits' y [row * n_used, n_in], weighed, + the host's sums of `split`, which it waits for."""
     (n_row, n_in), n_used, job = out.shape, weights.shape[1], None if split is None else split.job
     assert (y is None) == (hits is None) and out.is_contiguous()
     given = added.shared, added.gate, added.residual
     assert all(t is None or t.is_contiguous() for t in given)
-    args: list[Arg] = [_or_none(y), _or_none(hits), weights, *map(_or_none, given), out]
-    args += [NONE] * 4 if job is None or split is None else [split.missed, job.head, job.y, job.state]
-    args += [fault, np.int32(n_used), np.int32(n_in // 4), np.int64(LIMIT)]
+    args: list[Arg] = [y, hits, weights, *given, out]
+    args += [None] * 4 if job is None or split is None else [split.missed, job.head, job.y, job.state]
+    args += [fault, n_used, n_in // 4, LIMIT]
     _, kernel = lane_kernels(out.device)
-    kernel.launch((n_row, -(-n_in // (4 * THREADS))), THREADS, args, overlap=overlap)
+    kernel.launch((n_row, -(-n_in // (4 * THREADS))), THREADS, args, overlap=True)

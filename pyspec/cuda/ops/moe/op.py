@@ -44,8 +44,7 @@ moe: Op[ref.MoeSpec, ref.Moe] = Op(
     "moe",
     Impl("torch", ref.bind),
     [
-        Impl("cuda", cuda.bind, cuda.limits, capturable=True, programs=builds.programs),
-        *implemented(triton, cpu),
+        *implemented(cuda, triton, cpu),
         Impl("lane", host.bind, host.limits, capturable=True, programs=host.programs),
     ],
     check,

@@ -39,8 +39,6 @@ WORTH = 1 << 26  # weights repacked at once
 
 
 def limits(spec: MoeSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.slots is not None:
         return "experts in the host's memory"
     if spec.biased and spec.pieces:

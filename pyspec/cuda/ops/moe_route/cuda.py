@@ -24,8 +24,6 @@ FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have so
 
 
 def limits(spec: RouteSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
@@ -57,7 +55,6 @@ def defines(spec: RouteSpec) -> Macros:
 
 ENTRIES = {"moe_scores": "ppppppp" + "iiii" + "ff", "moe_choose": "pppppf"}
 FILE = KernelFile("moe_route", ENTRIES, defines)
-programs = FILE.programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,6 @@ class RouteLaunch:
         self.spec = spec
         self.scores, self.choose = FILE.kernels(spec.device, replace(spec, scale=1.0, eps=0.0))
         self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def __call__(
@@ -144,10 +140,10 @@ class RouteLaunch:
             pad = 0 if into is None or into.layout == PLANES else into.pad
             sizes = n_row, grid.per_cta, grid.scoring, pad
             args = x, norm, matrix, logits, *to, *sizes, spec.eps, power
-            self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
+            self.scores.launch(grid.ctas, grid.threads, args, overlap=True)
             beside = logits if bias is None else bias, ids, weights, logits if gate is None else gate
             chosen = logits, *beside, spec.scale
-            self.choose.launch((n_row,), self.n_choose, chosen, overlap=self.overlap)
+            self.choose.launch((n_row,), self.n_choose, chosen, overlap=True)
         return Routes(ids, weights, gate)
 
 

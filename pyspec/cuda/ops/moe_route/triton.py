@@ -19,8 +19,6 @@ COLUMNS, STEP, ROWS, SCORES = 256, 64, 16, 32  # of a split and of a turn; rows 
 
 
 def limits(spec: RouteSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     return spec.other_limit

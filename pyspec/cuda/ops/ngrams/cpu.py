@@ -8,16 +8,12 @@ from torch import Tensor
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.ngrams.ref import GUARD, IDS, INPUTS, Ngrams, NgramsSpec, Norms, signed
 from pyspec.cuda.ops.recurrent.cpu import Taps
-from pyspec.cuda.ops.tokens import TOKENS, missing, plane, tokens_args
+from pyspec.cuda.ops.tokens import TOKENS, plane, tokens_args
 from pyspec.slots.batch import Batch
 from pyspec.slots.ring import RingRows
 
 _ROWS = CpuKernel("pyspec_ngrams_rows", "6q" + TOKENS + "5q")
 _MIXED = CpuKernel("pyspec_ngrams_mixed", "11q" + TOKENS + "7qd")
-
-
-def limits(spec: NgramsSpec) -> str | None:
-    return missing(spec.device)
 
 
 class CpuNgrams(Ngrams):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, KernelFile, Macros
+from pyspec.cuda.jit import Arg, KernelFile
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.ngrams.ref import GUARD, IDS, INPUTS, Ngrams, NgramsSpec, Norms, signed
 from pyspec.slots.batch import Batch
@@ -24,8 +24,6 @@ FORMS = {
 
 
 def limits(spec: NgramsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
         return f"{spec.n} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
     if spec.n_head > MOST_HEADS or spec.n_gram > 32:
@@ -33,9 +31,10 @@ def limits(spec: NgramsSpec) -> str | None:
     return None
 
 
-def defines(spec: NgramsSpec) -> Macros:
-    """Macros of ngrams.cu."""
-    return {
+FILE = KernelFile[NgramsSpec](
+    "ngrams",
+    FORMS,
+    lambda spec: {
         "GRAM": spec.n_gram,
         "HEADS": spec.n_head,
         "END": spec.end,
@@ -43,11 +42,8 @@ def defines(spec: NgramsSpec) -> Macros:
         "COLUMNS": spec.n,
         "TAPS": spec.n_tap,
         "OP_ID": GUARD.number,
-    }
-
-
-FILE = KernelFile("ngrams", FORMS, defines)
-programs = FILE.programs
+    },
+)
 
 
 class NgramsLaunch(Ngrams):
@@ -58,7 +54,6 @@ class NgramsLaunch(Ngrams):
         self.wide = spec.n_stream * spec.n
         plain = replace(spec, multipliers=(), offsets=(), sizes=(1,) * spec.n_head)
         self.kernels, self.fault = FILE.named(spec.device, plain), faults.record(spec.device)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.tables = [
             torch.tensor([signed(x) for x in of], dtype=torch.int64, device=spec.device)
             for of in (spec.multipliers, spec.sizes, spec.offsets)
@@ -105,7 +100,7 @@ class NgramsLaunch(Ngrams):
 
     def _run(self, name: str, grid: tuple[int, int], *args: Arg) -> None:
         if grid[0]:
-            self.kernels[name].launch(grid, THREADS, args, overlap=self.overlap)
+            self.kernels[name].launch(grid, THREADS, args, overlap=True)
 
 
 bind = NgramsLaunch

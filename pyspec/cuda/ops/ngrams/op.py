@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.ngrams import cpu, cuda, ref
 
 
@@ -16,12 +16,4 @@ def shapes(device: torch.device) -> list[ref.NgramsSpec]:
     return [ref.NgramsSpec(device, 3, multipliers, sizes, offsets, 5, 4, 2560, 4, 1e-6)]
 
 
-ngrams: Op[ref.NgramsSpec, ref.Ngrams] = Op(
-    "ngrams",
-    Impl("torch", ref.bind),
-    implemented(cuda, cpu),
-    cuda.check,
-    guard=ref.GUARD,
-    shapes=shapes,
-    in_prompts=False,
-)
+ngrams: Op[ref.NgramsSpec, ref.Ngrams] = declared(ref, cuda, cpu, shapes=shapes, in_prompts=False)

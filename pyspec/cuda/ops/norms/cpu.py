@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cpu.tensors import add, scaled
 from pyspec.cuda.ops.norms.ref import NormsSpec
 
 _RUN = CpuKernel("pyspec_norms", "10qd")
-
-
-limits = on_cpu
 
 
 class CpuNorms:

@@ -24,8 +24,6 @@ OFF = 1e-5  # of a row, relative to its size: another order of sums
 
 
 def limits(spec: NormsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
         return f"{spec.n} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
     return None
@@ -60,15 +58,14 @@ class NormsLaunch:
         self.spec, self.n, self.threads = spec, spec.n, threads_for(spec.n)
         self.kernel = FILE.kernel(spec.device, (spec.n, spec.layer, None))
         self.fault = faults.record(spec.device)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        out = self._room(x.shape[0], self.n, x)
+        out = x.new_empty(x.shape[0], self.n)
         self._run((x, weight, out), NOTHING, self.n, x.shape[0], 0)
         return out
 
     def added(self, x: Tensor, weight: Tensor, stream: Tensor, factor: float = 1.0) -> Tensor:
-        out = self._room(x.shape[0], self.n, x)
+        out = x.new_empty(x.shape[0], self.n)
         assert stream.dtype == torch.float32 and stream.is_contiguous() and stream.shape == x.shape
         assert stream.data_ptr() % 16 == 0
         self._run((x, weight, out), NOTHING, self.n, x.shape[0], 0, (stream, factor))
@@ -78,7 +75,7 @@ class NormsLaunch:
         self, x: Tensor, weight: Tensor, stream: Tensor, factor: float, to: RowsLaunch, norm: Norm
     ) -> Tensor:
         """`added`, whose result `to` holds with `norm` as well, as if it had prepared these rows itself. `takes` says where."""
-        out, n_row = self._room(x.shape[0], self.n, x), x.shape[0]
+        out, n_row = x.new_empty(x.shape[0], self.n), x.shape[0]
         assert self.takes(to) and norm.weight.is_contiguous() and norm.weight.data_ptr() % 16 == 0
         rows = to.room(n_row)
         kernel = FILE.kernel(x.device, (self.n, self.spec.layer, to.prepare.layout))
@@ -94,20 +91,17 @@ class NormsLaunch:
         )
 
     def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        out, some = self._room(x.shape[0], self.n, x), self._room(rows.shape[0], self.n, x)
+        out, some = x.new_empty(x.shape[0], self.n), x.new_empty(rows.shape[0], self.n)
         assert rows.dtype == torch.int64 and rows.is_contiguous() and (x.shape[0] or not rows.shape[0])
         self._run((x, weight, out), (x, weight, some, rows), self.n, x.shape[0], rows.shape[0])
         return out, some
 
     def paired(self, a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
-        out = self._room(a.shape[0], 2 * self.n, a)
+        out = a.new_empty(a.shape[0], 2 * self.n)
         assert a.shape == b.shape
         second = b, b_weight, out[:, self.n :], None
         self._run((a, a_weight, out), second, 2 * self.n, a.shape[0], b.shape[0])
         return out
-
-    def _room(self, n_row: int, n_column: int, like: Tensor) -> Tensor:
-        return torch.empty(n_row, n_column, dtype=torch.float32, device=like.device)
 
     def _run(
         self,
@@ -136,7 +130,7 @@ class NormsLaunch:
         if n_first + n_second:
             args = (*given, *steps, n_first, self.spec.eps, *after, self.fault)
             kernel = self.kernel if kernel is None else kernel
-            kernel.launch((n_first + n_second,), self.threads, (*args, *more), overlap=self.overlap)
+            kernel.launch((n_first + n_second,), self.threads, (*args, *more), overlap=True)
 
 
 def programs(spec: NormsSpec, target: GpuKind) -> list[Program]:

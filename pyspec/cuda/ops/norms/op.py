@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.norms import cpu, cuda, ref, triton
 
-norms: Op[ref.NormsSpec, ref.Norms] = Op(
-    "norms",
-    Impl("torch", ref.bind, capturable=True),
-    implemented(cuda, triton, cpu),
-    cuda.check,
-    guard=ref.GUARD,
+norms: Op[ref.NormsSpec, ref.Norms] = declared(
+    ref,
+    cuda,
+    triton,
+    cpu,
     shapes=lambda device: [ref.NormsSpec(device, 5120, 1e-6)],  # 27B
+    capturable=True,
 )

@@ -52,7 +52,6 @@ class PeerSum:
         self.whole, self.shared, self.rank, self.n, self.late = whole, shared, rank, len(buffers), late
         self.meet = meet
         self.layout = Places(len(buffers))
-        self.overlap = late.is_cuda and torch.cuda.get_device_capability(late.device) >= (9, 0)
         self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]
 
     def takes(self, x: Tensor) -> bool:
@@ -75,9 +74,8 @@ class PeerSum:
         is_shared = self.n > 2 and n >= SHARED
         kernel = self.shared if is_shared else self.whole
         for steps in self.steps(is_shared):
-            numbers = (np.int32(n), np.int32(self.rank), np.int32(steps), np.int32(limit))
-            args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
-            kernel.launch((grid,), THREADS, args, overlap=self.overlap)
+            args: list[Arg] = [x, out, *self.buffers, self.late, n, self.rank, steps, limit]
+            kernel.launch((grid,), THREADS, args, overlap=True)
         return out
 
     def steps(self, is_shared: bool = False) -> Iterator[int]:

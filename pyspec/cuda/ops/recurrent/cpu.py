@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel
-from pyspec.cpu.kernels import missing as no_kernels
 from pyspec.cuda import faults
 from pyspec.cuda.op import Guard
 from pyspec.cuda.ops.recurrent.launch import Fold, Meta, folding, meta_of
@@ -20,18 +19,15 @@ WIDEST, TAPS_MOST = 512, 8  # as in native/recurrent.h
 CONV, BATCH = "qqqqqqq", "qqqqq" + "qqqqq"
 
 Arg = Tensor | int | None
-Kept = Callable[[StateLayer], tuple[Tensor, ...]]  # state and records in the order of the kernel
 
 
-def missing(device: torch.device, widths: Sequence[int], taps: int) -> str | None:
+def limits(widths: Sequence[int], taps: int) -> str | None:
     """Why the kernels do not run; None if they do. widths: values of a head or group, each a row of a record or of the state."""
-    if device.type != "cpu":
-        return "runs on CPUs only"
     if any(n % 8 or n > WIDEST for n in widths):
         return f"heads are {' and '.join(map(str, widths))} wide; the kernel takes multiples of 8 up to {WIDEST}"
     if not 1 < taps <= TAPS_MOST:
         return f"the convolution has {taps} taps; the kernel takes 2 to {TAPS_MOST}"
-    return no_kernels()
+    return None
 
 
 class Taps:
@@ -58,12 +54,13 @@ def batch_args(batch: Batch, layer: StateLayer, n_row: int, guard: Guard) -> lis
     return _batch_args(meta_of(batch), layer, n_row, guard)
 
 
-def folder(kernel: CpuKernel, guard: Guard, n_gate: int, kept: Kept, sizes: Sequence[float]) -> Fold:
+def folder(kernel: CpuKernel, guard: Guard, n_gate: int, *sizes: float) -> Fold:
     """The call that folds a slot's records with the kernel that runs rows: a batch of one sequence without any. n_gate: arguments of rows."""
 
     def run(layer: StateLayer, meta: Meta) -> None:
         conv = [None, 0, None, None, layer.conv, layer.shape.n_conv, layer.shape.n_channel]
-        kernel(*conv, *_batch_args(meta, layer, 0, guard), *[None] * n_gate, *kept(layer), None, *sizes)
+        kept = (layer.state, *layer.records()) if layer.shape.records else ()
+        kernel(*conv, *_batch_args(meta, layer, 0, guard), *[None] * n_gate, *kept, None, *sizes)
 
     return folding(run)
 

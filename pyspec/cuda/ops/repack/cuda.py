@@ -9,15 +9,16 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import GpuKind, KernelFile, Macros, Program
 from pyspec.cuda.ops.linear.formats import FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, n_chunks, n_groups, packed_bytes
-from pyspec.cuda.ops.repack.ref import ROWS, RepackSpec, bits_of, row_bytes
+from pyspec.cuda.ops.repack.ref import ROWS, Repack, RepackSpec, bits_of, row_bytes
 from pyspec.gguf import GGMLType
 
 MOST_THREADS = 512  # of a CTA: each keeps 32 places in registers
 
 
+capturable = False
+
+
 def limits(spec: RepackSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.type not in FORMATS or bits_of(spec.type) is None:
         return f"records of {spec.type.name} are more than its bits in another order"
     return None
@@ -52,15 +53,18 @@ def _tables(device: torch.device, type: GGMLType) -> tuple[Tensor, Tensor]:
     return places.short().view(-1, 32).to(device), words.int().to(device)
 
 
-class RepackLaunch:
-    """Implements `Repack`."""
+def programs(spec: RepackSpec, target: GpuKind) -> list[Program]:
+    is_taken = spec.type in FORMATS and bits_of(spec.type) is not None
+    return FILE.programs(spec.type, target) if is_taken else []
 
-    def __init__(self, spec: RepackSpec) -> None:
-        self.type, self.kernel = spec.type, FILE.kernel(spec.device, spec.type)
-        self.tables = _tables(spec.device, spec.type)
 
-    def __call__(self, raw: Tensor, shape: tuple[int, int]) -> Tensor:
-        (n_out, n_in), type = shape, self.type
+def bind(spec: RepackSpec) -> Repack:
+    assert ROWS * TILE == 256
+    type, kernel = spec.type, FILE.kernel(spec.device, spec.type)
+    tables = _tables(spec.device, type)
+
+    def launch(raw: Tensor, shape: tuple[int, int]) -> Tensor:
+        n_out, n_in = shape
         n_byte = n_in // type.block_size * type.type_size
         assert raw.dtype == torch.uint8 and raw.is_contiguous() and raw.numel() == n_out * n_byte
         assert n_in % type.block_size == 0
@@ -69,16 +73,8 @@ class RepackLaunch:
         if n_out:
             n_part, threads = cut(words)
             grid = -(-n_groups(n_out) // TILE) * n_chunk, n_part
-            args = raw, *self.tables, out, n_out, n_byte, n_chunk
-            self.kernel.launch(grid, threads, args)
+            args = raw, *tables, out, n_out, n_byte, n_chunk
+            kernel.launch(grid, threads, args)
         return out
 
-
-def programs(spec: RepackSpec, target: GpuKind) -> list[Program]:
-    is_taken = spec.type in FORMATS and bits_of(spec.type) is not None
-    return FILE.programs(spec.type, target) if is_taken else []
-
-
-def bind(spec: RepackSpec) -> RepackLaunch:
-    assert ROWS * TILE == 256
-    return RepackLaunch(spec)
+    return launch

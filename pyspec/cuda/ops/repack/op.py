@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.linear.ref import USUAL_TYPES
 from pyspec.cuda.ops.repack import cuda, ref
 
-repack: Op[ref.RepackSpec, ref.Repack] = Op(
-    "repack",
-    Impl("torch", ref.bind),
-    implemented(cuda, capturable=False),
-    ref.check,
-    shapes=lambda device: [ref.RepackSpec(device, type) for type in USUAL_TYPES],  # The usual types
+repack: Op[ref.RepackSpec, ref.Repack] = declared(
+    ref, cuda, shapes=lambda device: [ref.RepackSpec(device, type) for type in USUAL_TYPES]
 )

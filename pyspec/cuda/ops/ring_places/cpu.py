@@ -5,14 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, on_cpu
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.ring_places.ref import RingPlaces, RingPlacesSpec
 from pyspec.slots.batch import Batch
 
 _RUN = CpuKernel("pyspec_ring_places", "11q")
-
-
-limits = on_cpu
 
 
 def ring_places(batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:

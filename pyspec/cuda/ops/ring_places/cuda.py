@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, on_nvidia
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.ring_places.ref import RingPlaces, RingPlacesSpec
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -15,16 +15,12 @@ THREADS = 128
 
 
 FILE: KernelFile[RingPlacesSpec] = KernelFile("ring_places", "ppppp" + "l" + "iiiii")
-limits, programs = on_nvidia, FILE.programs
 
 
-class RingPlacesLaunch:
-    """Implements `RingPlaces`."""
+def bind(spec: RingPlacesSpec) -> RingPlaces:
+    kernel = FILE.kernel(spec.device, spec)
 
-    def __init__(self, spec: RingPlacesSpec) -> None:
-        self.kernel = FILE.kernel(spec.device, spec)
-
-    def __call__(self, batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:
+    def ring_places(batch: Batch, n_ring: int, null_row: int) -> tuple[Tensor, Tensor]:
         n_row, (n_place, n_page) = batch.positions.shape[0], batch.page_table.shape
         assert batch.positions.dtype == torch.int64 and batch.seq_slot.dtype == torch.int32
         assert len(batch.seq_slot) == n_place and len(batch.row_seq) == n_row
@@ -32,11 +28,10 @@ class RingPlacesLaunch:
         if n := max(n_row, n_place * n_page):
             given = batch.positions, batch.row_seq, batch.seq_slot, rows, pages, null_row
             sizes = n_row, n_place, n_page, n_ring, batch.page_size
-            self.kernel.launch((-(-n // THREADS),), THREADS, (*given, *sizes))
+            kernel.launch((-(-n // THREADS),), THREADS, (*given, *sizes))
         return rows, pages
 
-
-bind = RingPlacesLaunch
+    return ring_places
 
 
 def check(launch: RingPlaces, reference: RingPlaces, spec: RingPlacesSpec) -> str | None:

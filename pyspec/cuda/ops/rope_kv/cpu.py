@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.rope_kv.ref import Given, RopeKv, RopeKvSpec, check_given
 
 MAX_DIM = 1024
@@ -12,13 +12,11 @@ _RUN = CpuKernel("pyspec_rope_kv", "5q" + "2q" + "4q" + "16q" + "d")
 
 
 def limits(spec: RopeKvSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return "runs on CPUs only"
     if spec.dim > MAX_DIM:
         return f"heads are {spec.dim} wide; the kernel takes up to {MAX_DIM}"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
         return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
-    return missing()
+    return None
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:

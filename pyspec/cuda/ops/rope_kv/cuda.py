@@ -13,8 +13,6 @@ WARPS = 4
 
 
 def limits(spec: RopeKvSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.dim % 32 or spec.dim > 512:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
@@ -22,9 +20,14 @@ def limits(spec: RopeKvSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeKvSpec) -> jit.Macros:
-    """Macros of rope_kv.cu."""
-    return {
+def signature(spec: RopeKvSpec) -> str:
+    return "pl" + "ppf" + "pp" + "p" + "p" + "pp" + "p" * n_scales(spec.kv) + "iii" + "p"
+
+
+FILE = jit.KernelFile[RopeKvSpec](
+    "rope_kv",
+    signature,
+    lambda spec: {
         "DIM": spec.dim,
         "N_ROT": spec.n_rot,
         "NEOX": int(spec.neox),
@@ -38,19 +41,11 @@ def defines(spec: RopeKvSpec) -> jit.Macros:
         "TURN_K": spec.kv.turned_k(spec.dim),
         "TURN_V": spec.kv.turned_v(spec.dim),
         "OP_ID": GUARD.number,
-    }
-
-
-def signature(spec: RopeKvSpec) -> str:
-    return "pl" + "ppf" + "pp" + "p" + "p" + "pp" + "p" * n_scales(spec.kv) + "iii" + "p"
-
-
-FILE = jit.KernelFile("rope_kv", signature, defines)
-programs = FILE.programs
+    },
+)
 
 
 def bind(spec: RopeKvSpec) -> RopeKv:
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     fault, kernel = faults.record(spec.device), FILE.kernel(spec.device, spec)
     none, n_unit = torch.zeros(4, device=spec.device), spec.n_q + 2 * spec.n_kv
 
@@ -62,7 +57,7 @@ def bind(spec: RopeKvSpec) -> RopeKv:
         norms = (none if norm is None else norm for norm in (q_norm, k_norm))
         args = y, y.stride(0), *norms, spec.eps, *angles, rows, q, *pool.planes
         args = *args, spec.n_q, spec.n_kv, pool.n_row, fault
-        kernel.launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
+        kernel.launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=True)
         return q
 
     return rope_kv

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.rope_kv import cpu, cuda, ref, triton
 from pyspec.cuda.ops.rope_kv.ref import RopeKv, RopeKvSpec
 from pyspec.slots.kv import KvFormat, KVPool
@@ -78,11 +78,4 @@ def shapes(device: torch.device) -> list[RopeKvSpec]:
     return whole + [replace(whole[0], kv=kv) for kv in few_bits]
 
 
-rope_kv: Op[RopeKvSpec, RopeKv] = Op(
-    "rope_kv",
-    Impl("torch", ref.bind),
-    implemented(cuda, triton, cpu),
-    check,
-    guard=ref.GUARD,
-    shapes=shapes,
-)
+rope_kv: Op[RopeKvSpec, RopeKv] = declared(ref, cuda, triton, cpu, check=check, shapes=shapes)

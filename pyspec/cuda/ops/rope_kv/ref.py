@@ -46,17 +46,10 @@ def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * h :]], -1)
 
 
-def check_given(
-    spec: RopeKvSpec,
-    y: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    angles: Angles,
-    pool: KVPool,
-    rows: Tensor,
-) -> None:
+def check_given(spec: RopeKvSpec, *given: *Given) -> None:
     """Assert the layout that kernels read."""
-    n, (cos, sin) = len(y), angles
+    y, q_norm, k_norm, (cos, sin), pool, rows = given
+    n = len(y)
     assert y.dtype == torch.float32 and y.stride(1) == 1 and y.shape[1] == spec.n_column
     assert cos.is_contiguous() and sin.is_contiguous()
     assert cos.shape == sin.shape == (n, 1, spec.n_rot // 2)

@@ -11,8 +11,6 @@ from pyspec.cuda.ops.rope_kv.ref import GUARD, Given, RopeKv, RopeKvSpec, check_
 
 
 def limits(spec: RopeKvSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.kv.k.is_packed or spec.kv.v.is_packed:
         return f"keys and values are {spec.kv.name}"
     if spec.dim % 16 or spec.dim > 512:

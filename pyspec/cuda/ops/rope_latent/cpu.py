@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cpu.kernels import CpuKernel, empty, missing
+from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.rope_latent.ref import Given, RopeLatent, RopeLatentSpec
 
 MAX_DIM = 1024
@@ -12,13 +12,11 @@ _RUN = CpuKernel("pyspec_rope_latent", "6q" + "4q" + "11q" + "d")
 
 
 def limits(spec: RopeLatentSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return "runs on CPUs only"
     if spec.dim > MAX_DIM:
         return f"keys are {spec.dim} wide; the kernel takes up to {MAX_DIM}"
     if spec.n_rot % 2:
         return f"{spec.n_rot} dimensions turn; the kernel takes even numbers"
-    return missing()
+    return None
 
 
 def bind(spec: RopeLatentSpec) -> RopeLatent:

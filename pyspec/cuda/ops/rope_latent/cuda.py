@@ -13,8 +13,6 @@ MAX_DIM = 1024  # a lane holds every 32nd dim in registers
 
 
 def limits(spec: RopeLatentSpec) -> str | None:
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if spec.dim % 32 or spec.dim > MAX_DIM:
         return f"keys are {spec.dim} wide; the kernel takes multiples of 32 up to {MAX_DIM}"
     if spec.n_rot % 2 or not spec.n_rot:
@@ -22,9 +20,14 @@ def limits(spec: RopeLatentSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeLatentSpec) -> jit.Macros:
-    """Macros of rope_latent.cu."""
-    return {
+def signature(spec: RopeLatentSpec) -> str:
+    return "pl" + "pl" + "ppf" + "pp" + "p" + "p" + "p" * (1 + bool(spec.kv.k.n_factor)) + "ii" + "p"
+
+
+FILE = jit.KernelFile[RopeLatentSpec](
+    "rope_latent",
+    signature,
+    lambda spec: {
         "RANK": spec.rank,
         "N_ROT": spec.n_rot,
         "PLAIN": spec.n_plain,
@@ -32,19 +35,11 @@ def defines(spec: RopeLatentSpec) -> jit.Macros:
         "K_KIND": spec.kv.k.kind,
         "TURN_K": spec.kv.turned_k(spec.dim),
         "OP_ID": GUARD.number,
-    }
-
-
-def signature(spec: RopeLatentSpec) -> str:
-    return "pl" + "pl" + "ppf" + "pp" + "p" + "p" + "p" * (1 + bool(spec.kv.k.n_factor)) + "ii" + "p"
-
-
-FILE = jit.KernelFile("rope_latent", signature, defines)
-programs = FILE.programs
+    },
+)
 
 
 def bind(spec: RopeLatentSpec) -> RopeLatent:
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     fault, kernel = faults.record(spec.device), FILE.kernel(spec.device, spec)
 
     def rope_latent(*given: *Given) -> Tensor:
@@ -56,7 +51,7 @@ def bind(spec: RopeLatentSpec) -> RopeLatent:
             return out
         args = kv, kv.stride(0), q, q.stride(0), plain, norm, spec.eps, *angles, rows, out, *pool.planes
         args = *args, spec.n_head, pool.n_row, fault
-        kernel.launch((n, -(-(1 + spec.n_head) // WARPS)), 32 * WARPS, args, overlap=overlap)
+        kernel.launch((n, -(-(1 + spec.n_head) // WARPS)), 32 * WARPS, args, overlap=True)
         return out
 
     return rope_latent

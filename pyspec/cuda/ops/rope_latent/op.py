@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.rope_kv.op import N_POOL, OFF
 from pyspec.cuda.ops.rope_latent import cpu, cuda, ref, triton
 from pyspec.cuda.ops.rope_latent.ref import RopeLatent, RopeLatentSpec
@@ -49,12 +49,6 @@ def shapes(device: torch.device) -> list[RopeLatentSpec]:
     return [whole, replace(whole, n_head=16), replace(whole, kv=KvFormat.both(Q8_0))]
 
 
-rope_latent: Op[RopeLatentSpec, RopeLatent] = Op(
-    "rope_latent",
-    Impl("torch", ref.bind),
-    implemented(cuda, triton, cpu),
-    check,
-    guard=ref.GUARD,
-    shapes=shapes,
-    in_prompts=False,
+rope_latent: Op[RopeLatentSpec, RopeLatent] = declared(
+    ref, cuda, triton, cpu, check=check, shapes=shapes, in_prompts=False
 )

@@ -13,8 +13,6 @@ MAX_DIM = 1024
 
 
 def limits(spec: RopeLatentSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.kv.k.is_packed:
         return f"keys are {spec.kv.name}"
     if spec.dim % 8 or spec.dim > MAX_DIM:

@@ -7,13 +7,8 @@ from torch import Tensor
 
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.rope_tail.ref import RopeTail, RopeTailSpec
-from pyspec.cuda.ops.tokens import missing
 
 _RUN = CpuKernel("pyspec_rope_tail", "5q" + "6q" + "2d")
-
-
-def limits(spec: RopeTailSpec) -> str | None:
-    return missing(spec.device)
 
 
 def bind(spec: RopeTailSpec) -> RopeTail:

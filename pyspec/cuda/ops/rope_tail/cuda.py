@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import KernelFile, Macros, missing
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.rope_tail.ref import RopeTail, RopeTailSpec
 
 WARPS, MAX_DIM = 8, 1024
@@ -13,8 +13,6 @@ OFF = 1e-5  # of a head's size
 
 
 def limits(spec: RopeTailSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.dim % 4 or not 0 < spec.dim <= MAX_DIM:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 4 up to {MAX_DIM}"
     if spec.n_rot % 2 or not 0 < spec.n_rot <= spec.dim:
@@ -22,18 +20,15 @@ def limits(spec: RopeTailSpec) -> str | None:
     return None
 
 
-def defines(spec: RopeTailSpec) -> Macros:
-    """Macros of rope_tail.cu."""
-    return {"DIM": spec.dim, "N_ROT": spec.n_rot, "NORMED": int(spec.normed)}
-
-
-FILE = KernelFile("rope_tail", "ppppp" + "l" + "i" + "ff", defines)
-programs = FILE.programs
+FILE = KernelFile[RopeTailSpec](
+    "rope_tail",
+    "ppppp" + "l" + "i" + "ff",
+    lambda spec: {"DIM": spec.dim, "N_ROT": spec.n_rot, "NORMED": int(spec.normed)},
+)
 
 
 def bind(spec: RopeTailSpec) -> RopeTail:
     kernel = FILE.kernel(spec.device, spec)
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def run(
         x: Tensor, positions: Tensor, freq: Tensor, weight: Tensor | None = None, sign: float = 1.0
@@ -50,7 +45,7 @@ def bind(spec: RopeTailSpec) -> RopeTail:
         out = torch.empty(n_row, n_head, dim, dtype=torch.float32, device=x.device)
         if out.numel():
             args = x, weight, positions, freq, out, x.stride(0), n_head, spec.eps, sign
-            kernel.launch((n_row, -(-n_head // WARPS)), 32 * WARPS, args, overlap=overlap)
+            kernel.launch((n_row, -(-n_head // WARPS)), 32 * WARPS, args, overlap=True)
         return out
 
     return run

@@ -30,8 +30,6 @@ MAX_GRID = 65535  # CTAs along a grid's second and third side
 
 
 def limits(spec: RowsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n_in % 32 or spec.n_in > MAX_COLUMNS:
         return f"{spec.n_in} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
     if spec.kind is PrepKind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):
@@ -128,7 +126,6 @@ class RowsPrep:
     def __init__(self, device: torch.device, n_in: int, layout: int) -> None:
         self.device, self.n_in, self.layout = device, n_in, layout
         self.capability = torch.cuda.get_device_capability(device)
-        self.overlap = self.capability >= HOPPER
         self.none = torch.empty(4, dtype=torch.float32, device=device)
         self.kernels: dict[tuple[PrepKind, int, bool, int], Kernel] = {}
         self.kernel(PrepKind.PLAIN, 0)
@@ -165,7 +162,7 @@ class RowsPrep:
         n_thread = threads_of(self.n_in, self.layout, parts)
         if kind is PrepKind.GROUPS:
             grid, n_thread = groups_of(self.n_in, dim, n_row)
-        kernel.launch(grid, n_thread, args, overlap=self.overlap)
+        kernel.launch(grid, n_thread, args, overlap=True)
 
 
 def row_bytes(n_in: int, layout: int = BLOCKED) -> int:
@@ -181,7 +178,6 @@ class RowsLaunch:
     ) -> None:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
         self.prepare = RowsPrep(device, n_in, layout)
-        self.overlap = self.prepare.overlap
         self._held: tuple[Tensor, Prep, Rows] | None = None
         n_half = pads[-1] * row_bytes(n_in, layout) // 2
         self.blocks = torch.zeros(n_half, dtype=torch.float16, device=device)
@@ -201,7 +197,7 @@ class RowsLaunch:
         rows, kernel = self.room(n_row), p.kernel(PrepKind.PLAIN, 0, experts=True)
         counts = n_used, shares.n_piece
         args = shares.y, *shares.args(), *counts, rows.blocks, rows.sums, rows.powers, rows.pad
-        kernel.launch((n_row,), THREADS, args, overlap=self.overlap)
+        kernel.launch((n_row,), THREADS, args, overlap=True)
         return rows
 
     def room(self, n_row: int) -> Rows:
@@ -280,10 +276,8 @@ class WideRows:
 
     def finish(self, y: Tensor, powers: Tensor | None, residual: Tensor | None) -> Tensor:
         """residual + y * powers in place of y [row, n_out] f32."""
-        if y.shape[1] % 4:
+        if powers is None or y.shape[1] % 4:
             y = y if powers is None else y.mul_(powers[:, None])
-            return y if residual is None else y.add_(residual)
-        if powers is None:
             return y if residual is None else y.add_(residual)
         assert y.is_contiguous() and (residual is None or residual.is_contiguous())
         for first in range(0, len(y), MAX_GRID):
@@ -291,7 +285,7 @@ class WideRows:
             rows, add = y[part], None if residual is None else residual[part]
             grid = (-(-y.shape[1] // STRETCH), len(rows))
             args = (rows, powers[part], add, rows, y.shape[1])
-            self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
+            self.finisher.launch(grid, THREADS, args, overlap=True)
         return y
 
 

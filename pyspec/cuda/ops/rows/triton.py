@@ -13,8 +13,6 @@ BY_PARTS = (PrepKind.HEADS, PrepKind.GROUPS)  # kinds whose power does not depen
 
 
 def limits(spec: RowsSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if spec.n_in > MAX_COLUMNS:
         return f"{spec.n_in} columns; the kernel takes up to {MAX_COLUMNS}"
     if spec.kind in BY_PARTS and (not spec.dim or spec.n_in % spec.dim):

@@ -8,14 +8,9 @@ from torch import Tensor
 from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda import faults
 from pyspec.cuda.ops.seen_pages.ref import GUARD, SeenPages, SeenPagesSpec, as_seen
-from pyspec.cuda.ops.tokens import missing
 from pyspec.slots.batch import Batch
 
 _RUN = CpuKernel("pyspec_seen_pages", "10q" + "9q")
-
-
-def limits(spec: SeenPagesSpec) -> str | None:
-    return missing(spec.device)
 
 
 def bind(spec: SeenPagesSpec) -> SeenPages:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import KernelFile, Macros, on_nvidia
+from pyspec.cuda.jit import KernelFile
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.seen_pages.ref import GUARD, SeenPages, SeenPagesSpec, as_seen, numbers
 from pyspec.slots.batch import Batch
@@ -14,25 +14,14 @@ from pyspec.slots.batch import Batch
 THREADS = 128
 
 
-def defines(spec: SeenPagesSpec | None = None) -> Macros:
-    """Macros of seen_pages.cu."""
-    return {"OP_ID": GUARD.number}
+FILE = KernelFile[SeenPagesSpec]("seen_pages", 9 * "p" + 8 * "i", lambda spec: {"OP_ID": GUARD.number})
 
 
-FILE: KernelFile[SeenPagesSpec] = KernelFile("seen_pages", 9 * "p" + 8 * "i", defines)
-limits, programs = on_nvidia, FILE.programs
+def bind(spec: SeenPagesSpec) -> SeenPages:
+    kernel, fault = FILE.kernel(spec.device, spec), faults.record(spec.device)
 
-
-class SeenPagesLaunch:
-    """Same call as the reference."""
-
-    def __init__(self, spec: SeenPagesSpec) -> None:
-        self.spec, self.fault = spec, faults.record(spec.device)
-        self.kernel = FILE.kernel(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-
-    def __call__(self, chosen: Tensor, batch: Batch) -> Batch:
-        spec, (n_row, top_k), size = self.spec, chosen.shape, batch.page_size
+    def seen_pages(chosen: Tensor, batch: Batch) -> Batch:
+        (n_row, top_k), size = chosen.shape, batch.page_size
         assert top_k == spec.top_k and chosen.dtype == torch.int32 and chosen.is_contiguous()
         assert batch.page_table.dtype == batch.positions.dtype == torch.int64
         assert len(batch.positions) == len(batch.row_seq) == n_row
@@ -44,11 +33,10 @@ class SeenPagesLaunch:
             n_seq, n_col = batch.page_table.shape
             sizes = (n_seq, n_col, size, spec.ratio, of, top_k, n_page, n_row)
             args = chosen, batch.page_table, batch.positions, batch.row_seq, pages, lo, hi, row_seq
-            self.kernel.launch((n_row,), THREADS, (*args, self.fault, *sizes), overlap=self.overlap)
+            kernel.launch((n_row,), THREADS, (*args, fault, *sizes), overlap=True)
         return as_seen(spec, batch, pages, lo, hi, row_seq, numbers(n_row, hi.device))
 
-
-bind = SeenPagesLaunch
+    return seen_pages
 
 
 def check(launch: SeenPages, reference: SeenPages, spec: SeenPagesSpec) -> str | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.seen_pages import cpu, cuda, ref
 
-seen_pages: Op[ref.SeenPagesSpec, ref.SeenPages] = Op(
-    "seen_pages",
-    Impl("torch", ref.bind),
-    implemented(cuda, cpu),
-    cuda.check,
-    guard=ref.GUARD,
+seen_pages: Op[ref.SeenPagesSpec, ref.SeenPages] = declared(
+    ref,
+    cuda,
+    cpu,
     shapes=lambda device: [ref.SeenPagesSpec(device, 4, 512)],  # Blocks of 4 tokens, 512 of them
     in_prompts=False,
 )

@@ -22,7 +22,7 @@ SHORT_CONV = CpuKernel("pyspec_short_conv", recurrent.CONV + recurrent.BATCH + "
 def limits(spec: ShortConvSpec) -> str | None:
     if spec.shape.n_channel % 8:
         return f"{spec.shape.n_channel} channels; the kernel takes multiples of 8"
-    return recurrent.missing(spec.device, [], spec.shape.n_conv)
+    return recurrent.limits([], spec.shape.n_conv)
 
 
 class CpuShortConv:
@@ -43,11 +43,7 @@ class CpuShortConv:
 
     def folder(self) -> Fold:
         """Like the reference's flush."""
-        return recurrent.folder(SHORT_CONV, GUARD, 2, _kept, ())
-
-
-def _kept(layer: StateLayer) -> tuple[Tensor, ...]:
-    return ()
+        return recurrent.folder(SHORT_CONV, GUARD, 2)
 
 
 bind = CpuShortConv

@@ -7,7 +7,6 @@ they came.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
@@ -32,8 +31,6 @@ MOST_TAPS = 5  # each warp of a block moves a row of the window
 
 def limits(spec: ShortConvSpec) -> str | None:
     s = spec.shape
-    if (why := jit.missing(spec.device)) is not None:
-        return why
     if s.n_channel % UNIT:
         return f"{s.n_channel} channels; the kernel takes multiples of {UNIT}"
     if not 1 < s.n_conv <= MOST_TAPS:
@@ -41,13 +38,11 @@ def limits(spec: ShortConvSpec) -> str | None:
     return None
 
 
-def defines(spec: ShortConvSpec) -> jit.Macros:
-    """Macros of short_conv.cu."""
-    return {"CHANNELS": spec.shape.n_channel, "TAPS": spec.shape.n_conv}
-
-
-FILE = jit.KernelFile("short_conv", "plppp" + "pppp" + "iiii" + "p", defines)
-programs = FILE.programs
+FILE = jit.KernelFile[ShortConvSpec](
+    "short_conv",
+    "plppp" + "pppp" + "iiii" + "p",
+    lambda spec: {"CHANNELS": spec.shape.n_channel, "TAPS": spec.shape.n_conv},
+)
 
 
 class ShortConvLaunch:
@@ -55,7 +50,6 @@ class ShortConvLaunch:
 
     def __init__(self, spec: ShortConvSpec) -> None:
         self.spec, self.kernel = spec, FILE.kernel(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.fault = faults.record(spec.device)
 
     def __call__(self, m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
@@ -63,7 +57,7 @@ class ShortConvLaunch:
         check_kept("short_conv", (w,), (), layer, UNIT)
         out = m.new_empty(len(m), self.spec.shape.n_channel)
         if len(m):
-            self._run(m, w, layer, meta_of(batch), out, overlap=self.overlap)
+            self._run(m, w, layer, meta_of(batch), out)
         return out
 
     def folder(self) -> Fold:
@@ -75,7 +69,7 @@ class ShortConvLaunch:
         return folding(run)
 
     def _run(
-        self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor, *, overlap: bool
+        self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor, *, overlap: bool = True
     ) -> None:
         n_row, n_seq = len(m), len(meta[0])
         args = m, m.stride(0), w, layer.conv, out, *counts_of(meta, layer, n_row), self.fault

@@ -9,15 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.recurrent.launch import (
-    Fold,
-    Meta,
-    check_kept,
-    check_rows,
-    folding,
-    meta_of,
-    stretches,
-)
+from pyspec.cuda.ops.recurrent import launch as common
+from pyspec.cuda.ops.recurrent.launch import Fold, Meta
 from pyspec.cuda.ops.short_conv.ref import GUARD, ShortConvSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
@@ -26,8 +19,6 @@ ROWS, BLOCK, WARPS = 16, 64, 2  # rows of a step, channels of a program
 
 
 def limits(spec: ShortConvSpec) -> str | None:
-    if (why := tri.missing(spec.device)) is not None:
-        return why
     if not 1 < spec.shape.n_conv <= 8:
         return f"the convolution has {spec.shape.n_conv} taps; the kernel takes 2 to 8"
     return None
@@ -42,9 +33,9 @@ class TritonShortConv:
     def __call__(self, m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
         out = m.new_empty(m.shape[0], self.spec.shape.n_channel)
         if m.shape[0]:
-            check_rows("short_conv", (m,), layer, n_part=3)
-            check_kept("short_conv", (w,), (), layer)
-            self._run(m, w, layer, meta_of(batch), out)
+            common.check_rows("short_conv", (m,), layer, n_part=3)
+            common.check_kept("short_conv", (w,), (), layer)
+            self._run(m, w, layer, common.meta_of(batch), out)
         return out
 
     def folder(self) -> Fold:
@@ -52,7 +43,7 @@ class TritonShortConv:
             none = layer.state[:0]
             self._run(none, none, layer, meta, none)
 
-        return folding(run)
+        return common.folding(run)
 
     def _run(self, m: Tensor, w: Tensor, layer: StateLayer, meta: Meta, out: Tensor) -> None:
         from pyspec.cuda.ops.short_conv import triton_kernels as kernels
@@ -61,7 +52,7 @@ class TritonShortConv:
         counts = n_seq, layer.state.shape[0], layer.width, n_row
         tri.launch(
             kernels.short_conv_rows,
-            (-(-s.n_channel // BLOCK), n_seq, stretches(n_row, n_seq, layer.width)),
+            (-(-s.n_channel // BLOCK), n_seq, common.stretches(n_row, n_seq, layer.width)),
             (m, w, layer.conv, out, *meta, self.fault, m.stride(0), *counts),
             {
                 "CHANNELS": s.n_channel,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program, arch_of, missing
+from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program, arch_of
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
@@ -147,8 +147,6 @@ def scratch_bytes(spec: SparseSpec, n_row: int, n_token: int) -> int:
 
 
 def limits(spec: SparseSpec) -> str | None:
-    if (why := missing(spec.device)) is not None:
-        return why
     if spec.kv not in KINDS:
         return f"keys are {spec.kv}; the kernel takes f16 and bf16"
     if spec.dim % 32 or not 0 < spec.dim <= 512 or (spec.dim > 128 and spec.dim % 128):
@@ -169,17 +167,16 @@ def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
 
 
 class SparseLaunch:
-    """Called as the reference is.
+    """Called as the reference is. build: fixes the heads of a CTA (measurements, tests); by default the number of rows decides.
 
     exact_rows  rows up to which a row's bits depend on its keys only
     """
 
     def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
-        capability = torch.cuda.get_device_capability(spec.device)
-        self.spec, self.overlap = spec, capability >= (9, 0)
+        self.spec, arch = spec, arch_of(torch.cuda.get_device_capability(spec.device))
         self.exact_rows = ANY if current().is_exact else SPLIT
-        self.builds = [build] if build is not None else builds(spec, arch_of(capability))
-        self.long = build or long_build(spec, arch_of(capability))
+        self.builds = [build] if build is not None else builds(spec, arch)
+        self.long = build or long_build(spec, arch)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.kernels = {build: self._kernels(build) for build in {*self.builds, self.long}}
         self.fault, self.eps = faults.record(spec.device), spec.eps
@@ -216,7 +213,7 @@ class SparseLaunch:
             int(beside),
             self.eps,
         )
-        self.kernels[build]["sparse_keys"].launch((len(kv),), 128, args, overlap=self.overlap)
+        self.kernels[build]["sparse_keys"].launch((len(kv),), 128, args, overlap=True)
 
     def __call__(self, *given: *tuple[*Given, Batch]) -> Tensor:
         q, kv, tail, ring, pool, chosen, sinks, batch = given
@@ -236,7 +233,7 @@ class SparseLaunch:
     def _run(self, given: Given, batch: Batch, to: Sequence[Arg], into: RowBuffer | None) -> None:
         """to: output as rows or as blocks (the other pointer is unused), with the fault record between."""
         q, kv, tail, ring, pool, chosen, sinks = given
-        spec, overlap = self.spec, self.overlap
+        spec = self.spec
         held, self._held = self._held, None
         is_held = held is not None and held[0] is kv
         q, rows = aligned(q), ring.rows[ROWS]
@@ -272,14 +269,14 @@ class SparseLaunch:
             sizes = spec.window, first, n, n_row, max_part, per_part, self.scale, self.eps
             args = q, tail.freq, *keys, part, part_ml, self.fault, q.stride(0), *places, *sizes
             grid, threads = (min(self.n_sm, n * max_part * heads),), 32 * build.warps
-            kernels["sparse_parts"].launch(grid, threads, args, build.shared_bytes, overlap=overlap)
+            kernels["sparse_parts"].launch(grid, threads, args, build.shared_bytes, overlap=True)
             chooses = int(chosen is not None), int(is_all)
             merging = spec.window, first, n_row, max_part, *chooses, pad, per_part, power
             made = part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *merging
-            kernels["sparse_merge"].launch((n, n_block + is_all), 128, made, overlap=overlap)
+            kernels["sparse_merge"].launch((n, n_block + is_all), 128, made, overlap=True)
         if per < n_row:
             kept = own, rows, *layout[1:], self.fault, *places[-2:], n_row
-            kernels["sparse_ring"].launch((n_row,), 64, kept, overlap=overlap)
+            kernels["sparse_ring"].launch((n_row,), 64, kept, overlap=True)
 
     def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
         """Parts of a row at most, and the number for a short context."""
@@ -326,6 +323,4 @@ def programs(spec: SparseSpec, target: GpuKind) -> list[Program]:
     return [program for build in all_builds for program in FILE.programs(build, target)]
 
 
-def bind(spec: SparseSpec, *, build: SparseBuild | None = None) -> SparseLaunch:
-    """`build` fixes the heads of a CTA (measurements, tests); by default the number of rows decides."""
-    return SparseLaunch(spec, build)
+bind = SparseLaunch

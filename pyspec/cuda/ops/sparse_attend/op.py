@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.sparse_attend import cuda, ref
 from pyspec.cuda.ops.sparse_attend.cases import check
 
@@ -15,12 +15,10 @@ def scratch(spec: ref.SparseSpec, n_row: int, n_token: int) -> int:
     return n_row * 2 * spec.n_head * spec.dim + parts
 
 
-sparse_attend: Op[ref.SparseSpec, ref.SparseAttend] = Op(
-    "sparse_attend",
-    Impl("torch", ref.bind),
-    implemented(cuda),
-    check,
-    guard=ref.GUARD,
+sparse_attend: Op[ref.SparseSpec, ref.SparseAttend] = declared(
+    ref,
+    cuda,
+    check=check,
     # DeepSeek-V4-Flash
     shapes=lambda device: [ref.SparseSpec(device, 64, 512, 128, 4, torch.float16, 64, 1e-6)],
     scratch=scratch,

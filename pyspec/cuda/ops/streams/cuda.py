@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import Arg, GpuKind, Kernel, KernelFile, Macros, Program
+from pyspec.cuda.jit import HOPPER, Arg, GpuKind, Kernel, KernelFile, Macros, Program
 from pyspec.cuda.ops.moe.ref import Added, combine
 from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
 from pyspec.cuda.ops.rows.cuda import BLOCKED, RowBuffer, RowsLaunch, Shares
@@ -27,8 +27,6 @@ OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders 
 
 
 def limits(spec: StreamsSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
     if spec.n_stream != N_STREAM:
         return f"{spec.n_stream} streams; the kernel takes {N_STREAM}"
     if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
@@ -73,7 +71,7 @@ class StreamsLaunch:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
         self.kernels = FILE.named(spec.device, (spec.n, spec.n_iter))
         self.heads = HEAD.named(spec.device, (spec.n, 0))
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.capability = torch.cuda.get_device_capability(spec.device)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def split(self, x: Tensor, mix: StreamMix, into: RowBuffer | None = None) -> Reading:
@@ -82,7 +80,7 @@ class StreamsLaunch:
         return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
     def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: RowBuffer | None) -> Reading:
-        post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
+        post, comb = x.new_empty(len(x), N_STREAM), x.new_empty(len(x), N_STREAM, N_STREAM)
         if into is not None and len(x):
             return self._read_rows(x, mix, parts, (post, comb), into), post, comb
         return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
@@ -94,7 +92,7 @@ class StreamsLaunch:
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         args, n_row = self._merged(y, x, post, comb)
         if n_row:
-            self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+            self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=True)
         return args[-1]
 
     def merge_split(
@@ -111,16 +109,16 @@ class StreamsLaunch:
             return x, self.split(x, mix, into)
         args, n_row = self._merged(y.y if isinstance(y, Shares) else y, x, post, comb)
         self._examine(self.kernels, mix)
-        parts = self._room(args[-1], self.n_chunk, SLOTS)
+        parts = args[-1].new_empty(len(args[-1]), self.n_chunk, SLOTS)
         grid, sizes = self._lines(n_row)
         if isinstance(y, Shares):
             (merged, *others), (weights, shared, _, residual) = args, y.args()
             counts = *sizes, y.weights.shape[1], y.n_piece
             given = merged, weights, shared, residual, *others, mix.fn, parts, *counts
-            self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
+            self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=True)
         else:
             merging = *args, mix.fn, parts, *sizes
-            self.kernels["streams_merge_parts"].launch(grid, THREADS, merging, overlap=self.overlap)
+            self.kernels["streams_merge_parts"].launch(grid, THREADS, merging, overlap=True)
         return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(
@@ -147,37 +145,37 @@ class StreamsLaunch:
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
         self._examine(kernels, mix)
-        n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
+        n_row, parts = self._rows(x), x.new_empty(len(x), self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
             args = x, mix.fn, parts, *sizes
-            kernels["streams_parts"].launch(grid, THREADS, args, overlap=self.overlap)
+            kernels["streams_parts"].launch(grid, THREADS, args, overlap=True)
         return parts
 
     def _read(
         self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix, parts: Tensor, to: Sequence[Arg]
     ) -> Tensor:
         """to: post and comb."""
-        n_row, y = self._rows(x), self._room(x, self.spec.n)
+        n_row, y = self._rows(x), x.new_empty(len(x), self.spec.n)
         if n_row:
             args = x, parts, mix.scale, mix.base, y, *to, self.spec.eps, self.spec.floor
-            kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+            kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=True)
         return y
 
     def _read_rows(
         self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: RowBuffer
     ) -> Tensor:
         """`_read`, and its rows where `into` says."""
-        n_row, y, norm = self._rows(x), self._room(x, self.spec.n), into.norm
+        n_row, y, norm = self._rows(x), x.new_empty(len(x), self.spec.n), into.norm
         rows = into.rows.room(n_row)
         assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
         assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
         ahead, *sizes = prefetch_args(into.weights, n_row)
         read = x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers
         floats = self.spec.eps, self.spec.floor, rows.pad, norm.eps, into.power
-        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
+        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.capability >= HOPPER else 0
         grid, args = (n_row, 2 + n_asking), (*read, ahead, *floats, *sizes)
-        self.kernels["streams_read_rows"].launch(grid, READERS, args, overlap=self.overlap)
+        self.kernels["streams_read_rows"].launch(grid, READERS, args, overlap=True)
         into.rows.hold(y, norm, rows)
         return y
 
@@ -187,9 +185,6 @@ class StreamsLaunch:
 
     def _grid(self, n_row: int) -> tuple[int, int]:
         return n_row, -(-self.spec.n // (4 * READING))
-
-    def _room(self, x: Tensor, *shape: int) -> Tensor:
-        return torch.empty(x.shape[0], *shape, dtype=torch.float32, device=x.device)
 
 
 def programs(spec: StreamsSpec, target: GpuKind) -> list[Program]:

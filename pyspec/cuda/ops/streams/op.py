@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pyspec.cuda.op import Impl, Op, implemented
+from pyspec.cuda.op import Op, declared
 from pyspec.cuda.ops.streams import cuda, ref
 
-streams: Op[ref.StreamsSpec, ref.Streams] = Op(
-    "streams",
-    Impl("torch", ref.TorchStreams),
-    implemented(cuda),
-    cuda.check,
+streams: Op[ref.StreamsSpec, ref.Streams] = declared(
+    ref,
+    cuda,
     shapes=lambda device: [ref.StreamsSpec(device, 4, 4096, 20, 1e-6, 1e-6)],  # DeepSeek-V4-Flash
 )

@@ -118,3 +118,6 @@ class TorchStreams:
         pre = torch.sigmoid(self._coefficients(x, mix.fn) * mix.scale + mix.base) + self.spec.floor
         (read,) = by_row(_read, x, pre)
         return read
+
+
+bind = TorchStreams
