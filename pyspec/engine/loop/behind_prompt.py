@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from pyspec.device.worker import Launched
 from pyspec.engine.loop.commit import Committer
 from pyspec.engine.loop.job import Job
 from pyspec.engine.loop.lookahead import Lookahead, takes_the_best
@@ -82,3 +83,43 @@ class BehindPrompt:
             return self.worker.launch(plan_round(self.worker.table, seqs, reads=reads))
 
         launched = self.speculator.launched(launch)
+        if launched is None:
+            return None
+        pending.next = Continuation(known=())
+        return PendingRound(work, launched, 0.0, 0.0, sent=sent, is_behind=True, is_known=True)
+
+    def _launch_decoding(
+        self, pending: PendingRound, jobs: Sequence[Job], clock: Callable[[], float]
+    ) -> PendingRound | None:
+        """A round of all requests that decode, with drafts that the device makes."""
+        prompt, speculator = pending.work[0].job, self.speculator
+        if speculator.has_offers(job for job in jobs if job is not prompt):
+            return None
+        self.committer.settle(pending)
+        n_drafts = speculator.plan_ahead(jobs, [int(job is prompt) for job in jobs])
+        drafter = speculator.drafter
+        runs_ahead = drafter is not None and drafter.runs_ahead
+        if any(n_drafts) and not (runs_ahead and all(map(self._may_draft, jobs))):
+            return None
+        planned = self.lookahead.plan_behind(prompt, jobs, n_drafts)
+        if planned is None:
+            return None
+        seqs, behind = planned
+        then = [Work(job, job.slot, seq) for job, seq in zip(jobs, seqs, strict=True) if job.slot]
+        sent = clock()
+        launched = self.speculator.launched(
+            lambda: self.worker.launch_behind(
+                pending.launched, plan_round(self.worker.table, seqs, behind, reads=logits_need(then))
+            )
+        )
+        if launched is None:
+            return None
+        pending.next, speculator.planned = behind, None
+        return PendingRound(then, launched, began=0.0, drafted=0.0, sent=sent, is_behind=True)
+
+    def _may_draft(self, job: Job) -> bool:
+        """Its drafts may be made before the host sees them."""
+        slot, speculator = job.slot, self.speculator
+        if slot is None or not speculator.follows(slot.index) or not speculator.read.may_draft(slot):
+            return False
+        return (job.constraint is None or job.constraint.is_calm) and takes_the_best(job.sampler)
