@@ -126,6 +126,7 @@ class Request:
     started: float
     anchor: int | None = None
     n_cached: int = 0
+    images: tuple[()] = ()
 
     @property
     def is_decoding(self) -> bool:
