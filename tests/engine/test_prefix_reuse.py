@@ -106,11 +106,9 @@ def test_a_state_dies_with_its_page() -> None:
     r, cold = make("mtp", np=2, kv_pool=6 * 16, page_size=16), plain_rig(QWEN35)
     a, b = random_ids(6, 70), random_ids(7, 20)
     first = r.generate(a, 2, slot=0)
-    assert (
-        len(r.loop.cache.states) == 2
-        and not r.loop.cache.states.starts
-        and len(r.filed([*a, *first.tokens])) == 71
-    )
+    assert len(r.loop.cache.states) == 2
+    assert not r.loop.cache.states.starts
+    assert len(r.filed([*a, *first.tokens])) == 71
     r.generate(random_ids(8, 80), 10, slot=1)
     assert len(r.filed([*a, *first.tokens])) == 0, "the pages were taken"
     text = r.generate(b, 55, slot=0).tokens

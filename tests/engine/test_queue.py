@@ -482,12 +482,10 @@ def test_left_texts_are_as_many_as_a_cache_holds() -> None:
     texts = LeftTexts(100)
     for key, n in ((1, 50), (2, 40), (1, 60)):
         texts.leave(key, n)
-    assert (
-        texts.goes_on([5, 1])
-        and texts.goes_on([2, 9])
-        and not texts.goes_on([5])
-        and not texts.goes_on([])
-    )
+    assert texts.goes_on([5, 1])
+    assert texts.goes_on([2, 9])
+    assert not texts.goes_on([5])
+    assert not texts.goes_on([])
     texts.leave(3, 30)
     assert not texts.goes_on([2]) and texts.goes_on([1])
     texts.leave(4, 101)

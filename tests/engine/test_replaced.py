@@ -198,11 +198,9 @@ def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None
         wait_for(lambda: engine.state() == "recovering")
         engine.cancel(ears[3].name)
         done = ears[3].wait()
-        assert (
-            isinstance(done, Done)
-            and done.finish == "cancelled"
-            and done.n_predicted == len(ears[3].tokens)
-        )
+        assert isinstance(done, Done)
+        assert done.finish == "cancelled"
+        assert done.n_predicted == len(ears[3].tokens)
         assert engine.state() == "recovering", "it is not waited for"
         for ear in (*ears[:3], *ears[4:]):
             ear.check()
@@ -379,10 +377,8 @@ def test_a_kernel_under_examination_is_known_by_the_module_that_launched_it() ->
     outer = {"__name__": "pyspec.cuda.ops.linear.cuda", "product": space["product"]}
     exec("def call(launch): product(launch)", outer)
     outer["call"](lambda: seen.append(examination.under_way))  # type: ignore[operator]
-    assert (
-        seen == [("pyspec.cuda.ops.linear.pair", "pyspec.cuda.ops.linear.cuda")]
-        and examination.under_way == ()
-    )
+    assert seen == [("pyspec.cuda.ops.linear.pair", "pyspec.cuda.ops.linear.cuda")]
+    assert examination.under_way == ()
     with pytest.raises(ZeroDivisionError):
         outer["call"](lambda: 1 / 0)  # type: ignore[operator]
     assert examination.under_way[0] == "pyspec.cuda.ops.linear.pair", "the one that failed"

@@ -66,10 +66,8 @@ def test_the_liar_costs_rounds_and_the_oracle_saves_them() -> None:
     n = 61
     rounds = {kind: make(kind, 1).generate(prompt(0, 9), n).timings for kind in ("liar", "oracle")}
     assert rounds["liar"].n_rounds == n - 1 and rounds["liar"].draft_n_accepted == 0
-    assert (
-        rounds["oracle"].n_rounds == (n - 1) / 6
-        and rounds["oracle"].draft_n_accepted == rounds["oracle"].draft_n
-    )
+    assert rounds["oracle"].n_rounds == (n - 1) / 6
+    assert rounds["oracle"].draft_n_accepted == rounds["oracle"].draft_n
 
 
 @pytest.mark.parametrize("ks", [[0, 5, 2, 1], [5, 5, 0, 0], [1, 2, 3, 4]])
@@ -326,11 +324,9 @@ def test_probabilities_of_drawn_drafts_come_with_their_tokens_and_change_no_text
 
 def test_a_draft_that_a_grammar_cuts_goes_on_with_tokens_that_were_not_drawn() -> None:
     drafts = Drafts([4, 5, 6], q_of([4, 5, 6])).first(2).then([7, 8])
-    assert (
-        drafts.tokens == [4, 5, 7, 8]
-        and drafts.q is not None
-        and torch.equal(drafts.q, q_of([4, 5, 6])[:2])
-    )
+    assert drafts.tokens == [4, 5, 7, 8]
+    assert drafts.q is not None
+    assert torch.equal(drafts.q, q_of([4, 5, 6])[:2])
     assert Drafts([4, 5]).first(1).then([9]) == Drafts([4, 9])
 
 

@@ -135,11 +135,9 @@ def test_a_failing_round_ends_a_stream_with_anthropics_error(
 def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> None:
     def error(response: Any) -> tuple[int, str]:
         body = response.json()
-        assert (
-            body["type"] == "error"
-            and body["error"]["message"]
-            and set(body["error"]) == {"type", "message"}
-        )
+        assert body["type"] == "error"
+        assert body["error"]["message"]
+        assert set(body["error"]) == {"type", "message"}
         return response.status_code, body["error"]["type"]
 
     post = app.post

@@ -139,10 +139,8 @@ def test_calls_of_other_shapes_are_refused_by_name(app: App, calls: Any) -> None
     }  # fmt: skip
     for path in ("/apply-template", "/v1/chat/completions"):
         response = app.post(path, body)
-        assert (
-            response.status_code == 400
-            and "messages.1.tool_calls" in response.json()["error"]["message"]
-        )
+        assert response.status_code == 400
+        assert "messages.1.tool_calls" in response.json()["error"]["message"]
 
 
 def test_an_answer_may_begin_a_chat(app: App, engine: FakeEngine) -> None:

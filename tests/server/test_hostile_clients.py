@@ -244,12 +244,10 @@ def test_a_client_with_much_text_waits_for_its_own() -> None:
         return order
 
     order = asyncio.run(go())
-    assert (
-        order[:2] == ["hungry"] * 2
-        and order[2:5].count("patient") >= 2
-        and "gone" not in order
-        and len(order) == 23
-    )
+    assert order[:2] == ["hungry"] * 2
+    assert order[2:5].count("patient") >= 2
+    assert "gone" not in order
+    assert len(order) == 23
 
 
 def test_clients_that_come_once_do_not_keep_others_from_their_threads() -> None:

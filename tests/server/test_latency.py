@@ -103,11 +103,9 @@ def test_routers_are_answered(engine: FakeEngine) -> None:
     }
     assert app.get("/ping").status_code == app.post("/ping").status_code == 200
     info = app.get("/get_server_info").json()
-    assert (
-        info["served_model_name"] == "fake-1"
-        and info["max_running_requests"] == 4
-        and info["context_length"] == 512
-    )
+    assert info["served_model_name"] == "fake-1"
+    assert info["max_running_requests"] == 4
+    assert info["context_length"] == 512
     assert info["internal_states"] == app.get("/get_load").json()
     assert app.get("/get_model_info").json()["is_generation"] is True
 

@@ -23,11 +23,9 @@ def chat_text(events: list[Any]) -> str:
 
 def test_a_chat_gets_openais_object_with_timings(app: App, engine: FakeEngine) -> None:
     value = app.post("/v1/chat/completions", CHAT).json()
-    assert (
-        value["object"] == "chat.completion"
-        and value["id"].startswith("chatcmpl-")
-        and len(value["id"]) == 41
-    )
+    assert value["object"] == "chat.completion"
+    assert value["id"].startswith("chatcmpl-")
+    assert len(value["id"]) == 41
     assert value["choices"] == [
         {
             "index": 0,
@@ -62,10 +60,8 @@ def test_the_speculation_block_agrees_with_itself(app: App) -> None:
 def test_without_drafting_no_draft_figures_are_given(app: App, engine: FakeEngine) -> None:
     value = app.post("/v1/chat/completions", CHAT | {"speculative": False}).json()
     assert engine.seen[0].n_draft_max == 0
-    assert (
-        value["timings"]["draft_n"] == value["timings"]["draft_n_accepted"] == 0
-        and "metrics" not in value
-    )
+    assert value["timings"]["draft_n"] == value["timings"]["draft_n_accepted"] == 0
+    assert "metrics" not in value
 
 
 def test_a_chat_stream_is_role_then_text_then_usage_then_done(app: App, engine: FakeEngine) -> None:
@@ -86,10 +82,8 @@ def test_a_chat_stream_is_role_then_text_then_usage_then_done(app: App, engine: 
 def test_without_usage_the_last_chunk_carries_the_timings(app: App) -> None:
     events = app.events("/v1/chat/completions", CHAT)
     assert all(e["choices"] for e in events[:-1])
-    assert (
-        events[-2]["choices"][0]["finish_reason"] == "stop"
-        and events[-2]["timings"]["predicted_n"] == 12
-    )
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+    assert events[-2]["timings"]["predicted_n"] == 12
 
 
 def test_characters_split_over_rounds_arrive_whole(app: App, engine: FakeEngine) -> None:
@@ -391,19 +385,17 @@ def test_echo_gives_the_prompt_as_it_was_sent_and_nothing_more_with_max_tokens_0
     body: dict[str, Any] = {"prompt": "ab", "echo": True, "max_tokens": 0, "logprobs": 0}
     answer = app.post("/v1/completions", body).json()
     choice = answer["choices"][0]
-    assert (
-        choice["text"] == "ab"
-        and choice["finish_reason"] == "length"
-        and answer["usage"]["completion_tokens"] == 0
-    )
+    assert choice["text"] == "ab"
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
     assert choice["logprobs"]["tokens"] == ["<s>", "a", "b"] and choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.25]  # fmt: skip
     assert choice["logprobs"]["top_logprobs"] == [None, {}, {}] and engine.seen[0].prompt[0] == BOS
     plain = app.post("/v1/completions", {"prompt": "ab", "echo": True, "max_tokens": 2}).json()[
         "choices"
     ][0]
-    assert (
-        plain["text"] == "abHe" and plain["logprobs"] is None and engine.seen[1].prompt_logprobs is None
-    )
+    assert plain["text"] == "abHe"
+    assert plain["logprobs"] is None
+    assert engine.seen[1].prompt_logprobs is None
     events = app.events("/v1/completions", {"prompt": "ab", "echo": True})
     assert "".join(c["text"] for e in events[:-1] for c in e["choices"]) == "abHello, world"
 

@@ -269,10 +269,8 @@ def test_silence_is_filled_with_comments(live: Live, engine: FakeEngine) -> None
     engine.script = Script(prefill_s=0.2)
     body = {"messages": MESSAGES, "stream": True, "sse_ping_interval": 0.05}
     response = httpx.post(f"{live.url}/v1/chat/completions", json=body)
-    assert (
-        response.content.startswith(b": ping\n\n")
-        and list(parse_events(response.content))[-1] == "[DONE]"
-    )
+    assert response.content.startswith(b": ping\n\n")
+    assert list(parse_events(response.content))[-1] == "[DONE]"
 
 
 def test_a_request_past_its_time_is_ended_with_an_error(serve: Serve, engine: FakeEngine) -> None:

@@ -139,9 +139,8 @@ def test_every_refusal_has_the_same_envelope(app: App, method: str, path: str, s
 def test_a_full_queue_is_429_with_retry_after(engine: FakeEngine) -> None:
     engine.n_queue = 0
     response = App(create_app(engine, ServerSettings())).post("/completion", {"prompt": "x"})
-    assert (
-        error_of(response, 429)["type"] == "rate_limit_error" and response.headers["retry-after"] == "1"
-    )
+    assert error_of(response, 429)["type"] == "rate_limit_error"
+    assert response.headers["retry-after"] == "1"
 
 
 def test_when_one_of_several_prompts_is_refused_the_others_are_cancelled(engine: FakeEngine) -> None:

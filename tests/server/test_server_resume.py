@@ -51,11 +51,9 @@ def test_a_stream_goes_on_without_its_client_and_is_read_again(
         rows = client.post(
             "/v1/streams/lookup", json={"conversation_ids": ["conv-1", "conv", "x"]}
         ).json()
-        assert (
-            [r["conversation_id"] for r in rows] == [ID]
-            and not rows[0]["is_done"]
-            and rows[0]["completed_at"] == 0
-        )
+        assert [r["conversation_id"] for r in rows] == [ID]
+        assert not rows[0]["is_done"]
+        assert rows[0]["completed_at"] == 0
         whole = client.get(AT).content
         assert text_of(whole) == "Hello, world" and whole.endswith(b"data: [DONE]\n\n")
         assert client.get(f"{AT}&from=40").content == whole[40:]
@@ -130,10 +128,8 @@ def test_what_is_kept_is_bounded_in_bytes_time_and_number(
         assert [r["conversation_id"] for r in rows] == ["b", "c"]
         lost = client.get("/v1/stream?conv_id=c&from=0")
         total = rows[1]["total_bytes"]
-        assert (
-            lost.status_code == 400
-            and f"the first that is, is {total - 300}" in lost.json()["error"]["message"]
-        )
+        assert lost.status_code == 400
+        assert f"the first that is, is {total - 300}" in lost.json()["error"]["message"]
         assert len(client.get(f"/v1/stream?conv_id=c&from={total - 300}").content) == 300
         time.sleep(0.6)
         assert client.post("/v1/streams/lookup", json={"conversation_ids": ["b", "c"]}).json() == []

@@ -68,10 +68,8 @@ def test_views_that_are_switched_off_are_501(engine: FakeEngine) -> None:
 
 def test_metrics_parse_under_all_three_spellings(app: App) -> None:
     response = app.get("/metrics")
-    assert (
-        response.headers["content-type"].startswith("text/plain; version=")
-        and response.headers["process-start-time-unix"].isdecimal()
-    )
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    assert response.headers["process-start-time-unix"].isdecimal()
     samples = {
         (s.name, s.labels.get("position")): s.value
         for family in text_string_to_metric_families(response.text)
@@ -84,10 +82,8 @@ def test_metrics_parse_under_all_three_spellings(app: App) -> None:
     ):
         assert samples[name, None] == 8
     assert samples["vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 2
-    assert (
-        samples["llamacpp:requests_deferred", None] == 0
-        and samples["pyspec_draft_acceptance_rate", None] == 0.75
-    )
+    assert samples["llamacpp:requests_deferred", None] == 0
+    assert samples["pyspec_draft_acceptance_rate", None] == 0.75
     for name in ("prompt_tokens_total", "tokens_predicted_seconds_total", "n_decode_total"):
         assert (f"llamacpp:{name}", None) in samples
     assert "# TYPE llamacpp:n_tokens_max counter\n" in response.text, "as llama-server has it"

@@ -111,10 +111,8 @@ def test_an_answer_of_calls_alone_has_no_content(app: App, engine: FakeEngine) -
 
 def test_a_call_that_is_cut_off_ends_with_length(app: App, engine: FakeEngine) -> None:
     choice = ask(app, tools=TOOLS, max_tokens=90)["choices"][0]
-    assert (
-        choice["finish_reason"] == "length"
-        and choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Z'
-    )
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Z'
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
