@@ -208,8 +208,7 @@ def test_cancels_at_any_moment_leave_the_others_their_text(name: str) -> None:
     for rounds in range(7):
         kept = [(r.submit(p, N_TEXT), text) for p, text in texts[:2]]
         gone = [r.submit(p, N_TEXT) for p, _ in texts[2:5]]
-        for _ in range(rounds):
-            r.loop.step()
+        r.steps(rounds)
         for h in gone:
             r.loop.cancel(h.job)
         r.run()
@@ -233,8 +232,7 @@ def test_a_round_that_fails_is_drafted_again(path: Path, monkeypatch: pytest.Mon
     prompt, text = next(iter(free_texts(path).items()))
     r = drafted(path, path)
     h = r.submit(prompt, N_TEXT)
-    for _ in range(3):
-        r.loop.step()
+    r.steps(3)
     for _ in range(2):
         r.loop.draft()
     r.run()

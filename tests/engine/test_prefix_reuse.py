@@ -125,8 +125,7 @@ def test_a_cancelled_request_can_be_gone_on_from(kind: str, rounds: int) -> None
     r, cold = make(kind, ubatch=40, page_size=16), plain_rig(path_of(kind))
     prompt = random_ids(9, 90)
     h = r.submit(prompt, 40)
-    for _ in range(rounds):
-        r.loop.step()
+    r.steps(rounds)
     r.loop.cancel(h.job)
     r.run()
     for after in (prompt, [*prompt, *h.tokens, 5, 6], prompt[:30]):
@@ -203,8 +202,7 @@ def test_reuse_after_pages_were_taken_away() -> None:
     r = fake_rig(3, Oracle(5), ctx=96, n_page=8)
     prompts = [random_ids(i, 40 + i) for i in range(4)]
     for _ in range(3):
-        heard = [r.submit(p, 30) for p in prompts]
-        r.run()
+        heard = r.all(prompts, 30)
         for h in heard:
             assert h.tokens == text_after(h.request.prompt, 30)
     assert r.loop.stats.failed == 0

@@ -549,8 +549,7 @@ def test_what_requests_took_is_what_the_loop_gave_them() -> None:
         r.submit([3] * 11, 100, client="c"),
         r.submit([4] * 70, 90, client="d"),
     ]
-    for _ in range(4):
-        r.loop.step()
+    r.steps(4)
     assert [h.job.charged for h in heard] == [20 + 12, 50 + 90, 11 + 100, 0], "what they will take"
     r.loop.cancel(heard[1].job)
     r.loop.cancel(r.submit([5] * 30, 20, client="f").job)

@@ -52,8 +52,7 @@ def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
         2 * np + 1
     ):  # more than fit; prompts longer than a forward, shorter than a page, at page borders
         heard.append(rig.submit(prompt(i, (1, 5, 15, 16, 17, 70, 100)[i % 7]), 20 + 3 * i))
-        rig.loop.step()
-        rig.loop.step()
+        rig.steps(2)
     rig.run()
     for i, h in enumerate(heard):
         assert_own_text(h, 20 + 3 * i)
@@ -74,8 +73,7 @@ def test_the_liar_costs_rounds_and_the_oracle_saves_them() -> None:
 def test_ragged_caps_share_one_forward(ks: list[int]) -> None:
     rig = fake_rig(4, Oracle(5))
     heard = [rig.submit(prompt(i, 10), 40, n_draft_max=k) for i, k in enumerate(ks)]
-    rig.loop.step()
-    rig.loop.step()
+    rig.steps(2)
     assert rig.loop.target.widths[-1] == [k + 1 for k in ks]
     rig.run()
     for h in heard:
@@ -99,11 +97,9 @@ def test_prompt_chunks_run_beside_decoding_slots() -> None:
 def test_decoding_slots_do_not_starve_a_prompt() -> None:
     rig = fake_rig(4, Oracle(5), ubatch=8)
     busy = [rig.submit(prompt(i, 2), 200) for i in range(3)]
-    for _ in range(4):
-        rig.loop.step()
+    rig.steps(4)
     late = rig.submit(prompt(9, 20), 1)
-    for _ in range(24):
-        rig.loop.step()
+    rig.steps(24)
     assert late.over and not any(h.over for h in busy)
 
 
@@ -179,8 +175,7 @@ def test_a_slot_used_again_is_as_good_as_new(kind: str) -> None:
     rig = make(kind, 1, ubatch=16)
     for when in range(8):
         h, waiting = rig.submit(prompt(20, 40), 50), rig.submit(prompt(21, 40), 50)
-        for _ in range(when):
-            rig.loop.step()
+        rig.steps(when)
         rig.loop.cancel(h.job)
         rig.loop.cancel(waiting.job)
         rig.run()
@@ -192,8 +187,7 @@ def test_a_slot_used_again_is_as_good_as_new(kind: str) -> None:
 def test_a_cancelled_request_ends_within_a_round() -> None:
     rig = fake_rig(2, Liar(3))
     h, other = rig.submit(prompt(1, 4), 100), rig.submit(prompt(2, 4), 30)
-    for _ in range(5):
-        rig.loop.step()
+    rig.steps(5)
     rig.loop.cancel(h.job)
     rig.loop.step()
     assert h.finish == "cancelled" and h.done.n_predicted == len(h.tokens)
@@ -260,14 +254,7 @@ def join_and_cancel(
 def test_wild_ids_are_neither_embedded_nor_counted() -> None:
     rig = make("wild", 1)
     seen: list[int] = []
-    rig.call_by_call()
-    forward = rig.loop.target.run
-
-    def watch(batch, taps=()):  # type: ignore[no-untyped-def]
-        seen.extend(batch.tokens.tolist())
-        return forward(batch, taps)
-
-    rig.loop.target.run = watch  # type: ignore[method-assign]
+    rig.strike(lambda batch, forward: seen.extend(batch.tokens.tolist()))  # type: ignore[func-returns-value]
     h = rig.generate(prompt(8, 8), 50)
     assert_own_text(h, 50)
     assert all(0 <= t < N_VOCAB for t in seen)

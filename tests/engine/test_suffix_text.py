@@ -69,8 +69,7 @@ def test_same_text_with_staggered_joins_and_cancels(kind: str, np: int, is_ahead
                 prompt(i, (1, 5, 15, 16, 17, 70, 100)[i % 7]), 20 + 3 * i, client=f"client {i % 3}"
             )
         )
-        rig.loop.step()
-        rig.loop.step()
+        rig.steps(2)
         if i % 4 == 3:
             gone.append(heard.pop(-2))
             rig.loop.cancel(gone[-1].job)
