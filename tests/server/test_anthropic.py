@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from server_client import App
+from server_client import App, app_of, refusal
 from server_fakes import FakeEngine, Script
 from server_live import Live
 
@@ -146,11 +146,11 @@ def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> Non
     assert error(app.get("/v1/messages")) == (405, "invalid_request_error")
     too_long = [{"role": "user", "content": "x" * 600}]
     assert error(post("/v1/messages", {"messages": too_long})) == (400, "invalid_request_error")
-    keyed = App(create_app(engine, ServerSettings(api_keys=("secret",))))
+    keyed = app_of(engine, api_keys=("secret",))
     assert error(keyed.post("/v1/messages", {"messages": HELLO})) == (401, "authentication_error")
     headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
     assert keyed.post("/v1/messages", {"messages": HELLO}, headers=headers).status_code == 200
-    small = App(create_app(engine, ServerSettings(limits=Limits(body=100))))
+    small = app_of(engine, limits=Limits(body=100))
     assert error(small.post("/v1/messages", {"messages": HELLO * 9})) == (413, "request_too_large")
     engine.is_alive = False
     assert error(post("/v1/messages", {"messages": HELLO})) == (529, "overloaded_error")
@@ -159,8 +159,7 @@ def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> Non
 
 @pytest.mark.parametrize("name", ["n", "n_cmpl"])
 def test_several_answers_are_refused(app: App, name: str) -> None:
-    response = app.post("/v1/messages", {"messages": HELLO, name: 2})
-    assert response.status_code == 400 and response.json()["error"]["message"].startswith(
+    assert refusal(app.post("/v1/messages", {"messages": HELLO, name: 2})).startswith(
         f"{name}: there is one answer"
     )
     assert app.post("/v1/messages", {"messages": HELLO, name: 1}).status_code == 200
@@ -168,7 +167,7 @@ def test_several_answers_are_refused(app: App, name: str) -> None:
 
 def test_a_full_queue_is_a_rate_limit_with_a_time_to_come_back(engine: FakeEngine) -> None:
     engine.n_queue = 0
-    response = App(create_app(engine, ServerSettings())).post("/v1/messages", {"messages": HELLO})
+    response = app_of(engine).post("/v1/messages", {"messages": HELLO})
     assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
     assert int(response.headers["retry-after"]) > 0
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from server_client import App
+from server_client import App, app_of
 from server_fakes import ByteTokenizer, FakeEngine, Script
 
 from pyspec.constrain.trie import TokenTable
 from pyspec.server.api import prompts
 from pyspec.server.api.schema import ChatBody, validate
-from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 from pyspec.text.markup.dialect import dialect_reason
 from pyspec.text.template import ChatTemplate
@@ -137,7 +136,7 @@ def test_any_arguments_of_a_history_are_shown(arguments: Any) -> None:
 @pytest.fixture
 def app(engine: FakeEngine) -> App:
     engine.info = replace(engine.info, chat_template=PLAIN, n_ctx=4096)
-    return App(create_app(engine, ServerSettings()))
+    return app_of(engine)
 
 
 def fits(engine: FakeEngine, texts: Sequence[str]) -> Mapping[str, bool]:

@@ -7,11 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from server_client import App
+from server_client import App, app_of
 from server_fakes import BOS, FakeEngine, Script
-
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -341,9 +338,7 @@ def test_each_interface_says_why_an_answer_ended(
         way = replace(way, has_tools=False, must_call=False, chat=way.chat.replace("tool_calls", "stop"))
     engine.info = replace(engine.info, chat_template=TEMPLATE)
     engine.script = Script(text=way.text, is_held=way.is_held, width=2)
-    found = said(
-        App(create_app(engine, ServerSettings())), path, body_of(path, way), is_streamed=is_streamed
-    )
+    found = said(app_of(engine), path, body_of(path, way), is_streamed=is_streamed)
     wants: dict[str, Any] = {"/completion": way.native, "/v1/messages": way.messages, "/v1/responses": way.responses}  # fmt: skip
     assert found == wants.get(path, [way.chat])
 
@@ -352,7 +347,7 @@ def test_each_interface_says_why_an_answer_ended(
 def test_what_can_not_be_held_is_refused_before_it_begins(engine: FakeEngine, path: str) -> None:
     body = body_of(path, WAYS["a schema ends a text"])
     wrong = json.loads(json.dumps(body).replace('"type": "string"', '"type": "wombat"'))
-    response = App(create_app(engine, ServerSettings())).post(path, wrong)
+    response = app_of(engine).post(path, wrong)
     assert response.status_code == 400 and "wombat" in response.text and not engine.seen
 
 

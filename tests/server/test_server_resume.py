@@ -10,13 +10,12 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from server_client import App, parse_events
+from server_client import app_of, parse_events, refusal
 from server_fakes import FakeEngine, Script
 from server_live import Live
 from waiting import wait_for
 
-from pyspec.server.app import create_app
-from pyspec.server.settings import Limits, ServerSettings
+from pyspec.server.settings import Limits
 
 ID = "conv-1::org/model:Q8"
 AT = f"/v1/stream?conv_id={quote(ID, safe='')}"
@@ -96,7 +95,7 @@ def test_a_client_that_does_not_ask_for_it_ends_its_generation(
 
 
 def test_a_session_is_its_keys_own(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(api_keys=("a", "b"))))
+    app = app_of(engine, api_keys=("a", "b"))
     mine, other = {"Authorization": "Bearer a"}, {"X-Api-Key": "b"}
 
     async def both() -> None:
@@ -145,7 +144,6 @@ def test_what_is_kept_is_bounded_in_bytes_time_and_number(
     ],
 )
 def test_what_is_wrong_with_a_question_is_said(engine: FakeEngine, path: str, says: str) -> None:
-    app = App(create_app(engine, ServerSettings()))
-    answer = app.get(path)
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    app = app_of(engine)
+    assert says in refusal(app.get(path))
     assert app.post("/v1/streams/lookup", {"conversation_ids": "x"}).status_code == 400

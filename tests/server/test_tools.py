@@ -10,13 +10,11 @@ from typing import Any
 import openai
 import pytest
 from llguidance import LLMatcher
-from server_client import App
+from server_client import App, app_of
 from server_fakes import FakeEngine, Script
 from server_live import Live
 
 from pyspec.constrain.trie import TokenTable
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 from pyspec.text.left_out import NO_IMAGE
 
 HERMES = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts: <think> </think> enable_thinking'
@@ -153,12 +151,10 @@ def test_calls_that_nobody_asked_for_stay_text(app: App, body: dict[str, Any]) -
 
 
 def test_a_server_that_reads_no_calls_refuses_tools(engine: FakeEngine) -> None:
-    said = ask(App(create_app(engine, ServerSettings(tool_call_parser="none"))), 400, tools=TOOLS)[
-        "error"
-    ]["message"]
+    said = ask(app_of(engine, tool_call_parser="none"), 400, tools=TOOLS)["error"]["message"]
     assert "--tool-call-parser" in said and "hermes" in said
     engine.info = replace(engine.info, chat_template="plain")
-    app = App(create_app(engine, ServerSettings(tool_call_parser="hermes")))
+    app = app_of(engine, tool_call_parser="hermes")
     assert len(ask(app, tools=TOOLS)["choices"][0]["message"]["tool_calls"]) == 2
 
 
@@ -310,7 +306,7 @@ def test_reasoning_goes_where_its_format_says(
 def test_the_template_hears_whether_to_think(
     engine: FakeEngine, settings: dict[str, Any], body: dict[str, Any], passed: str
 ) -> None:
-    ask(App(create_app(engine, ServerSettings(**settings))), **body)
+    ask(app_of(engine, **settings), **body)
     assert passed in prompt_of(engine).split("\n")
 
 
@@ -321,7 +317,7 @@ def test_a_budget_reaches_the_engine(app: App, engine: FakeEngine) -> None:
     assert bytes(budget.forced) == b"Enough.</think>"
     ask(app)
     assert engine.seen[-1].think_budget is None
-    ask(App(create_app(engine, ServerSettings(reasoning_budget=0))))
+    ask(app_of(engine, reasoning_budget=0))
     assert engine.seen[-1].think_budget is not None
 
 
@@ -337,7 +333,7 @@ def test_an_assistants_message_at_the_end_is_continued(app: App, engine: FakeEng
     ):
         ask(app, messages=[*HELLO, last], **body)
         assert prompt_of(engine).endswith("\nassistant: Well, ")
-    kept = ask(App(create_app(engine, ServerSettings(prefill_assistant=False))), messages=[*HELLO, last])
+    kept = ask(app_of(engine, prefill_assistant=False), messages=[*HELLO, last])
     assert kept["choices"] and prompt_of(engine).endswith(
         "assistant: Well, \nenable_thinking=True\nassistant: "
     )
