@@ -4,48 +4,41 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import httpx
 import pytest
 from server_client import refusal
 from server_fakes import FakeEngine
+from server_live import running
 from waiting import wait_for
 
 from pyspec.errors import ConfigError
 from pyspec.server.app import create_app
 from pyspec.server.http import door as access
 from pyspec.server.http.listen import listen, unlink, url_of
-from pyspec.server.http.serve import make_server, run
+from pyspec.server.http.serve import run
 from pyspec.server.settings import Limits, ServerSettings, keys_of
 
 
 @pytest.fixture
 def serve() -> Iterator[object]:
     """Starts servers; returns the URLs that each listens on."""
-    ends = []
+    with ExitStack() as started:
 
-    def start(**settings: object) -> list[str]:
-        made = ServerSettings(port=0, limits=Limits(drain_s=0.2), **settings)  # type: ignore[arg-type]
-        made.check()
-        engine, sockets = FakeEngine(), listen(made)
-        server = make_server(create_app(engine, made), made)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
-        urls = [url_of(sock, made) for sock in sockets]
-        thread.start()
-        ends.append((server, thread, engine, made))
-        wait_for(lambda: server.started, 20)
-        return urls
+        def start(**settings: object) -> list[str]:
+            made = ServerSettings(port=0, limits=Limits(drain_s=0.2), **settings)  # type: ignore[arg-type]
+            made.check()
+            sockets = listen(made)
+            started.callback(unlink, made)
+            engine = started.enter_context(closing(FakeEngine()))
+            urls = [url_of(sock, made) for sock in sockets]
+            started.enter_context(running(create_app(engine, made), made, sockets))
+            return urls
 
-    yield start
-    for server, thread, engine, made in ends:
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
-        engine.close()
-        unlink(made)
+        yield start
 
 
 def test_a_target_may_be_a_whole_address(serve):
@@ -111,8 +104,10 @@ def test_nothing_is_bound_if_one_address_is_not_to_be_had():
 def test_a_taken_port_is_told_before_anything_is_loaded():
     loads: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        settings = ServerSettings(port=taken.getsockname()[1])
-        with pytest.raises(ConfigError, match="choose another with --port"):
+        port = taken.getsockname()[1]
+        settings = ServerSettings(port=port)
+        said = f"port {port}: Address already in use.*choose another with --port"
+        with pytest.raises(ConfigError, match=said):
             run(lambda: loads.append(1), settings, print)  # type: ignore[arg-type,return-value]
     assert loads == []
 

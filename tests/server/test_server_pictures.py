@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -575,11 +575,6 @@ def test_the_answers_are_llama_cpps(name: str) -> None:
 
 
 # -- real clients ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def live(serve: Callable[..., Live]) -> Live:
-    return serve()
 
 
 def test_the_openai_client_sends_pictures(live: Live, engine: FakeEngine) -> None:

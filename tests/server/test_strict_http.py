@@ -171,11 +171,6 @@ def test_paths_and_addresses(
     quiet()
 
 
-@pytest.fixture
-def live(serve: Serve) -> Live:
-    return serve()
-
-
 def test_a_body_that_goes_wrong_behind_its_answer_is_no_traceback(
     live: Live, quiet: Callable[[], None]
 ) -> None:

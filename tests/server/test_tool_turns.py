@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import openai
 import pytest
 from server_client import app_of
 from server_fakes import FakeEngine, Script
-from server_live import Live
 
 TEMPLATE = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts: <think> </think> enable_thinking'
 ANSWER = (
@@ -28,23 +26,6 @@ def engine(engine: FakeEngine) -> FakeEngine:
     engine.info = replace(engine.info, chat_template=TEMPLATE)
     engine.script = Script(text=ANSWER)
     return engine
-
-
-@pytest.fixture
-def url(serve: Callable[..., Live], engine: FakeEngine) -> str:
-    return serve().url
-
-
-@pytest.fixture
-def claude(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture
-def gpt(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as found:
-        yield found
 
 
 def prompt_of(engine: FakeEngine) -> str:

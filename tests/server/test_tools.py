@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from llguidance import LLMatcher
 from server_client import App, app_of
 from server_fakes import FakeEngine, Script
-from server_live import Live
 
 from pyspec.constrain.trie import TokenTable
 from pyspec.text.left_out import NO_IMAGE
@@ -39,12 +37,6 @@ def engine(engine: FakeEngine) -> FakeEngine:
     return engine
 
 
-@pytest.fixture
-def client(engine: FakeEngine, serve: Callable[..., Live]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="unused", max_retries=0) as found:
-        yield found
-
-
 def ask(app: App, status: int = 200, **body: Any) -> Any:
     response = app.post("/v1/chat/completions", {"messages": HELLO} | body)
     assert response.status_code == status, response.text
@@ -58,8 +50,8 @@ def prompt_of(engine: FakeEngine) -> str:
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_client_gets_calls_whole(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="x", messages=HELLO, tools=TOOLS)
+def test_the_client_gets_calls_whole(gpt: openai.OpenAI) -> None:
+    answer = gpt.chat.completions.create(model="x", messages=HELLO, tools=TOOLS)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
     assert choice.message.model_extra == {"reasoning_content": "Sunny?"}
@@ -77,12 +69,12 @@ def test_the_client_gets_calls_whole(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 1000])
-def test_the_client_gets_calls_in_pieces(client: openai.OpenAI, engine: FakeEngine, width: int) -> None:
+def test_the_client_gets_calls_in_pieces(gpt: openai.OpenAI, engine: FakeEngine, width: int) -> None:
     engine.script = Script(text=ANSWER, width=width)
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     content = reasoning = finish = ""
-    for chunk in client.chat.completions.create(model="x", messages=HELLO, tools=TOOLS, stream=True):
+    for chunk in gpt.chat.completions.create(model="x", messages=HELLO, tools=TOOLS, stream=True):
         choice = chunk.choices[0]
         content += choice.delta.content or ""
         reasoning += (choice.delta.model_extra or {}).get("reasoning_content", "")
