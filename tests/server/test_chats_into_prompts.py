@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from server_client import App, app_of, refusal
-from server_fakes import ByteTokenizer, FakeEngine
+from server_fakes import FakeEngine, Template
 
 from pyspec.text import left_out
 from pyspec.text.template import ChatTemplate
@@ -29,27 +28,13 @@ LOOK = {"name": "look", "description": "Looks.", "parameters": PARAMETERS}
 WAIT = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
 
 
-class RealTemplate:
-    """A template that renders, before a tokenizer that knows no control tokens."""
+class RealTemplate(Template):
+    """A template that renders, without a token before it."""
+
+    add_special = False
 
     def __init__(self, template: ChatTemplate) -> None:
         self.render, self.able = template.render, template.able
-
-    def encode(
-        self,
-        tokenizer: ByteTokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-        begun: str = "",
-        rows: Mapping[str, list[int]] | None = None,
-    ) -> list[int]:
-        text = self.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
-        )
-        return tokenizer.encode(text + begun, add_special=False)
 
 
 @pytest.fixture

@@ -130,13 +130,6 @@ def test_the_native_answer_has_llama_servers_fields(app: App, path: str) -> None
     assert value["timings"]["cache_n"] == 1
 
 
-@pytest.mark.parametrize(
-    ("extra", "stop_type"), [({}, "eos"), ({"n_predict": 2}, "limit"), ({"stop": "o"}, "word")]
-)
-def test_native_stop_types_say_why_it_ended(app: App, extra: dict[str, Any], stop_type: str) -> None:
-    assert app.post("/completion", {"prompt": "x"} | extra).json()["stop_type"] == stop_type
-
-
 def test_a_native_stream_ends_with_its_final_object(app: App) -> None:
     events = app.events("/completion", {"prompt": "x"})
     assert [e["stop"] for e in events] == [False] * 4 + [True]
