@@ -40,11 +40,6 @@ N = 3
 SYSTEM = tuple(range(5 * BLOCK))
 
 
-@pytest.fixture
-def plants(tmp_path: Path) -> Plants:
-    return Plants(tmp_path)
-
-
 @contextmanager
 def start(plants: Plants, n: int = N, **settings: object) -> Iterator[tuple[Engine, Replicas]]:
     values = {"np": 5, "replicas": n} | settings
