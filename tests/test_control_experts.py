@@ -178,16 +178,12 @@ def test_a_place_that_nobody_saw_brings_less_than_the_one_before() -> None:
     for _ in range(40):
         rows.see(RoundExperts.of([0, 2], [[80, 40], [8]], [[0, 0], [72]], Brought(128, 72)))
     misses, _ = rows.expected([0, 2])
-    assert (
-        misses[0, :2] == pytest.approx([80, 40], rel=0.05)
-        and misses[0, 3] < 0.7 * misses[0, 2] < 0.5 * 40
-    )
+    assert misses[0, :2] == pytest.approx([80, 40], rel=0.05)
+    assert misses[0, 3] < 0.7 * misses[0, 2] < 0.5 * 40
     assert misses[1, 0] == pytest.approx(8, rel=0.5) and misses[1, 1] < 0.25 * misses[0, 1]
     rows.begin(2)
     assert rows.expected([2])[0, 0, 0] == pytest.approx(44, rel=0.05), "as all others do"
     both = RoundExperts.of([4, 1], [[10, 5], [5]], [[0, 0], [0]], Brought(16, 0))
-    assert (
-        both.misses.tolist() == [8, 4, 4]
-        and both.slot.tolist() == [4, 4, 1]
-        and both.place.tolist() == [0, 1, 0]
-    )
+    assert both.misses.tolist() == [8, 4, 4]
+    assert both.slot.tolist() == [4, 4, 1]
+    assert both.place.tolist() == [0, 1, 0]

@@ -62,11 +62,9 @@ def test_a_process_goes_on_without_its_idle_pages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     n, less, total = done.stdout.split()
-    assert (
-        int(n) > LEAST_KIB
-        and int(less) > LEAST_KIB
-        and float(total) == sum((189 + 7 * j) ** 2 for j in range(9))
-    )
+    assert int(n) > LEAST_KIB
+    assert int(less) > LEAST_KIB
+    assert float(total) == sum((189 + 7 * j) ** 2 for j in range(9))
 
 
 TEXTS = ["", "a", "é\u2581", "\udcff\udc80x", "", "word" * 99, "z"]
@@ -81,11 +79,9 @@ def test_packed_texts_are_those_that_were_packed(tmp_path: Path) -> None:
         for each in (packed, Strings.of([])):
             again = pickle.loads(pickle.dumps(each, protocol))
             assert isinstance(again, Strings) and again == each
-    assert (
-        copy.deepcopy(packed) == copy.copy(packed) == packed
-        and Strings.of([]) == []
-        and not Strings.of([])
-    )
+    assert copy.deepcopy(packed) == copy.copy(packed) == packed
+    assert Strings.of([]) == []
+    assert not Strings.of([])
     for bad in (7, -8):
         with pytest.raises(IndexError):
             packed[bad]

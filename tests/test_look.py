@@ -121,10 +121,8 @@ def test_what_does_not_fit_names_the_quantisation_that_does(
         there.asked.clear()
         done = call(*command, *SMALL_LOAD)
         assert done.exit_code == 5, done.output
-        assert (
-            "m-F32.gguf needs " in done.stderr
-            and f"from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
-        )
+        assert "m-F32.gguf needs " in done.stderr
+        assert f"from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
         assert "--no-look" in done.stderr and len(done.stderr.split("Error: ")[-1].splitlines()) == 1
         assert "" not in gets(there) and not list((tmp_path / "hub").rglob("blobs/*"))
 
@@ -203,9 +201,8 @@ def test_pull_tells_that_it_does_not_fit_and_goes_on(
     room(20)
     done = call("pull", "-hf", f"{REPO}:F32", "--json")
     assert done.exit_code == 0, done.output
-    assert (
-        "too large for this machine: m-F32.gguf needs" in done.stderr and "--no-look" not in done.stderr
-    )
+    assert "too large for this machine: m-F32.gguf needs" in done.stderr
+    assert "--no-look" not in done.stderr
     assert json.loads(done.stdout)[0]["bytes"] == len(there.files["m-F32.gguf"])
 
 
@@ -220,10 +217,8 @@ def test_fit_names_a_file_that_would_fit(there: FakeHub, tmp_path: Path):
     about = json.loads(call(*asked, "--vram", f"{mib}M", "--json").stdout)
     assert about["flags"] == [] and f"-hf {REPO}:Q8_0" in about["instead"]
     done = call(*asked, "--vram", f"{mib}M")
-    assert (
-        done.exit_code == 5
-        and f"nothing fits. This fits, from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
-    )
+    assert done.exit_code == 5
+    assert f"nothing fits. This fits, from the same repository: -hf {REPO}:Q8_0 (" in done.stderr
 
 
 @pytest.mark.slow
@@ -275,12 +270,10 @@ def test_without_a_network_one_line_says_what_is_left(
     done = call(*command)
     assert done.exit_code == 7, done.output
     (line,) = done.stderr.splitlines()
-    assert (
-        line.startswith("Error: no network (")
-        and "-m FILE" in line
-        and "--offline" in line
-        and "pyspec server demo" in line
-    )
+    assert line.startswith("Error: no network (")
+    assert "-m FILE" in line
+    assert "--offline" in line
+    assert "pyspec server demo" in line
 
 
 def test_a_resolver_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
@@ -347,12 +340,10 @@ def test_a_download_tells_how_far_it_is(there: FakeHub, monkeypatch: pytest.Monk
     with listening(lambda stage, part: heard.append((stage, part))):
         hub.from_hub(REPO)
     told = [part for stage, part in heard if stage == "download m-Q8_0.gguf"]
-    assert (
-        told == sorted(told)
-        and told[0] == 0
-        and told[-1] == 1
-        and len({part for part in told if 0 < part < 1}) > 2
-    )
+    assert told == sorted(told)
+    assert told[0] == 0
+    assert told[-1] == 1
+    assert len({part for part in told if 0 < part < 1}) > 2
 
 
 def test_what_draws_a_bar_draws_instead_of_the_client_library(there: FakeHub):
@@ -463,9 +454,8 @@ def test_a_program_loads_a_file_of_a_repository_with_the_drafter_beside_it(
     room(45)
     small: dict[str, Any] = {"np": 1, "ctx": 256, "ubatch": 16, "warm_up": False, "device": "cpu"}
     with Engine.load(hf=f"{REPO}:Q4_0", **small) as engine:
-        assert (
-            engine.info.model_path.endswith("m-Q4_0.gguf") and engine.generate("Hi", max_tokens=2).tokens
-        )
+        assert engine.info.model_path.endswith("m-Q4_0.gguf")
+        assert engine.generate("Hi", max_tokens=2).tokens
     with pytest.raises(
         DoesNotFit,
         match=rf"This fits, from the same repository: hf='{REPO}:Q8_0'.*Nothing was downloaded; `pyspec pull --hf-repo {REPO}:F32`",

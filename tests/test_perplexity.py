@@ -96,9 +96,8 @@ def test_sequences_begin_with_the_models_own_token() -> None:
     assert [one[1:] for one in chunks] == [ids[i * 21 + 1 : (i + 1) * 21] for i in range(len(chunks))]
     first = {one[0] for one in chunks}
     assert first == {tokenizer.bos_id} if tokenizer.add_bos else len(first) > 1
-    assert (
-        chunks_of(tokenizer, text, 21, 2) == chunks[:2] and chunks_of(tokenizer, text, 21, 0) == chunks
-    )
+    assert chunks_of(tokenizer, text, 21, 2) == chunks[:2]
+    assert chunks_of(tokenizer, text, 21, 0) == chunks
     with pytest.raises(RequestError, match=r"the text has \d+ tokens; want 5000 \(-c\) at least"):
         chunks_of(tokenizer, text, 5000)
 

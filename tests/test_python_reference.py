@@ -36,11 +36,9 @@ def test_help_names_every_option_with_type_default_and_meaning(name: str) -> Non
     text = inspect.getdoc(getattr(pyspec.Engine, name)) or ""
     for option, meaning in TEXTS.items():
         assert f"    {option}: " in text and meaning in text
-    assert (
-        "temperature: float = 0.8" in text
-        and "max_tokens: int = -1" in text
-        and "stop: str | Sequence[str] = ()" in text
-    )
+    assert "temperature: float = 0.8" in text
+    assert "max_tokens: int = -1" in text
+    assert "stop: str | Sequence[str] = ()" in text
     if name == "chat":
         assert all(f"{option}: " in text for option in ToolOptions.__annotations__.keys() - TEXTS.keys())
 

@@ -1,9 +1,10 @@
-"""Waits of tests, and processes that they have started."""
+"""Waits of tests, clocks, and processes that they have started."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -16,6 +17,18 @@ def wait_for(
         assert time.monotonic() - began < seconds, f"it did not happen in time {why()}"
         time.sleep(0.005)
     return time.monotonic() - began
+
+
+@dataclass
+class Clock:
+    """A clock that a test moves; it also goes on by `by` when it is read. Both are seconds."""
+
+    now: float = 0.0
+    by: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.by
+        return self.now
 
 
 def lives(pid: int) -> bool:

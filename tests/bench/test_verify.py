@@ -81,11 +81,9 @@ def test_what_the_target_likes_as_well_is_a_near_tie(engine: Engine, monkeypatch
     monkeypatch.setitem(verify.__globals__["TIE"], "cpu", (best - second) * 1.01)
     found = spoilt(engine, monkeypatch, spoil)
     (near,) = found.partings
-    assert (
-        near.verdict == "near tie"
-        and near.margin == pytest.approx(best - second, abs=1e-4)
-        and not found.bugs
-    )
+    assert near.verdict == "near tie"
+    assert near.margin == pytest.approx(best - second, abs=1e-4)
+    assert not found.bugs
     monkeypatch.undo()
     monkeypatch.setitem(verify.__globals__["TIE"], "cpu", (best - second) * 0.99)
     assert spoilt(engine, monkeypatch, spoil).bugs

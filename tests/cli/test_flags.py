@@ -161,11 +161,9 @@ def test_settings_from_python_are_held_against_the_same_ranges(rule: Rule) -> No
         try:
             settings_from({rule.name: value})
         except ConfigError as e:
-            assert (
-                str(e).startswith((rule.spelt, "-b is", "-np"))
-                and "want" in str(e)
-                and "\n" not in str(e)
-            )
+            assert str(e).startswith((rule.spelt, "-b is", "-np"))
+            assert "want" in str(e)
+            assert "\n" not in str(e)
         else:
             assert not rule.flaw(value)
 

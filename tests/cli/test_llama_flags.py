@@ -357,9 +357,8 @@ def test_samplers_and_biases_are_read_as_llama_cpp_writes_them(no_load: dict[str
     assert call(*args).exit_code == Loaded.exit_code
     sampling = no_load["server"].sampling
     assert sampling.samplers == ("top_k", "temperature")
-    assert (
-        sampling.logit_bias == ((15, 1.5), (2, float("-inf"))) and sampling.dry_sequence_breakers == ()
-    )
+    assert sampling.logit_bias == ((15, 1.5), (2, float("-inf")))
+    assert sampling.dry_sequence_breakers == ()
     assert call("--sampler-seq", "kt").exit_code == Loaded.exit_code
     assert no_load["server"].sampling.samplers == ("top_k", "temperature")
     assert "is no sampler" in call("--sampler-seq", "kz").stderr

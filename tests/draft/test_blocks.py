@@ -43,11 +43,9 @@ def test_a_block_holds_its_draft_and_is_the_trained_one_where_that_is_cheap(
 
 def test_depths_are_where_blocks_become_longer() -> None:
     block = BlockLength(16)
-    assert (
-        block.depths(32, 15) == (3, 7, 15)
-        and block.depths(32, 5) == (3, 5)
-        and block.depths(8, 15) == (15,)
-    )
+    assert block.depths(32, 15) == (3, 7, 15)
+    assert block.depths(32, 5) == (3, 5)
+    assert block.depths(8, 15) == (15,)
     assert BlockLength(16, FEW_ROWS_CPU).depths(1, 15) == (3, 7, 15)
     assert BlockLength(8, FEW_ROWS_CPU).depths(1, 7) == (7,)
 

@@ -100,8 +100,7 @@ def test_rounds_ahead_draft_as_rounds_that_are_read(kind: str) -> None:
         settings: dict[str, object] = {"np": 2, "n_draft_max": 4, "n_draft_fixed": True, "device": DEVICE}  # fmt: skip
         r = rig(DEMO, draft_path=path, **settings)
         r.loop.lookahead.on = is_ahead
-        heard = [r.submit(prompt, 40, GREEDY) for prompt, _ in demo_prompts()[:3]]
-        r.run()
+        heard = r.all([prompt for prompt, _ in demo_prompts()[:3]], 40, GREEDY)
         found.append([(h.tokens, h.timings.accepted_per_pos) for h in heard])
     assert [[tokens for tokens, _ in one] for one in found[1:]] == [
         [tokens for tokens, _ in found[0]]

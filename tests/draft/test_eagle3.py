@@ -157,8 +157,7 @@ def test_requests_that_were_not_read_are_joined_where_they_stand(is_ahead: bool)
     reading.wants = lambda n_read, n_busy: n_read < 2  # type: ignore[method-assign]
     reading.n_idle = REST_AFTER
     heard = [r.submit(prompt, N_TEXT) for prompt in list(texts)[:5]]
-    for _ in range(12):
-        r.loop.step()
+    r.steps(12)
     assert len(r.loop.controller.unread) == 3
     reading.n_idle = 0
     r.run()

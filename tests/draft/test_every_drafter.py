@@ -138,8 +138,7 @@ def test_drafts_are_those_of_the_reference(name: str) -> None:
     texts, r = list(known_texts(kind.target()).items())[:n], kind.drafted(np=2)
     seen = watch(r)
     fix_lengths(r.loop, lambda caps: [cap * (n % 4 < 3) for n in (next(rounds),) for _, cap in caps])
-    heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
-    r.run()
+    heard = r.all([prompt for prompt, _ in texts], N_TEXT)
     assert r.info.drafter == kind.name and [h.tokens for h in heard] == [text for _, text in texts]
     assert not name.startswith("streams") or r.info.n_draft_max == (5 if "behind" in name else 6)
     assert len(seen) > least

@@ -115,8 +115,7 @@ def test_silent_slots_catch_up_together() -> None:
     heard = []
     for _ in range(4):
         heard.append(r.submit([1, 2, 3, 4], 120, n_draft_max=0))
-        for _ in range(5):
-            r.loop.step()
+        r.steps(5)
     for _ in range(20):  # slots with half of them waiting come along
         r.loop.step()
     calls.clear()
@@ -141,8 +140,7 @@ def test_rows_that_come_along_right_after_a_draft_are_exact(most_waiting: int) -
     bring_up, widths = drafter._bring_up, []
     drafter._bring_up = lambda late: (widths.extend(seq.width for _, seq in late), bring_up(late))[1]  # type: ignore[assignment,func-returns-value]
     silent = r.submit([1, 2, 3, 4], 60, n_draft_max=0)
-    heard = [r.submit(p, 40) for p in list(known_texts(QWEN35))[:2]]
-    r.run()
+    heard = r.all(list(known_texts(QWEN35))[:2], 40)
     assert silent.over and sum(h.timings.draft_n_accepted for h in heard) > 0 and min(widths) >= 1
     for h in heard:
         tokens, got = exact_rows_of(r, h)
@@ -164,8 +162,7 @@ def test_drafts_do_not_depend_on_the_neighbours() -> None:
     together = rig(QWEN35, np=8, spec_type="mtp", n_draft_max=4, n_draft_fixed=True)
     prompts = list(known_texts(QWEN35))[:8]
     want = [alone.generate(p, 30).timings.accepted_per_pos for p in prompts]
-    heard = [together.submit(p, 30) for p in prompts]
-    together.run()
+    heard = together.all(prompts, 30)
     assert [h.timings.accepted_per_pos for h in heard] == want
 
 

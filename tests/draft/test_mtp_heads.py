@@ -210,8 +210,7 @@ def test_texts_are_those_of_the_trunk(np_: int, n_draft: int, three: Path) -> No
     want = [plain.generate(prompt, 24).tokens for prompt in prompts]
     r = rig(three, np=np_, ubatch=24, spec_type="mtp", n_draft_max=n_draft, n_draft_fixed=True)
     for _ in range(2):
-        heard = [r.submit(prompt, 24) for prompt in prompts]
-        r.run()
+        heard = r.all(prompts, 24)
         assert [h.tokens for h in heard] == want
     assert sum(h.timings.draft_n for h in heard) > 100
 
@@ -267,8 +266,7 @@ def test_a_request_that_gives_up_its_slot_goes_on_with_its_text(three: Path) -> 
     want = [plain.generate(prompt, 12).tokens for prompt in prompts]
     r = rig(three, np=2, ubatch=16, spec_type="mtp", n_draft_max=3, n_draft_fixed=True)
     heard = [r.submit(prompt, 12) for prompt in prompts[:2]]
-    for _ in range(3):
-        r.loop.step()
+    r.steps(3)
     heard += [r.submit(prompt, 12) for prompt in prompts[2:]]
     r.run()
     assert [h.tokens for h in heard] == want

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -213,6 +213,11 @@ class Rig:
         self.loop.submit(job)
         return Heard(r, job, events)
 
+    def steps(self, n: int) -> None:
+        """So many rounds."""
+        for _ in range(n):
+            self.loop.step()
+
     def run(self, limit: int = 3000) -> None:
         """Step until nothing is left, checking the pages after every round."""
         for _ in range(limit):
@@ -235,6 +240,33 @@ class Rig:
         heard = self.submit(prompt, n, params, **request)
         self.run()
         return heard
+
+    def all(
+        self,
+        prompts: Iterable[Sequence[int]],
+        n: int = 32,
+        params: SamplingParams = GREEDY,
+        **request: object,
+    ) -> list[Heard]:
+        """Requests side by side, to their ends."""
+        heard = [self.submit(prompt, n, params, **request) for prompt in prompts]
+        self.run()
+        return heard
+
+    def strike(self, how: Callable[[Batch, Callable[[], Out]], Out | None]) -> None:
+        """Call `how(batch, forward)` in place of each of the target's forwards, until it once raises or returns a result of its own."""
+        self.call_by_call()
+        target, run = self.loop.target, self.loop.target.run
+
+        def struck(batch: Batch, taps: Sequence[int] = ()) -> Out:
+            target.run = run  # type: ignore[method-assign]
+            out = how(batch, partial(run, batch, taps))
+            if out is not None:
+                return out
+            target.run = struck  # type: ignore[method-assign]
+            return run(batch, taps)
+
+        target.run = struck  # type: ignore[method-assign]
 
 
 def overwriting(run: Callable[[Batch], Out]) -> Callable[[Batch], Out]:

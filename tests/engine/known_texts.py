@@ -77,8 +77,7 @@ def joined(
         heard.append(r.submit(prompt, n))
         if cancels and i % 3 == 1:
             others.append(r.submit(prompt[::-1], n))
-        r.loop.step()
-        r.loop.step()
+        r.steps(2)
         if i % 3 == 0:
             while others:
                 r.loop.cancel(others.pop().job)

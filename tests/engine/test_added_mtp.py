@@ -35,7 +35,6 @@ def test_the_text_is_that_of_the_trunk(np_: int, tmp_path: Path) -> None:
     path = with_block(tmp_path / "m.gguf")
     want = [plain_rig(GLM).generate(prompt, 40).tokens for prompt in PROMPTS]
     r = rig(path, np=np_, spec_type="mtp", n_draft_max=3, n_draft_fixed=True)
-    heard = [r.submit(prompt, 40) for prompt in PROMPTS]
-    r.run()
+    heard = r.all(PROMPTS, 40)
     assert [h.tokens for h in heard] == want
     assert sum(h.timings.draft_n for h in heard) > 100

@@ -75,11 +75,9 @@ def test_a_model_is_named_as_its_file_on_one_line_without_blanks(tmp_path: Path)
     )
     r = plain_rig(path.rename(tmp_path / "My model \udcff\x1b[2J.gguf"))
     told = json.dumps(asdict(replace(r.info, model_path="")), ensure_ascii=False).encode()
-    assert (
-        r.info.model_name == "My-model-\ufffd\ufffd[2J.gguf"
-        and r.info.chat_template == "\ufffd{{ bos_token }}"
-        and told
-    )
+    assert r.info.model_name == "My-model-\ufffd\ufffd[2J.gguf"
+    assert r.info.chat_template == "\ufffd{{ bos_token }}"
+    assert told
 
 
 LABELS: list[dict[str, object]] = [

@@ -109,9 +109,8 @@ def test_calls_may_stand_in_place_of_a_text_that_is_held_to_a_schema(name: str) 
             assert (matcher.validate_tokens(tokens) == len(tokens)) == fits, text
         parser = AnswerMarkup(calls=spoken, tools=TOOLS, trigger=trigger).parser
         told = [part for p in [parser()] for part in (*p.push(answer), *p.finish())]
-        assert (
-            "".join(part.text for part in told if isinstance(part, Content)) == answer and len(told) == 1
-        )
+        assert "".join(part.text for part in told if isinstance(part, Content)) == answer
+        assert len(told) == 1
         told = [part for p in [parser()] for part in (*p.push("\n" + WRITTEN[name]), *p.finish())]
         assert isinstance(told[0], CallBegin) and not any(isinstance(part, Content) for part in told)
 

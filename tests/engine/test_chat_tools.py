@@ -53,16 +53,12 @@ def test_a_named_tool_is_called_with_arguments_that_fit(
 ) -> None:
     answer = engine.chat(ASKED, tools=tools, tool_choice="weather", tool_call_parser=parser, **SHORT)
     (call,) = answer.tool_calls
-    assert (
-        call.name == "weather"
-        and call.values().keys() == {"days", "unit"}
-        and 2 <= call.values()["days"] <= 7
-    )
-    assert (
-        answer.content == ""
-        and answer.finish in ("stop", "eos")
-        and call.arguments in json.dumps(answer.message).replace('\\"', '"')
-    )
+    assert call.name == "weather"
+    assert call.values().keys() == {"days", "unit"}
+    assert 2 <= call.values()["days"] <= 7
+    assert answer.content == ""
+    assert answer.finish in ("stop", "eos")
+    assert call.arguments in json.dumps(answer.message).replace('\\"', '"')
 
 
 def test_a_stream_tells_of_each_call_once_it_is_complete(engine: Engine) -> None:
@@ -106,10 +102,8 @@ def test_without_tools_an_answer_is_what_it_was(engine: Engine) -> None:
     for prompt in ("What is 3 x 4?", "Count from 1 to 10.", "\u00e4\u00f6 <tool_call>"):
         chat = [{"role": "user", "content": prompt}]
         answer = engine.chat(chat, **SHORT)
-        assert (
-            answer.text == answer.content == engine.generate(chat, **SHORT).text
-            and not answer.tool_calls
-        )
+        assert answer.text == answer.content == engine.generate(chat, **SHORT).text
+        assert not answer.tool_calls
         assert answer.message == {"role": "assistant", "content": answer.text}
     assert engine.chat(ASKED, tools=TOOLS, tool_choice="none", **SHORT).tool_calls == ()
 
@@ -160,10 +154,8 @@ def test_an_answer_is_taken_apart_wherever_it_is_cut(width: int) -> None:
     )
     heard = [reading.delta(Delta("r", (1,), text[i : i + width])) for i in range(0, len(text), width)]
     heard += [rest] if (rest := reading.rest("r")) is not None else []
-    assert (
-        "".join(d.reasoning for d in heard) == "so so"
-        and "".join(d.content for d in heard).strip() == "Look:"
-    )
+    assert "".join(d.reasoning for d in heard) == "so so"
+    assert "".join(d.content for d in heard).strip() == "Look:"
     calls = [call for d in heard for call in d.tool_calls]
     assert [(c.name, c.values()) for c in calls] == [("clock", {}), ("weather", {"days": 3})]
 

@@ -15,11 +15,9 @@ from pyspec.engine.api import Engine
 from pyspec.engine.chat_tools import ChatResult
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.request import Request
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
-from server_client import App
+from server_client import app_of
 
 TURNS = (
     "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -138,7 +136,7 @@ def from_python(engine: Engine, body: dict[str, Any]) -> ChatResult:
 
 def both(engine: Engine, body: dict[str, Any]) -> ChatResult:
     """The answer by Python, equal to the one over HTTP."""
-    response = App(create_app(engine, ServerSettings())).post("/v1/chat/completions", body)
+    response = app_of(engine).post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
     answer, said = from_python(engine, body), choice["message"]
@@ -166,7 +164,7 @@ def test_a_chat_is_the_same_by_both_ways(spoken: Engine, seen: list[Request], na
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_http_refuses_is_refused_with_the_same_words(spoken: Engine, name: str) -> None:
     body = body_of(name)
-    response = App(create_app(spoken, ServerSettings())).post("/v1/chat/completions", body)
+    response = app_of(spoken).post("/v1/chat/completions", body)
     assert response.status_code == 400
     with pytest.raises(PyspecError) as e:
         from_python(spoken, body)

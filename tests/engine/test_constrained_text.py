@@ -249,10 +249,8 @@ def test_a_ban_holds_under_a_grammar_and_one_that_leaves_nothing_ends_the_reques
     banned = tuple(
         (t, float("-inf")) for t in range(small.info.n_vocab) if b"a" in small.tokenizer.token_bytes(t)
     )
-    assert (
-        under(small, "regex", "[ab]{6}", replace(ENDING, logit_bias=banned)).text == "bbbbbb"
-        and len(free.text) == 6
-    )
+    assert under(small, "regex", "[ab]{6}", replace(ENDING, logit_bias=banned)).text == "bbbbbb"
+    assert len(free.text) == 6
     dead = under(small, "regex", "a{6}", replace(ENDING, logit_bias=banned))
     assert dead.error is not None and "dead end" in str(dead.error) and e("a")
 
@@ -353,11 +351,9 @@ def test_a_grammar_that_grows_too_large_ends_its_request_and_is_no_error_of_the_
             (3, 4, 5), 12, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide))
         )
         r.run()
-    assert (
-        isinstance(hostile.error, GrammarTooLarge)
-        and neighbour.error is None
-        and len(neighbour.tokens) == 12
-    )
+    assert isinstance(hostile.error, GrammarTooLarge)
+    assert neighbour.error is None
+    assert len(neighbour.tokens) == 12
     (told,) = [record for record in caplog.records if "failed in slot" in record.getMessage()]
     assert told.levelno == logging.WARNING
 
@@ -383,9 +379,9 @@ def test_so_does_one_whose_prompt_was_there_to_its_end(
         )
         neighbour = r.submit(prompt, 6, GREEDY)
         r.run()
-        assert (
-            isinstance(hostile.error, GrammarTooLarge) and not hostile.tokens and neighbour.error is None
-        )
+        assert isinstance(hostile.error, GrammarTooLarge)
+        assert not hostile.tokens
+        assert neighbour.error is None
         plain.append(neighbour.tokens)
     assert plain[0] == plain[1] == plain[2] and r.loop.is_idle
     assert started, "the case is about these"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 
 import pytest
 import torch
@@ -41,17 +42,13 @@ def untripped() -> None:
 
 def tripping(r: Rig, op: str, slot: int, after: int) -> None:
     """In forward number `after` of the slot, once: trip a guard, and spoil the guarded values."""
-    r.call_by_call()
-    forward, n = r.loop.target.run, 0
+    n = count(1)
 
-    def bad(batch: Batch, taps: Sequence[int] = ()) -> Out:
-        nonlocal n
-        out = forward(batch, taps)
+    def bad(batch: Batch, forward: Callable[[], Out]) -> Out | None:
         at = next((i for i, seq in enumerate(batch.seqs) if seq.slot == slot), None)
-        n += at is not None
-        if at is None or n < after:
-            return out
-        r.loop.target.run = forward  # type: ignore[method-assign]
+        if at is None or next(n) < after:
+            return None
+        out = forward()
         last_row = batch.starts[at + 1] - 1
         places = {FaultPlace.SLOT: slot, FaultPlace.ROW: last_row, FaultPlace.SEQUENCE: at}
         trip(op, places[GUARDS[op].place])
@@ -60,7 +57,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
                 t[slot] = NAN
         return out
 
-    r.loop.target.run = bad  # type: ignore[method-assign]
+    r.strike(bad)
 
 
 @pytest.mark.sampled(1, most=1)
@@ -107,15 +104,12 @@ def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     path, r = speculating("mtp", 2)
     prompt, text = next(iter(known_texts(path).items()))
     heard = [r.submit(prompt, N_TEXT) for _ in range(2)]
-    r.call_by_call()
-    forward = r.loop.target.run
 
-    def bad(batch: Batch, taps: Sequence[int] = ()) -> Out:
-        r.loop.target.run = forward  # type: ignore[method-assign]
+    def bad(batch: Batch, forward: Callable[[], Out]) -> Out:
         trip(op, -1)
-        return forward(batch, taps)
+        return forward()
 
-    r.loop.target.run = bad  # type: ignore[method-assign]
+    r.strike(bad)
     r.run()
     assert all(isinstance(h.error, OutOfBounds) for h in heard) and r.loop.stats.guard_trips == 1
     assert r.generate(prompt, N_TEXT).tokens == text
@@ -149,8 +143,7 @@ def test_a_guard_that_trips_while_drafting_costs_no_request(kind: str) -> None:
         return draft(asks)
 
     drafter.draft = bad  # type: ignore[method-assign]
-    heard = [r.submit(p, N_TEXT) for p, _ in texts]
-    r.run()
+    heard = r.all([p for p, _ in texts], N_TEXT)
     assert [h.tokens for h in heard] == [t for _, t in texts]
     assert r.loop.stats.guard_trips > 2 and r.loop.stats.requests_failed == 0
 
@@ -178,9 +171,7 @@ def test_a_drafter_that_did_not_listen_is_not_asked_again_for_these_requests() -
     r = fake_rig(3, Forgetful(5))
     prompts = [[i, 2, 3] for i in range(3)]
     heard = [r.submit(p, 40, slot=i) for i, p in enumerate(prompts[:2])]
-    r.loop.step()
-    r.loop.step()
-    r.loop.step()
+    r.steps(3)
     assert r.loop.speculator.lost_track == {0, 1} and r.loop.drafter.open == {}
     late = r.submit(prompts[2], 40, slot=2)
     r.run()
@@ -211,8 +202,7 @@ def test_real_drafters_survive_a_lost_observation(kind: str) -> None:
 
     drafter.observe = bad  # type: ignore[method-assign]
     heard = [r.submit(p, N_TEXT, slot=i) for i, (p, _) in enumerate(texts[:2])]
-    for _ in range(4):
-        r.loop.step()
+    r.steps(4)
     assert r.loop.speculator.lost_track == {0, 1}
     heard.append(r.submit(texts[2][0], N_TEXT, slot=2))
     r.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -101,8 +101,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[Pend
     heard = []
     for prompt in texts:
         heard.append(r.submit(prompt, N_TEXT))
-        for _ in range(3):
-            r.loop.step()
+        r.steps(3)
     r.run()
     assert [h.tokens for h in heard] == list(texts.values())
     assert drafter.n_ahead > 20 and drafter.right > 0.7 * drafter.n_ahead
@@ -165,8 +164,7 @@ def test_banned_tokens_among_drafts_leave_the_text_as_it_is(
         return []
 
     r = rig_for(path, Ahead(5, text=text), np=3)
-    heard = [r.submit(p, 30, params) for p in prompts]
-    r.run()
+    heard = r.all(prompts, 30, params)
     assert [h.tokens for h in heard] == list(want.values())
     assert any(flight.off for flight in flown if flight.launched.tokens is not None)
 
@@ -179,8 +177,7 @@ def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[PendingRo
     for may in (False, True):
         _, r = same.MAKERS[kind](np=2, synth_len=2.5)
         r.loop.lookahead.on = may
-        heard = [r.submit(p, 40) for p in ([1, 2, 3], [9, 8, 7, 6], [5] * 20)]
-        r.run()
+        heard = r.all(([1, 2, 3], [9, 8, 7, 6], [5] * 20), 40)
         found.append([h.tokens for h in heard])
         assert sum(h.timings.draft_n_accepted for h in heard) > 40
     # near their end, requests draft less if the round before is not read yet
@@ -196,8 +193,7 @@ def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[Pendin
     path, r = same.MAKERS[kind](np=2)
     texts = list(known_texts(path).items())
     for turn in range(2):
-        heard = [r.submit(p, N_TEXT, n_draft_max=0 if turn == 0 else None) for p, _ in texts[:2]]
-        r.run()
+        heard = r.all([p for p, _ in texts[:2]], N_TEXT, n_draft_max=0 if turn == 0 else None)
         for h, (_, text) in zip(heard, texts, strict=False):
             assert h.tokens == text
         assert bool(flown) and (turn == 0 or sum(h.timings.draft_n for h in heard) > 0)
@@ -235,8 +231,7 @@ def test_drafts_are_those_of_rounds_that_wait(
         fix_lengths(r.loop, lengths)
         found.append({})
         texts = list(known_texts(path).items())[:2]
-        heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
-        r.run()
+        heard = r.all([prompt for prompt, _ in texts], N_TEXT)
         assert all(h.tokens == text for h, (_, text) in zip(heard, texts, strict=True))
     both = found[0].keys() & found[1].keys()
     for where in both:
@@ -288,8 +283,7 @@ def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[PendingRo
         r = rig(path, spec_type="none", np=3, ubatch=24)
         kept = [(r.submit(p, N_TEXT), text) for p, text in texts[:2]]
         gone = r.submit(texts[2][0], N_TEXT)
-        for _ in range(rounds):
-            r.loop.step()
+        r.steps(rounds)
         r.loop.cancel(gone.job)
         r.loop.step()
         assert gone.finish == "cancelled" and gone.tokens == texts[2][1][: len(gone.tokens)]
@@ -324,8 +318,7 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[Pending
     want = [cold.generate(p, 30, params).tokens for p in prompts]
     assert want[0] != free[0]
     r = rig(QWEN35, spec_type="none", np=3)
-    heard = [r.submit(p, 30, params) for p in prompts]
-    r.run()
+    heard = r.all(prompts, 30, params)
     assert [h.tokens for h in heard] == want
     assert any(flight.off for flight in flown) and not all(flight.off for flight in flown)
 
@@ -399,8 +392,7 @@ def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
 def test_a_request_that_waits_is_seated_at_once(flown: list[PendingRound]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     first = r.submit([1, 2, 3], 40)
-    for _ in range(5):
-        r.loop.step()
+    r.steps(5)
     assert r.loop.lookahead.under_way is not None
     second = r.submit([4, 5, 6], 5)
     r.loop.step()
@@ -417,19 +409,15 @@ def test_a_bad_row_ends_its_own_request(flown: list[PendingRound]) -> None:
         r.submit([1, 2, 3], 20),
         r.submit([4, 5, 6], 40),
     )  # the shorter request has the first slot
-    for _ in range(4):
-        r.loop.step()
-    r.call_by_call()
-    forward = r.loop.target.run
+    r.steps(4)
 
-    def poisoned(batch: object, taps: object = ()) -> object:
-        out = forward(batch, taps)  # type: ignore[arg-type]
-        r.loop.target.run = forward  # type: ignore[method-assign]
+    def poisoned(batch: Batch, forward: Callable[[], Out]) -> Out:
+        out = forward()
         logits = out.logits.clone()
         logits[0] = torch.nan
         return replace(out, logits=logits)
 
-    r.loop.target.run = poisoned  # type: ignore[method-assign, assignment]
+    r.strike(poisoned)
     r.run()
     assert bad.error is not None and "NaN" in str(bad.error) and good.tokens == want
 
@@ -442,8 +430,7 @@ def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(
     r = rig(QWEN35, spec_type="none", np=2)
     want = [plain_rig(QWEN35).generate(p, 20).tokens for p in ([1, 2, 3], [4, 5, 6])]
     heard = [r.submit(p, 20) for p in ([1, 2, 3], [4, 5, 6])]
-    for _ in range(4):
-        r.loop.step()
+    r.steps(4)
     forward, refused = r.loop.worker.forward, list[int]()
 
     def refuse(batch: Batch) -> Out:
@@ -461,8 +448,7 @@ def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(
 def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[PendingRound]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     heard = [r.submit([i, 2, 3], 40) for i in range(3)]
-    for _ in range(6):
-        r.loop.step()
+    r.steps(6)
     assert r.loop.lookahead.under_way is not None
     r.loop.abort(DeviceError("gone"))
     assert r.loop.lookahead.under_way is None and all(isinstance(h.error, DeviceError) for h in heard)

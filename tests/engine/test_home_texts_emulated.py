@@ -76,8 +76,7 @@ def texts(path: Path, n: int, **settings: object) -> tuple[list[list[int]], Rig,
         return launch(round_)
 
     r.loop.worker.launch = watched  # type: ignore[method-assign]
-    heard = [r.submit(prompt, n) for prompt in PROMPTS]
-    r.run()
+    heard = r.all(PROMPTS, n)
     return [h.tokens for h in heard], r, launched
 
 
@@ -205,8 +204,7 @@ def test_a_host_that_falls_silent_ends_the_engine_and_no_request(
     with in_host(monkeypatch, 2):
         want, r = texts(path, 9, spec_type="none")[0], plain(path)
         heard = [r.submit(prompt, 9) for prompt in PROMPTS]
-        for _ in range(4):
-            r.loop.step()
+        r.steps(4)
         with monkeypatch.context() as patch:
             patch.setattr(HostLane, "serve", lambda self: 0)
             patch.setattr(lane, "LIMIT", 20_000)

@@ -10,6 +10,7 @@ import pytest
 from draft_fakes import N_VOCAB, text_after
 from engine_rig import Heard, Rig, fake_rig
 from sampling import slow
+from waiting import Clock
 
 from pyspec.draft.drafter import OnHost
 from pyspec.draft.ngram import NGram
@@ -26,17 +27,6 @@ from pyspec.slots.drafts import Drafts
 from pyspec.slots.table import Slot
 
 ROUND_MS, ROW_MS, LONGEST = 10.0, 0.05, 5
-
-
-@dataclass
-class Clock:
-    """Goes on by the work that tells it how long it took, and a little when it is read."""
-
-    ms: float = 0.0
-
-    def __call__(self) -> float:
-        self.ms += 0.01
-        return 1e-3 * self.ms
 
 
 @dataclass
@@ -64,7 +54,7 @@ class Oracle(SuffixDrafts):
         self.work = work
 
     def draft_all(self, wishes: Sequence[tuple[Slot, int, int]]) -> list[SuffixDraft]:
-        self.work.clock.ms += self.work.host_ms * len(wishes) / len(self.work.texts)
+        self.work.clock.now += 1e-3 * self.work.host_ms * len(wishes) / len(self.work.texts)
         self.work.lookups.append(len(wishes))
         return [self._one(slot, most) for slot, _, most in wishes]
 
@@ -86,27 +76,31 @@ class Oracle(SuffixDrafts):
         return super().advance(n)
 
 
+def timed(made: Rig) -> Clock:
+    """A clock for the loop, which goes on by rounds and by what else tells it how long it took, and a little when it is read."""
+    clock, loop = Clock(by=1e-5), made.loop
+    loop.clock = loop.speculator.clock = clock
+    forward = loop.target.run
+
+    def run(batch: Batch, taps: Sequence[int] = ()) -> Out:
+        clock.now += 1e-3 * (ROUND_MS + ROW_MS * batch.n_row)
+        return forward(batch, taps)
+
+    loop.target.run = run  # type: ignore[method-assign]
+    return clock
+
+
 def make(
     np: int, host_ms: float, right: Callable[[int], int], *, ahead: bool = False
 ) -> tuple[Rig, Work]:
-    clock = Clock()
-    work = Work(clock, host_ms, right)
     made = fake_rig(np, None, ctx=1600)
-    loop = made.loop
-    loop.clock = loop.speculator.clock = clock
+    work, loop = Work(timed(made), host_ms, right), made.loop
     loop.controller.__init__(np, LONGEST, n_own=0)  # type: ignore[misc]
     loop.worker.__init__(loop.target, loop.memory, loop.table, loop.drafter, None, LONGEST)  # type: ignore[misc]
     loop.stats.n_max = LONGEST
     loop.stats.reset()
     loop.speculator.suffixes = SuffixSource(Oracle(work), has_device=False)
     loop.speculator.raises_bugs = loop.speculator.suffixes.raises_bugs = True
-    forward = loop.target.run
-
-    def timed(batch: Batch, taps: Sequence[int] = ()) -> Out:
-        clock.ms += ROUND_MS + ROW_MS * batch.n_row
-        return forward(batch, taps)
-
-    loop.target.run = timed  # type: ignore[method-assign]
     if ahead:
         made.run_ahead()
     return made, work
@@ -152,7 +146,7 @@ def test_at_3_tokens_a_round_it_continues(np: int) -> None:
     stats = made.loop.stats
     assert len(work.lookups) > 0.9 * stats.rounds
     assert stats.rounds < n / 2.5
-    assert n * np / work.clock.ms > 1.6 * np / (ROUND_MS + ROW_MS * np), "of plain decoding"
+    assert n * np / (1e3 * work.clock.now) > 1.6 * np / (ROUND_MS + ROW_MS * np), "of plain decoding"
 
 
 def test_it_tries_again_and_continues_if_texts_have_changed() -> None:
@@ -230,7 +224,7 @@ class Slow(NGram):
         self.work = work
 
     def draft(self, requests: Sequence[object]) -> list[Drafts]:
-        self.work.clock.ms += self.work.host_ms
+        self.work.clock.now += 1e-3 * self.work.host_ms
         self.work.lookups.append(len(requests))
         found = []
         for request in requests:
@@ -243,20 +237,11 @@ class Slow(NGram):
 @pytest.mark.parametrize(("share", "goes_on"), [(0.05, False), (1.0, True)])
 def test_n_grams_that_find_nothing_are_asked_rarely(share: float, goes_on: bool) -> None:
     rng, n = random.Random(3), 600
-    clock = Clock()
-    work = Work(clock, 0.5 * ROUND_MS, lambda slot: 0 if rng.random() < share else -1)
+    work = Work(Clock(), 0.5 * ROUND_MS, lambda slot: 0 if rng.random() < share else -1)
     made = fake_rig(3, OnHost("ngram", Slow(work)), ctx=1600)
-    loop = made.loop
-    loop.clock = loop.speculator.clock = clock
-    loop.controller.__init__(3, LONGEST, n_own=LONGEST)  # type: ignore[misc]
-    forward = loop.target.run
-
-    def timed(batch: Batch, taps: Sequence[int] = ()) -> Out:
-        clock.ms += ROUND_MS + ROW_MS * batch.n_row
-        return forward(batch, taps)
-
-    loop.target.run = timed  # type: ignore[method-assign]
+    work.clock = timed(made)
+    made.loop.controller.__init__(3, LONGEST, n_own=LONGEST)  # type: ignore[misc]
     heard = submit(made, work, n)
     finish(made, heard, work, n)
-    share_asked = len(work.lookups) / loop.stats.rounds
+    share_asked = len(work.lookups) / made.loop.stats.rounds
     assert share_asked > 0.8 if goes_on else share_asked < 0.15

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -101,26 +103,22 @@ def test_a_poisoned_slot_is_as_good_as_new(kind: str) -> None:
 
 def failing(r: Rig, slot: int, after: int, break_it: str) -> None:
     """From forward number `after` on, once: the slot's logits become NaN, or the forward refuses the slot."""
-    r.call_by_call()
-    forward, n = r.loop.target.run, 0
+    n = count(1)
 
-    def bad(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
-        nonlocal n
-        n += 1
+    def bad(batch: Batch, forward: Callable[[], Out]) -> Out | None:
         mine = next((i for i, seq in enumerate(batch.seqs) if seq.slot == slot and seq.n_out), None)
-        if n < after or mine is None:
-            return forward(batch, taps)
-        r.loop.target.run = forward  # type: ignore[method-assign]
+        if next(n) < after or mine is None:
+            return None
         if break_it == "refuse":
             error = SlotError("the kernel found a bad index")
             error.slot = slot
             raise error
-        out = forward(batch, taps)
+        out = forward()
         logits, at = out.logits.clone(), sum(seq.n_out for seq in batch.seqs[:mine])
         logits[at : at + batch.seqs[mine].n_out, 7] = {"nan": NAN, "inf": float("inf")}[break_it]
         return replace(out, logits=logits)
 
-    r.loop.target.run = bad  # type: ignore[method-assign]
+    r.strike(bad)
 
 
 @pytest.mark.sampled(1, most=1)
@@ -147,14 +145,11 @@ def test_a_failure_of_no_named_slot_ends_all_requests_and_the_engine_lives_on() 
     path, r = speculating("mtp", 2)
     prompt, text = next(iter(known_texts(path).items()))
     heard = [r.submit(prompt, N_TEXT) for _ in range(2)]
-    r.call_by_call()
-    forward = r.loop.target.run
 
-    def bad(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
-        r.loop.target.run = forward  # type: ignore[method-assign]
+    def bad(batch: Batch, forward: Callable[[], Out]) -> Out:
         raise SlotError("something, somewhere")
 
-    r.loop.target.run = bad  # type: ignore[method-assign]
+    r.strike(bad)
     r.run()
     assert all(isinstance(h.error, SlotError) for h in heard)
     assert r.generate(prompt, N_TEXT).tokens == text
@@ -176,8 +171,7 @@ def test_a_failing_drafter_costs_drafts_and_nothing_else() -> None:
         return forward(batch, hidden)
 
     drafter.block.forward = bad  # type: ignore[method-assign]
-    heard = [r.submit(p, N_TEXT) for p, _ in texts]
-    r.run()
+    heard = r.all([p for p, _ in texts], N_TEXT)
     assert [h.tokens for h in heard] == [t for _, t in texts]
     assert r.loop.stats.guard_trips > 2
 

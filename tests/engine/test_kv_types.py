@@ -75,8 +75,7 @@ def test_speculation_leaves_the_text_as_it_is(
     for i, prompt in enumerate(want):
         heard.append(r.submit(prompt, N_TEXT))
         gone = r.submit([*prompt[: len(prompt) // 2], i, 7], 200)
-        r.loop.step()
-        r.loop.step()
+        r.steps(2)
         r.loop.cancel(gone.job)
     r.run()
     for h, text in zip(heard, want.values(), strict=True):

@@ -33,34 +33,23 @@ def rounds() -> Iterator[list[bool]]:
         yield seen
 
 
-def test_a_request_that_waits_for_pages_holds_nobody_up(rounds: list[bool]) -> None:
-    """A slot is idle, but its pages do not suffice for the waiting request: rounds stay in flight."""
-    r = rig(QWEN35, spec_type="none", np=2, page_size=16, kv_pool=160)
-    first = r.submit([1, 2, 3], 100)
-    for _ in range(4):
-        r.loop.step()
-    waiter = r.submit([4, 5, 6], 100)
+@pytest.mark.parametrize(
+    ("settings", "slot"), [({"page_size": 16, "kv_pool": 160}, -1), ({}, 0)], ids=["pages", "its slot"]
+)
+def test_a_request_that_waits_holds_nobody_up(
+    settings: dict[str, int], slot: int, rounds: list[bool]
+) -> None:
+    """For pages, while a slot is idle, or for a slot that is busy: rounds stay in flight."""
+    r = rig(QWEN35, spec_type="none", np=2, **settings)
+    first = r.submit([1, 2, 3], 100, slot=slot)
+    r.steps(4)
+    waiter = r.submit([4, 5, 6], 100, slot=slot)
     rounds.clear()
-    for _ in range(20):
-        r.loop.step()
-    assert len(first.tokens) > 20 and not waiter.events
+    r.steps(20)
+    assert 20 < len(first.tokens) < 100 and not waiter.events
     assert sum(rounds) >= 19, "rounds wait for a request that can not be seated"
     r.run()
     assert len(waiter.tokens) == 100
-
-
-def test_a_request_pinned_to_a_busy_slot_holds_nobody_up(rounds: list[bool]) -> None:
-    r = rig(QWEN35, spec_type="none", np=2)
-    first = r.submit([1, 2, 3], 60, slot=0)
-    for _ in range(4):
-        r.loop.step()
-    waiter = r.submit([4, 5, 6], 10, slot=0)
-    rounds.clear()
-    for _ in range(20):
-        r.loop.step()
-    assert not first.over and not waiter.events and sum(rounds) >= 19
-    r.run()
-    assert len(waiter.tokens) == 10
 
 
 def test_asking_again_who_can_be_seated_looks_at_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +96,7 @@ def test_the_plain_loop_gives_the_same_text_and_never_looks_ahead(kind: str) -> 
     more = {"draft_path": tiny("qwen35", drafter=True)} if kind == "dflash" else {}
     r = rig(tiny("qwen35"), spec_type=kind, np=3, plain_loop=True, **more)
     assert not r.loop.lookahead.on and not r.loop.may_defer and r.loop.worker.arena is None
-    heard = [r.submit(p, N_TEXT) for p, _ in texts]
-    r.run()
+    heard = r.all([p for p, _ in texts], N_TEXT)
     assert [h.tokens for h in heard] == [t for _, t in texts]
 
 
@@ -140,8 +128,7 @@ def test_a_round_is_plain_integers(monkeypatch: pytest.MonkeyPatch, rounds: list
 def test_a_request_whose_sampler_breaks_ends_alone() -> None:
     r = fake_rig(3, Oracle(5))
     heard = [r.submit([i, 2, 3], 30) for i in range(3)]
-    for _ in range(3):
-        r.loop.step()
+    r.steps(3)
     heard[1].job.sampler.noise = None  # type: ignore[assignment]
     heard[1].job.sampler.params = dataclasses.replace(GREEDY, temperature=1.0)
     r.run()

@@ -214,10 +214,8 @@ def test_a_call_of_tools_needs_no_content_and_ids_may_be_of_any_whole_type():
     import numpy
 
     options.check_messages([{"role": "assistant", "tool_calls": [{}]}])
-    assert (
-        options.ids_of(numpy.array([1, 2])) == (1, 2)
-        and type(options.ids_of([numpy.int32(3)])[0]) is int
-    )
+    assert options.ids_of(numpy.array([1, 2])) == (1, 2)
+    assert type(options.ids_of([numpy.int32(3)])[0]) is int
     with pytest.raises(RequestError, match=r"prompt\[1\] is 1\.5; want a token id"):
         options.ids_of([1, 1.5])
 

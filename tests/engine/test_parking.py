@@ -269,9 +269,8 @@ def test_the_plan_of_a_parked_model() -> None:
     path, budget = FIXTURES / "qwen35.gguf", {"host": 64 << 30, "cuda:0": 24 << 30}
     settings = EngineSettings(np=7, ctx=511, device="cuda", parks=True, cache_ram=100)
     need = need_of(path, settings, budget)
-    assert (
-        need.rest is not None and need_of(path, EngineSettings(np=7, device="cuda"), budget).rest is None
-    )
+    assert need.rest is not None
+    assert need_of(path, EngineSettings(np=7, device="cuda"), budget).rest is None
     moved = need.rest["host"] - need.bytes["host"]
     slots = need.bytes["cuda:0"] - need.rest["cuda:0"] - moved
     assert moved > path.stat().st_size // 2 and slots > 0

@@ -251,8 +251,7 @@ def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
         fake = kind(5, text=lambda tokens, n: continuation(path, tokens, n))
         mtp.draft = lambda asks: [Drafts(fake.guess(ask)) for ask in asks]  # type: ignore[method-assign]
     h = r.submit(prompt, N_TEXT)
-    for _ in range(rounds):
-        r.loop.step()
+    r.steps(rounds)
     if rounds:
         r.loop.cancel(h.job)
     r.run()
@@ -397,8 +396,7 @@ def test_a_failed_request_leaves_nothing_but_what_others_read() -> None:
     r = fake_rig(2, None, ubatch=64)
     prompt = ids(1, 130)
     bad = r.submit(prompt, 40)
-    for _ in range(4):
-        r.loop.step()
+    r.steps(4)
     assert len(r.filed(prompt)) == 128, "the prompt's end is filed where no state is needed"
     good = r.submit([*prompt[:100], 7], 40)
     r.loop.step()

@@ -106,11 +106,9 @@ def test_a_state_dies_with_its_page() -> None:
     r, cold = make("mtp", np=2, kv_pool=6 * 16, page_size=16), plain_rig(QWEN35)
     a, b = random_ids(6, 70), random_ids(7, 20)
     first = r.generate(a, 2, slot=0)
-    assert (
-        len(r.loop.cache.states) == 2
-        and not r.loop.cache.states.starts
-        and len(r.filed([*a, *first.tokens])) == 71
-    )
+    assert len(r.loop.cache.states) == 2
+    assert not r.loop.cache.states.starts
+    assert len(r.filed([*a, *first.tokens])) == 71
     r.generate(random_ids(8, 80), 10, slot=1)
     assert len(r.filed([*a, *first.tokens])) == 0, "the pages were taken"
     text = r.generate(b, 55, slot=0).tokens
@@ -127,8 +125,7 @@ def test_a_cancelled_request_can_be_gone_on_from(kind: str, rounds: int) -> None
     r, cold = make(kind, ubatch=40, page_size=16), plain_rig(path_of(kind))
     prompt = random_ids(9, 90)
     h = r.submit(prompt, 40)
-    for _ in range(rounds):
-        r.loop.step()
+    r.steps(rounds)
     r.loop.cancel(h.job)
     r.run()
     for after in (prompt, [*prompt, *h.tokens, 5, 6], prompt[:30]):
@@ -205,8 +202,7 @@ def test_reuse_after_pages_were_taken_away() -> None:
     r = fake_rig(3, Oracle(5), ctx=96, n_page=8)
     prompts = [random_ids(i, 40 + i) for i in range(4)]
     for _ in range(3):
-        heard = [r.submit(p, 30) for p in prompts]
-        r.run()
+        heard = r.all(prompts, 30)
         for h in heard:
             assert h.tokens == text_after(h.request.prompt, 30)
     assert r.loop.stats.requests_failed == 0

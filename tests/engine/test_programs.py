@@ -41,10 +41,8 @@ def test_one_that_fails_leaves_the_results_of_the_others(engine: Engine) -> None
     )
     assert seen == [(i + 1, 200) for i in range(200)]
     again = found[3]
-    assert (
-        isinstance(again, Result)
-        and again.tokens == engine.generate([3, 7], params=GREEDY, max_tokens=1).tokens
-    )
+    assert isinstance(again, Result)
+    assert again.tokens == engine.generate([3, 7], params=GREEDY, max_tokens=1).tokens
 
 
 def test_the_first_failure_is_raised_if_nobody_wants_exceptions(engine: Engine) -> None:

@@ -108,8 +108,7 @@ def test_starts_have_a_bound_of_their_own_and_put_nobody_else_out(mtp: Rig) -> N
     assert mtp.generate(random_ids(5, 20), 4).timings.cache_n == 19
     assert mtp.generate(random_ids(2, 20), 4).timings.cache_n == 0
     heard = [mtp.submit(random_ids(10 + i, 20), 30) for i in range(4)]
-    for _ in range(4):
-        mtp.loop.step()
+    mtp.steps(4)
     assert states.n_start_bytes == 2 * size and not states.starts, "two that run hold theirs"
     for h in heard[:2]:
         mtp.loop.cancel(h.job)
@@ -122,8 +121,7 @@ def test_starts_have_a_bound_of_their_own_and_put_nobody_else_out(mtp: Rig) -> N
 def test_a_failure_gives_back_what_was_reserved(mtp: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     states = mtp.loop.cache.states
     h = mtp.submit(random_ids(1, 20), 30)
-    for _ in range(3):
-        mtp.loop.step()
+    mtp.steps(3)
     assert states.n_start_bytes > 0
     monkeypatch.setattr(Loop, "lay_out", lambda self, drafts: 1 / 0)
     mtp.loop.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from pyspec.errors import SlotError
 from pyspec.logits import compute_logits
 from pyspec.models.target import Out
 from pyspec.request import PromptLogprobs, Request, TokenLogprob
+from pyspec.slots.batch import Batch
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 PROMPT = random.Random(3).choices(range(256), k=150)
@@ -78,20 +80,17 @@ def test_two_that_are_scored_at_once_take_turns_and_nothing_need_be_generated() 
 
 def test_logits_that_are_none_end_the_request_they_belong_to() -> None:
     r = rig(QWEN35, np=2, page_size=16)
-    r.call_by_call()
-    forward = r.loop.target.run
 
-    def spoilt(batch: object, taps: object = ()) -> Out:
-        out = forward(batch, taps)  # type: ignore[arg-type]
+    def spoilt(batch: Batch, forward: Callable[[], Out]) -> Out:
+        out = forward()
         logits = out.logits.clone()
         logits[3:5] = float("nan")
         return replace(out, logits=logits)
 
-    r.loop.target.run = spoilt  # type: ignore[method-assign,assignment]
+    r.strike(spoilt)
     h = r.submit(PROMPT, 4, prompt_logprobs=1)
     r.run()
     assert isinstance(h.error, SlotError) and "before prompt token" in str(h.error)
-    r.loop.target.run = forward  # type: ignore[method-assign]
     assert len(told(r.generate(PROMPT, 4, prompt_logprobs=1))) == len(PROMPT) - 1
 
 

@@ -43,8 +43,7 @@ class Machine:
     def decode(self, n: int) -> list[Heard]:
         """`n` streams without an end, past their prompts."""
         found = [self.rig.submit([5 + i, 6, 7], 6000) for i in range(n)]
-        for _ in range(10):
-            self.rig.loop.step()
+        self.rig.steps(10)
         assert all(h.job.is_decoding for h in found)
         self.rounds.clear()
         return found
@@ -171,8 +170,7 @@ def test_texts_do_not_depend_on_rests() -> None:
         machine = Machine(5, weight=weight)
         streams = machine.decode(4)
         _, heard = machine.read(5000)
-        for _ in range(60):
-            machine.rig.loop.step()
+        machine.rig.steps(60)
         texts.append(([h.tokens[:300] for h in streams], heard.tokens))
     n = min(len(t) for own, _ in texts for t in own)
     assert [t[:n] for t in texts[0][0]] == [t[:n] for t in texts[1][0]] and texts[0][1] == texts[1][1]

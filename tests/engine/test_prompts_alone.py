@@ -75,8 +75,7 @@ def test_texts_with_prompts_that_run_alone(name: str, np: int, how: Callable[[Ri
         heard.append(r.submit(prompt, n))
         if i % 5 == 4:
             r.loop.cancel(heard[-2].job)
-        for _ in range(rng.randrange(6)):
-            r.loop.step()
+        r.steps(rng.randrange(6))
     r.run()
     assert pick.n, "no slot had to rest"
     for h, tokens in zip(heard, want, strict=True):
@@ -87,8 +86,7 @@ def test_a_prompt_that_was_begun_or_is_scored_never_runs_alone() -> None:
     r = rig(FIXTURES / "qwen35.gguf", np=2, spec_type="none", batch=16)
     pick = watched(r)
     first = r.submit([5, 6, 7], 40)
-    for _ in range(3):
-        r.loop.step()
+    r.steps(3)
     asked: list[Sequence[int]] = []
 
     def watch(whole: Sequence[int], n_verify: int) -> int | None:

@@ -59,8 +59,7 @@ def test_a_cancelled_request_hears_of_its_last_round_first(n_round: int) -> None
     for defers in (False, True):
         r = loop_of(defers=defers)
         heard = [r.submit([i, 2, 3], 100, GREEDY) for i in range(2)]
-        for _ in range(n_round):
-            r.loop.step()
+        r.steps(n_round)
         assert bool(r.loop.committer.later) == defers
         r.loop.cancel(heard[0].job)
         r.loop.step()
@@ -72,8 +71,7 @@ def test_a_cancelled_request_hears_of_its_last_round_first(n_round: int) -> None
 def test_an_engine_that_goes_down_says_what_it_had_first() -> None:
     r = loop_of(defers=True)
     heard = r.submit([1, 2, 3], 100)
-    for _ in range(3):
-        r.loop.step()
+    r.steps(3)
     n = len(heard.tokens)
     r.loop.abort(DeviceError("gone"))
     assert len(heard.tokens) > n and isinstance(heard.error, DeviceError)
@@ -98,8 +96,7 @@ def test_first_tokens_are_handed_out_before_states_are_copied() -> None:
 def test_who_decodes_does_not_wait_for_others_first_tokens_to_be_handed_out() -> None:
     r = loop_of(defers=True)
     first = r.submit([1, 2, 3], 40)
-    r.loop.step()
-    r.loop.step()
+    r.steps(2)
     second, n = r.submit([4, 5, 6], 40), 0
 
     def count() -> None:

@@ -482,12 +482,10 @@ def test_left_texts_are_as_many_as_a_cache_holds() -> None:
     texts = LeftTexts(100)
     for key, n in ((1, 50), (2, 40), (1, 60)):
         texts.leave(key, n)
-    assert (
-        texts.goes_on([5, 1])
-        and texts.goes_on([2, 9])
-        and not texts.goes_on([5])
-        and not texts.goes_on([])
-    )
+    assert texts.goes_on([5, 1])
+    assert texts.goes_on([2, 9])
+    assert not texts.goes_on([5])
+    assert not texts.goes_on([])
     texts.leave(3, 30)
     assert not texts.goes_on([2]) and texts.goes_on([1])
     texts.leave(4, 101)
@@ -551,8 +549,7 @@ def test_what_requests_took_is_what_the_loop_gave_them() -> None:
         r.submit([3] * 11, 100, client="c"),
         r.submit([4] * 70, 90, client="d"),
     ]
-    for _ in range(4):
-        r.loop.step()
+    r.steps(4)
     assert [h.job.charged for h in heard] == [20 + 12, 50 + 90, 11 + 100, 0], "what they will take"
     r.loop.cancel(heard[1].job)
     r.loop.cancel(r.submit([5] * 30, 20, client="f").job)

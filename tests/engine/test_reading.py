@@ -386,8 +386,7 @@ def test_of_ten_requests_the_drafter_reads_three() -> None:
     rows, texts = rows_of(r), known_texts(QWEN35)
     prompts = [*texts] * 3
     heard = [r.submit(p, N_TEXT) for p in prompts[:10]]
-    for _ in range(12):
-        r.loop.step()
+    r.steps(12)
     reading.reads = lambda n_read: False
     unread = {row.slot: row.draft_reason for row in r.loop.slot_rows(256)}
     assert [unread[i] == UNREAD for i in range(10)] == [False] * 3 + [True] * 7
@@ -413,8 +412,7 @@ def test_requests_that_run_are_joined_where_they_stand(ahead: bool) -> None:
         r.loop.step()
     rows, reading.resting = rows_of(r), False
     began = [slot.n_past for slot in r.loop.table.slots]
-    for _ in range(5 if r.loop.lookahead.on else 3):
-        r.loop.step()
+    r.steps(5 if r.loop.lookahead.on else 3)
     assert all(sum(h.job.drafted) > 0 for h in heard)
     r.run()
     assert [h.tokens for h in heard] == [texts[p] for p in prompts]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fake_engine_main import token_at
@@ -50,11 +49,6 @@ from pyspec.request import (
 )
 
 
-@pytest.fixture
-def plants(tmp_path: Path) -> Plants:
-    return Plants(tmp_path)
-
-
 @contextmanager
 def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervisor]]:
     values = {"np": 8, "hang_timeout": 1.0} | settings
@@ -72,6 +66,11 @@ def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervis
 def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "STOPPED_S", 0.5)
     monkeypatch.setattr(supervising, "BACKOFF_S", (0.0, 0.01, 0.02))
+
+
+def again(engine: Engine, supervisor: Supervisor, n: int) -> None:
+    """Wait for the engine that comes after `n` others."""
+    wait_for(lambda: supervisor.n_restart == n and engine.state() == "ok")
 
 
 def eight(engine: Engine) -> list[Ear]:
@@ -114,20 +113,25 @@ def test_a_host_that_is_late_again_and_again_is_no_kernels_fault_and_no_requests
         for i in range(4):
             wait_for(lambda i=i: len(ear.tokens) > 10 * (i + 1))
             plants.plant(round="host it was late")
-            wait_for(lambda i=i: supervisor.n_restart == i + 1 and engine.state() == "ok")
+            again(engine, supervisor, i + 1)
         ear.check()
     assert caplog.text.count("the engine is replaced: it was late") == 4
     assert "failed twice" not in caplog.text
 
 
 @pytest.mark.slow
-def test_a_text_survives_many_engines(plants: Plants) -> None:
+@pytest.mark.parametrize(("n", "n_kill", "further"), [(1500, 6, 100), (900, 5, 4)])
+def test_a_text_survives_many_engines_and_nobody_is_blamed_for_those_killed_from_outside(
+    plants: Plants, n: int, n_kill: int, further: int
+) -> None:
+    """However little further it came in each."""
     with start(plants) as (engine, supervisor):
-        ear = Ear(engine, n=1500)
-        for i in range(6):
-            wait_for(lambda i=i: len(ear.tokens) > 100 * (i + 1))
+        ear = Ear(engine, n=n)
+        for i in range(n_kill):
+            most = len(ear.tokens) + further
+            wait_for(lambda most=most: len(ear.tokens) > most)
             DISASTERS["killed"](plants, supervisor)
-            wait_for(lambda i=i: supervisor.n_restart == i + 1 and engine.state() == "ok")
+            again(engine, supervisor, i + 1)
         done = ear.check()
         assert done.timings.n_rounds == sum(done.timings.n_draft_used)
 
@@ -161,18 +165,6 @@ def test_a_request_that_ends_the_engine_three_times_fails_and_the_others_live(pl
         assert supervisor.n_restart == 3 and engine.metrics().requests_failed == 1
 
 
-@pytest.mark.slow
-def test_nobody_is_blamed_for_engines_that_were_killed_from_outside(plants: Plants) -> None:
-    with start(plants) as (engine, supervisor):
-        ear = Ear(engine, n=900)
-        for i in range(5):
-            n = len(ear.tokens)
-            wait_for(lambda n=n: len(ear.tokens) > n + 4)
-            DISASTERS["killed"](plants, supervisor)
-            wait_for(lambda i=i: supervisor.n_restart == i + 1 and engine.state() == "ok")
-        ear.check()
-
-
 def test_a_kernel_that_is_named_is_not_used_again_and_no_request_is_blamed(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ear = Ear(engine, n=900)
@@ -198,11 +190,9 @@ def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None
         wait_for(lambda: engine.state() == "recovering")
         engine.cancel(ears[3].name)
         done = ears[3].wait()
-        assert (
-            isinstance(done, Done)
-            and done.finish == "cancelled"
-            and done.n_predicted == len(ears[3].tokens)
-        )
+        assert isinstance(done, Done)
+        assert done.finish == "cancelled"
+        assert done.n_predicted == len(ears[3].tokens)
         assert engine.state() == "recovering", "it is not waited for"
         for ear in (*ears[:3], *ears[4:]):
             ear.check()
@@ -234,6 +224,8 @@ def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(pla
     [
         ("refuse too little memory", "too little memory"),
         ("exit 3", "while it was loading: exit status 3"),
+        # each load imports torch
+        slow("gone an illegal memory access was encountered", "Triton Error"),
     ],
 )
 def test_a_first_load_that_fails_is_told_to_whoever_waits(
@@ -279,16 +271,6 @@ def test_a_load_that_would_fail_again_is_not_tried_again_nor_laid_to_the_device(
     with pytest.raises(kind, match=why), start(plants):
         pass
     assert "trying again" not in caplog.text and "device" not in caplog.text
-
-
-@pytest.mark.slow  # each load imports torch
-def test_a_device_that_fails_at_load_is_tried_again(
-    plants: Plants, caplog: pytest.LogCaptureFixture
-) -> None:
-    plants.plant(load="gone an illegal memory access was encountered")
-    with pytest.raises(DeviceError, match="Triton Error"), start(plants):
-        pass
-    assert caplog.text.count("trying again") == 2 and "the engine failed twice" in caplog.text
 
 
 def test_a_device_that_is_not_there_is_looked_for_once(
@@ -379,10 +361,8 @@ def test_a_kernel_under_examination_is_known_by_the_module_that_launched_it() ->
     outer = {"__name__": "pyspec.cuda.ops.linear.cuda", "product": space["product"]}
     exec("def call(launch): product(launch)", outer)
     outer["call"](lambda: seen.append(examination.under_way))  # type: ignore[operator]
-    assert (
-        seen == [("pyspec.cuda.ops.linear.pair", "pyspec.cuda.ops.linear.cuda")]
-        and examination.under_way == ()
-    )
+    assert seen == [("pyspec.cuda.ops.linear.pair", "pyspec.cuda.ops.linear.cuda")]
+    assert examination.under_way == ()
     with pytest.raises(ZeroDivisionError):
         outer["call"](lambda: 1 / 0)  # type: ignore[operator]
     assert examination.under_way[0] == "pyspec.cuda.ops.linear.pair", "the one that failed"

@@ -40,11 +40,6 @@ N = 3
 SYSTEM = tuple(range(5 * BLOCK))
 
 
-@pytest.fixture
-def plants(tmp_path: Path) -> Plants:
-    return Plants(tmp_path)
-
-
 @contextmanager
 def start(plants: Plants, n: int = N, **settings: object) -> Iterator[tuple[Engine, Replicas]]:
     values = {"np": 5, "replicas": n} | settings
@@ -240,9 +235,8 @@ def test_replicas_share_their_places_to_wait(plants: Plants) -> None:
         wait_for(lambda: all(len(ear.tokens) > 1 for ear in busy))
         for n in range(6):
             Ear(engine, (*talk, n), 5)
-        assert (
-            replicas.supervisors[home].n_open == 1 + 4 and replicas.supervisors[1 - home].n_open == 1 + 2
-        )
+        assert replicas.supervisors[home].n_open == 1 + 4
+        assert replicas.supervisors[1 - home].n_open == 1 + 2
         for n in range(3):
             Ear(engine, (*talk, 7, n), 5)
         with pytest.raises(QueueFull, match="9 requests are waiting"):

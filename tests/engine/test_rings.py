@@ -103,8 +103,7 @@ def whole_texts(path: Path) -> dict[tuple[int, ...], Said]:
 
 def all_at_once(r: Rig, path: Path, n: int = 9, params: SamplingParams = GREEDY) -> list[Heard]:
     texts = dict(list(whole_texts(path).items())[:n])
-    heard = [r.submit(prompt, N, params) for prompt in texts]
-    r.run()
+    heard = r.all(texts, N, params)
     for h, text in zip(heard, texts.values(), strict=True):
         assert_same(h, text)
     return heard
@@ -267,8 +266,7 @@ def test_cancelled_requests_leave_the_others_their_text() -> None:
     for i, prompt in enumerate(texts):
         other = r.submit(rng.choices(range(256), k=90), N)
         heard.append(r.submit(prompt, N))
-        for _ in range(1 + 3 * (i % 4)):
-            r.loop.step()
+        r.steps(1 + 3 * (i % 4))
         r.loop.cancel(other.job)
     r.run()
     for h, text in zip(heard, texts.values(), strict=True):
@@ -280,8 +278,7 @@ def test_a_ring_without_spare_rows_gives_another_text(monkeypatch: pytest.Monkey
     monkeypatch.setattr(CacheSizes, "n_spare", 1)
     monkeypatch.setattr(RingPool, "n_spare", 0)
     r, texts = rig(GPT_OSS, np=2, **SMALL, **NGRAM), whole_texts(GPT_OSS)
-    heard = [r.submit(prompt, N) for prompt in texts]
-    r.run()
+    heard = r.all(texts, N)
     assert rings_of(r)[0].n_seat == 16 and [h.tokens for h in heard] != [
         text for text, _ in texts.values()
     ]

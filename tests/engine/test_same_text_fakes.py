@@ -52,8 +52,7 @@ def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
         2 * np + 1
     ):  # more than fit; prompts longer than a forward, shorter than a page, at page borders
         heard.append(rig.submit(prompt(i, (1, 5, 15, 16, 17, 70, 100)[i % 7]), 20 + 3 * i))
-        rig.loop.step()
-        rig.loop.step()
+        rig.steps(2)
     rig.run()
     for i, h in enumerate(heard):
         assert_own_text(h, 20 + 3 * i)
@@ -66,18 +65,15 @@ def test_the_liar_costs_rounds_and_the_oracle_saves_them() -> None:
     n = 61
     rounds = {kind: make(kind, 1).generate(prompt(0, 9), n).timings for kind in ("liar", "oracle")}
     assert rounds["liar"].n_rounds == n - 1 and rounds["liar"].draft_n_accepted == 0
-    assert (
-        rounds["oracle"].n_rounds == (n - 1) / 6
-        and rounds["oracle"].draft_n_accepted == rounds["oracle"].draft_n
-    )
+    assert rounds["oracle"].n_rounds == (n - 1) / 6
+    assert rounds["oracle"].draft_n_accepted == rounds["oracle"].draft_n
 
 
 @pytest.mark.parametrize("ks", [[0, 5, 2, 1], [5, 5, 0, 0], [1, 2, 3, 4]])
 def test_ragged_caps_share_one_forward(ks: list[int]) -> None:
     rig = fake_rig(4, Oracle(5))
     heard = [rig.submit(prompt(i, 10), 40, n_draft_max=k) for i, k in enumerate(ks)]
-    rig.loop.step()
-    rig.loop.step()
+    rig.steps(2)
     assert rig.loop.target.widths[-1] == [k + 1 for k in ks]
     rig.run()
     for h in heard:
@@ -101,11 +97,9 @@ def test_prompt_chunks_run_beside_decoding_slots() -> None:
 def test_decoding_slots_do_not_starve_a_prompt() -> None:
     rig = fake_rig(4, Oracle(5), ubatch=8)
     busy = [rig.submit(prompt(i, 2), 200) for i in range(3)]
-    for _ in range(4):
-        rig.loop.step()
+    rig.steps(4)
     late = rig.submit(prompt(9, 20), 1)
-    for _ in range(24):
-        rig.loop.step()
+    rig.steps(24)
     assert late.over and not any(h.over for h in busy)
 
 
@@ -181,8 +175,7 @@ def test_a_slot_used_again_is_as_good_as_new(kind: str) -> None:
     rig = make(kind, 1, ubatch=16)
     for when in range(8):
         h, waiting = rig.submit(prompt(20, 40), 50), rig.submit(prompt(21, 40), 50)
-        for _ in range(when):
-            rig.loop.step()
+        rig.steps(when)
         rig.loop.cancel(h.job)
         rig.loop.cancel(waiting.job)
         rig.run()
@@ -194,8 +187,7 @@ def test_a_slot_used_again_is_as_good_as_new(kind: str) -> None:
 def test_a_cancelled_request_ends_within_a_round() -> None:
     rig = fake_rig(2, Liar(3))
     h, other = rig.submit(prompt(1, 4), 100), rig.submit(prompt(2, 4), 30)
-    for _ in range(5):
-        rig.loop.step()
+    rig.steps(5)
     rig.loop.cancel(h.job)
     rig.loop.step()
     assert h.finish == "cancelled" and h.done.n_predicted == len(h.tokens)
@@ -262,14 +254,7 @@ def join_and_cancel(
 def test_wild_ids_are_neither_embedded_nor_counted() -> None:
     rig = make("wild", 1)
     seen: list[int] = []
-    rig.call_by_call()
-    forward = rig.loop.target.run
-
-    def watch(batch, taps=()):  # type: ignore[no-untyped-def]
-        seen.extend(batch.tokens.tolist())
-        return forward(batch, taps)
-
-    rig.loop.target.run = watch  # type: ignore[method-assign]
+    rig.strike(lambda batch, forward: seen.extend(batch.tokens.tolist()))  # type: ignore[func-returns-value]
     h = rig.generate(prompt(8, 8), 50)
     assert_own_text(h, 50)
     assert all(0 <= t < N_VOCAB for t in seen)
@@ -326,11 +311,9 @@ def test_probabilities_of_drawn_drafts_come_with_their_tokens_and_change_no_text
 
 def test_a_draft_that_a_grammar_cuts_goes_on_with_tokens_that_were_not_drawn() -> None:
     drafts = Drafts([4, 5, 6], q_of([4, 5, 6])).first(2).then([7, 8])
-    assert (
-        drafts.tokens == [4, 5, 7, 8]
-        and drafts.q is not None
-        and torch.equal(drafts.q, q_of([4, 5, 6])[:2])
-    )
+    assert drafts.tokens == [4, 5, 7, 8]
+    assert drafts.q is not None
+    assert torch.equal(drafts.q, q_of([4, 5, 6])[:2])
     assert Drafts([4, 5]).first(1).then([9]) == Drafts([4, 9])
 
 

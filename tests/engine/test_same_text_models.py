@@ -137,8 +137,7 @@ def test_cancels_at_any_moment_leave_the_others_their_text(kind: str) -> None:
     for rounds in range(7):  # in the queue, in the prompt, while decoding
         kept = [(r.submit(p, N_TEXT), text) for p, text in texts[:2]]
         gone = [r.submit(p, N_TEXT) for p, _ in texts[2:5]]
-        for _ in range(rounds):
-            r.loop.step()
+        r.steps(rounds)
         for h in gone:
             r.loop.cancel(h.job)
         late, text = r.submit(texts[5][0], 10), texts[5][1]
@@ -203,8 +202,7 @@ def test_a_seed_gives_its_text_in_any_slot_beside_any_neighbours(kind: str) -> N
 def test_the_demo_pair_gives_its_answers_in_eight_slots() -> None:
     r = rig(DEMO, np=8, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True)
     chosen = demo_prompts()[::4][:10]
-    heard = [r.submit(p, 200, replace(GREEDY, ignore_eos=False)) for p, _ in chosen]
-    r.run()
+    heard = r.all([p for p, _ in chosen], 200, replace(GREEDY, ignore_eos=False))
     for h, (_, answer) in zip(heard, chosen, strict=True):
         assert h.tokens == answer and h.finish == "eos"
     t = [h.timings for h in heard]
@@ -218,8 +216,7 @@ def test_eight_slots_accept_what_one_slot_accepts() -> None:
         rig(DEMO, np=np, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True) for np in (1, 8)
     )
     one = [alone.generate(p, 60, params, cache_prompt=False).timings for p, _ in chosen]
-    heard = [together.submit(p, 60, params) for p, _ in chosen]
-    together.run()
+    heard = together.all([p for p, _ in chosen], 60, params)
     for a, h in zip(one, heard, strict=True):
         b = h.timings
         assert abs(a.draft_n_accepted / a.draft_n - b.draft_n_accepted / b.draft_n) < 0.05
@@ -267,7 +264,6 @@ def test_a_file_of_the_block_alone_drafts_for_a_target_without_it() -> None:
     target, block = tiny("nemotron_h_moe", mtp=False), tiny("nemotron_h_moe", sidecar=True)
     r = rig(target, np=2, draft_path=block, n_draft_max=2, n_draft_fixed=True)
     texts = known_texts(target, 4)
-    heard = [r.submit(prompt, N_TEXT) for prompt in texts]
-    r.run()
+    heard = r.all(texts, N_TEXT)
     assert [h.tokens for h in heard] == list(texts.values())
     assert r.info.drafter == "mtp" and sum(h.timings.draft_n for h in heard) > 50

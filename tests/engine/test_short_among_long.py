@@ -44,8 +44,7 @@ def test_a_short_prompt_passes_long_ones_and_no_text_changes(kind: str) -> None:
     sizes = {"np": 2, "ubatch": 64, "page_size": 16, "spec_type": "none"}
     r, cold = rig(MODELS[kind], **sizes, **own), plain_rig(MODELS[kind], **own)
     long = [r.submit(ids(i, 1500 + i), 4, client="a") for i in range(6)]
-    for _ in range(3):
-        r.loop.step()
+    r.steps(3)
     assert all(slot.busy for slot in r.loop.table.slots)
     short = r.submit(ids(99, 40), 6, client="b")
     assert rounds_until(r, short) <= 3, "an idle engine takes one round"
@@ -99,8 +98,7 @@ def test_a_text_that_was_given_more_than_a_short_one_asks_for_makes_room_and_doe
     sizes = {"np": 2, "ctx": 160, "ubatch": 64, "page_size": 16, "spec_type": spec}
     r, cold = hurried(rig(MODELS[kind], **sizes)), plain_rig(MODELS[kind], ctx=160)
     long = [r.submit(ids(i, 30 + i), 61, params, client="a", stop=("\x00no",)) for i in range(5)]
-    for _ in range(25):
-        r.loop.step()
+    r.steps(25)
     short = r.submit(ids(99, 9), 7, client="a")
     assert rounds_until(r, short) <= 3, "from the same client as those that wait, too"
     r.run(9000)
@@ -122,8 +120,7 @@ def test_a_text_that_was_given_more_than_a_short_one_asks_for_makes_room_and_doe
 def test_what_can_not_go_on_elsewhere_keeps_its_slot(fixed: dict[str, object]) -> None:
     r = hurried(rig(MODELS["llama"], np=1, ctx=200, page_size=16, spec_type="none"))
     long, short = r.submit(ids(1, 20), 60, **fixed), None
-    for _ in range(40):
-        r.loop.step()
+    r.steps(40)
     short = r.submit(ids(2, 10), 2)
     r.run()
     assert long.job.n_suspended == 0 and short.over and long.over
@@ -146,11 +143,9 @@ def test_a_short_one_waits_a_little_before_others_make_room() -> None:
     now = [time.perf_counter()]
     r.loop.admission.clock = lambda: now[0]
     long = r.submit(ids(1, 20), 150)
-    for _ in range(40):
-        r.loop.step()
+    r.steps(40)
     short = r.submit(ids(2, 10), 2)
-    for _ in range(40):
-        r.loop.step()
+    r.steps(40)
     assert not short.tokens and long.job.n_suspended == 0
     now[0] = time.perf_counter() + PATIENCE_S
     assert rounds_until(r, short) <= 2
@@ -159,8 +154,7 @@ def test_a_short_one_waits_a_little_before_others_make_room() -> None:
 def test_a_suspended_request_that_is_cancelled_counts_what_it_took() -> None:
     r = long_rig(1)
     long = r.submit(ids(1, 1500), 400, client="a")
-    for _ in range(3):
-        r.loop.step()
+    r.steps(3)
     short = r.submit(ids(99, 40), 60, client="b")
     assert rounds_until(r, short) <= 3 and long.job.n_suspended == 1
     took = long.job.work

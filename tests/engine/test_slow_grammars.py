@@ -6,23 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 from engine_rig import FIXTURES, GREEDY, rig
+from waiting import Clock
 
 from pyspec.constrain.constraint import SLOW_S, Constraint
 from pyspec.request import Grammar
 
 MANY = 8
 LETTERS = Grammar(kind="regex", source="[a-z ]{3,200}")
-
-
-class Clock:
-    """Advances by the cost of grammar look-ups, and with each reading."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 5e-3
-        return self.now
 
 
 @pytest.mark.sampled(most=1)
@@ -34,7 +24,7 @@ def test_a_round_waits_for_one_slow_grammar_at_most_and_texts_stay(
     want = [r.generate([30 + i, 31], 9, GREEDY, grammar=LETTERS).tokens for i in range(MANY)]
     want_plain = r.generate([20, 21, 22], 60).tokens
     want_quick = r.generate([50, 31], 9, GREEDY, grammar=LETTERS).tokens
-    clock, looks, commit = Clock(), [0], Constraint.commit
+    clock, looks, commit = Clock(by=5e-3), [0], Constraint.commit
     r.loop.turns.clock = clock
 
     def slow(self: Constraint, tokens: Sequence[int]) -> int:
@@ -73,8 +63,7 @@ def test_slow_ones_among_themselves_take_turns_without_rests(monkeypatch: pytest
 
     monkeypatch.setattr(Constraint, "commit", slow)
     held = [r.submit([30 + i, 31], 9, GREEDY, grammar=LETTERS) for i in range(3)]
-    for _ in range(2 + 3 * 4):
-        r.loop.step()
+    r.steps(2 + 3 * 4)
     assert max(len(h.tokens) for h in held) - min(len(h.tokens) for h in held) <= 1
     r.run()
 
@@ -91,8 +80,7 @@ def test_who_is_quick_again_has_a_part_in_every_round(monkeypatch: pytest.Monkey
     r.loop.step()
     assert len(held.tokens) == n, "the other has its share first"
     r.loop.turns.clock = lambda: 1e9
-    for _ in range(6):
-        r.loop.step()
+    r.steps(6)
     assert r.loop.turns.n_slow == 0 and len(held.tokens) >= n + 5
     plain.job.cancelled = True
     r.run()

@@ -269,10 +269,8 @@ def test_plans_of_every_number_of_slots(
                     else widened(describe.replace(asked, n_ctx=2048))
                 )
                 plan = planned_bytes.plan_memory(d)
-                assert (
-                    plan.total == sum(n for _, n in plan.by_purpose) > 0
-                    and d.n_page * d.settings.page_size >= np * d.n_ctx
-                )
+                assert plan.total == sum(n for _, n in plan.by_purpose) > 0
+                assert d.n_page * d.settings.page_size >= np * d.n_ctx
 
 
 def test_batches_of_prompts_share_rows_at_odd_sizes() -> None:

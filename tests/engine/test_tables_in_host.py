@@ -123,8 +123,7 @@ def texts(path: Path, np: int, **settings: object) -> tuple[list[list[int]], lis
         return launch(round_)
 
     r.loop.worker.launch = watched  # type: ignore[method-assign]
-    heard = [r.submit(prompt, N_TEXT) for prompt in PROMPTS[: max(np, 2)]]
-    r.run()
+    heard = r.all(PROMPTS[: max(np, 2)], N_TEXT)
     return [h.tokens for h in heard], launched
 
 

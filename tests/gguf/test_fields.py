@@ -158,15 +158,11 @@ def test_fields_that_pyspec_does_not_know_are_read_with_a_range_of_the_readers()
     f = h(
         own__depth=3, own__decay=1, own__kind="a\udcff", own__orders=np.array([1, 2], "<u2"), own__on=1
     )
-    assert (
-        f.integer("own.depth", legal=Whole(1, 8)) == 3
-        and f.integer("own.width", None, legal=Whole(1, 8)) is None
-    )
-    assert (
-        f.number("own.decay", legal=Real(0, 1)) == 1.0
-        and f.flag("own.on", False)
-        and not f.flag("own.off", False)
-    )
+    assert f.integer("own.depth", legal=Whole(1, 8)) == 3
+    assert f.integer("own.width", None, legal=Whole(1, 8)) is None
+    assert f.number("own.decay", legal=Real(0, 1)) == 1.0
+    assert f.flag("own.on", False)
+    assert not f.flag("own.off", False)
     assert f.text("own.kind", max_chars=8) == f.label("own.kind", max_chars=8) == "a\ufffd"
     assert (
         f.integers("own.orders", 2, legal=Whole(1, 8))

@@ -107,11 +107,9 @@ def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
 def test_what_a_machine_lacked_is_not_remembered(impl: Impl[TwiceSpec]) -> None:
     """No right to write, a compiler that was killed or does not build, no memory: it may be otherwise the next time."""
     found = check_child.examine(checker_fakes.unlucky, impl, SPEC, lambda at: None)
-    assert (
-        found.refusal is not None
-        and found.refusal.startswith("failed its check: ")
-        and not found.lasting
-    )
+    assert found.refusal is not None
+    assert found.refusal.startswith("failed its check: ")
+    assert not found.lasting
 
 
 def test_what_a_compiler_says_of_a_kernel_is_remembered() -> None:

@@ -92,11 +92,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
 @pytest.mark.sampled(most=1)
 def test_a_device_has_one_context_as_long_as_somebody_holds_it(gpus: Gpus) -> None:
     held = context_of(SECOND)
-    assert (
-        context_of(SECOND) is held
-        and context_of(FIRST) is not held
-        and context_of(CPU) is context_of(CPU)
-    )
+    assert context_of(SECOND) is held
+    assert context_of(FIRST) is not held
+    assert context_of(CPU) is context_of(CPU)
     assert gpu_lock(SECOND) is held.lock
     with torch.cuda.device(1):
         assert context_of(torch.device("cuda")) is held, "without an index it is the thread's"

@@ -435,11 +435,9 @@ def test_numbers_are_rounded_to_nearest_even() -> None:
     x = torch.cat([bits.view(torch.float32).nan_to_num(1.0), special, near])
     half, brain, back = torch.zeros(len(x)).half(), torch.zeros(len(x)).bfloat16(), torch.zeros(len(x))
     emulate_text(text).kernel("f", "ppppi").launch((1,), 32, (x, half, brain, back, np.int32(len(x))))
-    assert (
-        torch.equal(half, x.half())
-        and torch.equal(brain, x.bfloat16())
-        and torch.equal(back, x.half().float())
-    )
+    assert torch.equal(half, x.half())
+    assert torch.equal(brain, x.bfloat16())
+    assert torch.equal(back, x.half().float())
 
 
 def test_texts_are_rewritten_line_by_line() -> None:

@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from served_command import Served
 
 HERE = Path(__file__).resolve().parent
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -101,29 +104,13 @@ class Stream:
         )
 
 
-class Server:
+class Server(Served):
     """`pyspec server` with an engine process that can be made to suffer."""
 
     def __init__(self, folder: Path, args: Sequence[str]) -> None:
         self.folder = folder
         command = [sys.executable, __file__, "--serve", str(folder), *args, "--port", "0"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.log: list[str] = []
-        self.port = 0
-        self.has_port = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-        if not self.has_port.wait(900) or not self.port:
-            self.end()
-            raise SystemExit("the server did not start:\n" + "".join(self.log[-20:]))
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if line.startswith("url "):
-                self.port = int(line.split()[1].rsplit(":", 1)[1])
-                self.has_port.set()
-        self.has_port.set()
+        super().__init__(command, wait_s=900)
 
     @property
     def pid(self) -> int:
@@ -148,13 +135,6 @@ class Server:
             if line.startswith(f"pyspec_{name}_total ")
         ]
         return int(float(found[0].split()[1]))
-
-    def end(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
 
 def bodies(n: int, n_predict: int) -> list[dict[str, object]]:

@@ -15,8 +15,6 @@ import http.client
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +27,10 @@ import httpx
 from hostile_clients import ATTACKS, OFTEN, Client
 from soak import Known, known_texts
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from served_command import Served
+
 ROOT = Path(__file__).resolve().parents[2]
 NO_HTTP = (501, 505)  # HTTP's answers to an unknown transfer coding or version
 N_ASKED = 24  # tokens of an answer that is compared
@@ -38,7 +40,7 @@ GROWTH = (
 )  # bytes of resident memory that may come and stay after the first part: a body of 8 MB takes as much
 
 
-class Server:
+class Server(Served):
     """`pyspec server demo` in its own process, as seen from outside."""
 
     def __init__(self, args: Sequence[str], preexec: str = "") -> None:
@@ -57,38 +59,7 @@ class Server:
         if preexec:
             command = ["sh", "-c", f'{preexec}; exec "$@"', "sh", *command]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=env
-        )
-        self.log: list[str] = []
-        self.port = 0
-        self._is_ready = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-        if not self._is_ready.wait(300) or not self.port:
-            self.end()
-            raise SystemExit("the server did not start:\n" + "".join(self.log[-20:]))
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if '"event": "ready"' in line:
-                self.port = int(json.loads(line)["url"].rsplit(":", 1)[1])
-                self._is_ready.set()
-        self._is_ready.set()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def end(self) -> int:
-        """Its exit status."""
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait(10)
+        super().__init__(command, env=env, wait_s=300)
 
     def pids(self) -> list[int]:
         """Its processes: the server, the engine, the sandboxes."""

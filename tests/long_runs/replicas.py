@@ -12,7 +12,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from served_command import Served
 
 WORDS = [
     "red",
@@ -143,49 +146,14 @@ def asked(port: int, body: dict) -> tuple[str, int, int]:
 
 
 @contextmanager
-def serving(model: str, flags: Sequence[str]) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A server's port and its process."""
-    command = [
-        sys.executable,
-        "-m",
-        "pyspec",
-        "server",
-        model,
-        "--port",
-        "0",
-        "--log-format",
-        "json",
-        *flags,
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    port = 0
+def serving(model: str, flags: Sequence[str]) -> Iterator[Served]:
+    """A server in a process of its own."""
+    command = [sys.executable, "-m", "pyspec", "server", model, "--port", "0", *flags]
+    server = Served(command, wait_s=900)
     try:
-        for line in process.stderr:
-            if b'"ready"' in line:
-                port = int(re.search(rb":(\d+)", json.loads(line)["url"].encode())[1])  # type: ignore[index]
-                break
-        if not port:
-            raise SystemExit("the server did not start")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield port, process
+        yield server
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
-def engines(server: int) -> list[int]:
-    """Processes of a server's engines."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == server and b"engine_main" in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return sorted(found)
+        server.end()
 
 
 def clients(chats: Chats, port: int, n: int, numbers: Iterator[int], until: float) -> Totals:
@@ -232,18 +200,19 @@ def main() -> None:
     args = parser.parse_args(ours.split())
     flags = ["-np", "3", *theirs.split()]
     chats = Chats(args.turns, args.tokens)
-    with serving(args.model, flags) as (port, _):
-        one = clients(chats, port, args.clients, iter(range(args.chats)), float("inf"))
+    with serving(args.model, flags) as server:
+        one = clients(chats, server.port, args.clients, iter(range(args.chats)), float("inf"))
     print(
         f"one engine: {one.answers} answers, {100 * one.hits:.1f} % of prompt tokens cached", flush=True
     )
     until, n_kill, is_over = time.monotonic() + 60 * args.minutes, 0, threading.Event()
-    with serving(args.model, [*flags, "--replicas", str(args.replicas)]) as (port, server):
+    with serving(args.model, [*flags, "--replicas", str(args.replicas)]) as server:
+        port = server.port
 
         def kill() -> None:
             nonlocal n_kill
             while not is_over.wait(args.every):
-                running = engines(server.pid)
+                running = sorted(server.children("engine_main"))
                 os.kill(running[n_kill % len(running)], signal.SIGKILL)
                 n_kill += 1
 

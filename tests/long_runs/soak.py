@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -30,9 +30,10 @@ from soak_mixed import Seat, Tally, mixed
 from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Request, SamplingParams
-from pyspec.server.app import create_app
-from pyspec.server.http.serve import bind, make_server
-from pyspec.server.settings import ServerSettings
+
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "server")]
+
+from server_live import serving
 
 N_TEXT = 64  # tokens known of each text
 CANCELLED = 0.2  # share of requests
@@ -189,22 +190,6 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:  # it has ended
         return b""
-
-
-@contextmanager
-def serving(engine: Engine) -> Iterator[str]:
-    settings = ServerSettings(port=0)
-    with bind(settings) as sock:
-        server = make_server(create_app(engine, settings), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 class Span:

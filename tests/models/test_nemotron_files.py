@@ -101,10 +101,8 @@ def test_every_type_loads_and_gives_the_logits_of_its_values(quant: str, tmp_pat
                 source.tensors["blk.1.ffn_up_exps.scale"].shape
                 == source.tensors["blk.1.ffn_up_exps.weight"].shape[:1]
             )
-            assert (
-                "blk.0.ssm_in.scale" in source.tensors
-                and "blk.1.ffn_latent_down.scale" not in source.tensors
-            )
+            assert "blk.0.ssm_in.scale" in source.tensors
+            assert "blk.1.ffn_latent_down.scale" not in source.tensors
         want = Bench(unpacked(source, tmp_path / "f32.gguf")).feed(0, list(range(7, 40)))
     for dense in (torch.float32, None):
         bench = Bench(path, dense=dense)

@@ -271,12 +271,10 @@ def test_the_end_token_is_not_part_of_an_answer(tmp_path: Path) -> None:
     (tmp_path / "answers.json").write_text(json.dumps(found))
     (tmp_path / "exact.json").write_text(json.dumps({"a": row}))
     answer = real_compare.read(tmp_path).cases[0].f32
-    assert (
-        answer.tokens == (5,)
-        and answer.ended
-        and answer.logprobs == (-0.1,)
-        and answer.top == (((5, -0.1),),)
-    )
+    assert answer.tokens == (5,)
+    assert answer.ended
+    assert answer.logprobs == (-0.1,)
+    assert answer.top == (((5, -0.1),),)
 
 
 def test_a_model_that_is_not_there_is_one_sentence(

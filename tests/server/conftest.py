@@ -1,17 +1,45 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 from server_client import App
 from server_fakes import FakeEngine
-from server_live import Live
-from waiting import wait_for
+from server_live import Live, running
 
 from pyspec.server.app import create_app
-from pyspec.server.http.serve import bind, make_server
+from pyspec.server.http.serve import bind
 from pyspec.server.settings import Limits, ServerSettings
+
+if TYPE_CHECKING:  # each imports for seconds
+    import anthropic
+    import openai
+
+
+@pytest.fixture
+def live(serve: Callable[..., Live]) -> Live:
+    return serve()
+
+
+@pytest.fixture
+def gpt(serve: Callable[..., Live]) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of a server."""
+    import openai
+
+    url = f"{serve().url}/v1"
+    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture
+def claude(serve: Callable[..., Live]) -> Iterator[anthropic.Anthropic]:
+    """Anthropic's."""
+    import anthropic
+
+    with anthropic.Anthropic(base_url=serve().url, api_key="unused", max_retries=0) as found:
+        yield found
 
 
 @pytest.fixture
@@ -29,20 +57,12 @@ def app(engine: FakeEngine) -> App:
 @pytest.fixture
 def serve(engine: FakeEngine) -> Iterator[Callable[..., Live]]:
     """Start a server for `engine`; called with the settings' limits. All are stopped at the end."""
-    started: list[Live] = []
+    with ExitStack() as started:
 
-    def start(limits: Limits | None = None) -> Live:
-        settings = ServerSettings(port=0, limits=limits or Limits(drain_s=0.2))
-        sock = bind(settings)
-        server = make_server(create_app(engine, settings), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-        thread.start()
-        started.append(Live(engine, server, thread, sock.getsockname()[1]))
-        wait_for(lambda: server.started)
-        return started[-1]
+        def start(limits: Limits | None = None) -> Live:
+            settings = ServerSettings(port=0, limits=limits or Limits(drain_s=0.2))
+            sock = bind(settings)
+            found = started.enter_context(running(create_app(engine, settings), settings, [sock]))
+            return Live(engine, *found, sock.getsockname()[1])
 
-    yield start
-    for live in started:
-        live.server.should_exit = True
-        live.thread.join(timeout=10)
-        assert not live.thread.is_alive()
+        yield start

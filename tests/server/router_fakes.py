@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 from server_fakes import FakeEngine, Script
+from server_live import running
 from waiting import wait_for
 
 from pyspec.engine.plan.apart import LoadNeed
 from pyspec.errors import DeviceError, PyspecError, Unavailable
 from pyspec.server.app import create_app
-from pyspec.server.http.serve import bind, make_server
+from pyspec.server.http.serve import bind
 from pyspec.server.models.router import Model, Router
 from pyspec.server.settings import Limits, RouterSettings, ServerSettings
 
@@ -171,6 +173,35 @@ class Client:
     def wait(self, model: str, *values: str) -> None:
         wait_for(lambda: self.value(model) in values, 20.0)
 
+    def asked(self, model: str, count: str) -> Background:
+        """A request that is counted as `n_running` or `n_waiting` of the model."""
+        call = Background(lambda: self.complete(model))
+        wait_for(lambda: self.rows()[model][count] == 1)
+        return call
+
+    def park(self, model: str, then: str = "sleeping") -> None:
+        self.post("/models/park", {"model": model})
+        self.wait(model, then)
+
+    @contextmanager
+    def events(self, last: Callable[[dict[str, Any]], bool]) -> Iterator[list[dict[str, Any]]]:
+        """Events from here on; all up to the one that is the `last` have come in the end."""
+        seen: list[dict[str, Any]] = []
+
+        def listen() -> None:
+            with httpx.stream("GET", f"{self.url}/models/sse", timeout=20) as stream:
+                for line in stream.iter_lines():
+                    if line.startswith("data: "):
+                        seen.append(json.loads(line[6:]))
+                        if last(seen[-1]):
+                            return
+
+        reader = threading.Thread(target=listen, daemon=True)
+        reader.start()
+        wait_for(lambda: bool(self.router._readers))
+        yield seen
+        reader.join(20)
+
 
 @contextmanager
 def serving(
@@ -185,20 +216,11 @@ def serving(
         model = world.model(name)
         router.adopt(name, model.load(LoadNeed({}, 512), lambda core: None), LoadNeed({}, 512))
     sock = bind(settings)
-    server = make_server(create_app(router, settings), settings)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-    thread.start()
-    try:
-        wait_for(lambda: server.started)
+    with closing(router), running(create_app(router, settings), settings, [sock]) as (server, _):
         server.begin()
         keys = settings.api_keys
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         yield Client(f"http://127.0.0.1:{sock.getsockname()[1]}", router, world, headers)
-    finally:
-        server.should_exit = True
-        thread.join(15)
-        assert not thread.is_alive()
-        router.close()
 
 
 class Background:

@@ -11,6 +11,10 @@ from typing import Any
 import httpx
 from starlette.applications import Starlette
 
+from pyspec.server.app import create_app
+from pyspec.server.engine import EngineLike
+from pyspec.server.settings import ServerSettings
+
 
 class App:
     """Synchronous calls into an ASGI application; a bug behind a 500 raises here."""
@@ -60,6 +64,17 @@ class App:
             found.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {found[-1]['type']}"
         return found
+
+
+def app_of(engine: EngineLike, **settings: Any) -> App:
+    """A server of an engine."""
+    return App(create_app(engine, ServerSettings(**settings)))
+
+
+def refusal(response: httpx.Response, status: int = 400) -> str:
+    """The message of a refusal with this status."""
+    assert response.status_code == status, response.text
+    return response.json()["error"]["message"]
 
 
 def parse_events(raw: bytes) -> Iterator[Any]:

@@ -74,7 +74,28 @@ class ByteTokenizer:
         return {BOS: b"<s>", EOS: b"</s>"}.get(token) or (bytes([token]) if token < BOS else b"")
 
 
-class LineTemplate:
+class Template:
+    """What renders, before a tokenizer of bytes."""
+
+    add_special = True
+    render: Callable[..., str]
+
+    def encode(
+        self,
+        tokenizer: ByteTokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        begun: str = "",
+        rows: Mapping[str, list[int]] | None = None,
+        **how: Any,
+    ) -> list[int]:
+        text = self.render(messages, **how) + begun
+        if not self.add_special:
+            return tokenizer.encode(text, add_special=False)
+        return tokenizer.encode_parts(spliced([(text, True)], rows or {}))
+
+
+class LineTemplate(Template):
     """`role: content` lines; refuses a role called "bad", as templates refuse unknown roles."""
 
     def render(
@@ -100,22 +121,6 @@ class LineTemplate:
                 return ""
 
         return Abilities("", render)
-
-    def encode(
-        self,
-        tokenizer: ByteTokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-        begun: str = "",
-        rows: Mapping[str, list[int]] | None = None,
-    ) -> list[int]:
-        text = self.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
-        )
-        return tokenizer.encode_parts(spliced([(text + begun, True)], rows or {}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from server_fakes import FakeEngine
+from starlette.applications import Starlette
 from waiting import wait_for
 
 from pyspec.server.app import create_app
@@ -34,14 +36,25 @@ class Live:
 
 
 @contextmanager
+def running(
+    app: Starlette, settings: ServerSettings, sockets: Sequence[socket.socket]
+) -> Iterator[tuple[Server, threading.Thread]]:
+    """A server of these sockets, in a thread that is over in the end."""
+    server = make_server(app, settings)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": list(sockets)}, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        yield server, thread
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@contextmanager
 def serving(engine: Engine) -> Iterator[str]:
     """The address of a server for a loaded engine, in a thread."""
     settings = ServerSettings(port=0, limits=Limits(drain_s=0.2))
-    with bind(settings) as sock:
-        server = make_server(create_app(engine, settings), settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        wait_for(lambda: server.started)
+    with bind(settings) as sock, running(create_app(engine, settings), settings, [sock]):
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()

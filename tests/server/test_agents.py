@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from agent_traces import TEMPLATE, TRACES, used
-from server_client import App
+from server_client import App, app_of
 
 from pyspec.engine.api import Engine
 from pyspec.server.app import create_app
@@ -66,7 +66,7 @@ def counts(app: App, trace: str, scale: float, n: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("trace", ["claude", pytest.param("codex", marks=pytest.mark.slow), "cline"])
 def test_what_the_last_prompt_had_comes_from_the_cache(engine: Templated, trace: str) -> None:
     """All tokens except the loss at the end: a checkpoint lies on a page border, and 64 tokens from the next."""
-    app = App(create_app(engine, ServerSettings(volatile_lines=(DATE,))))
+    app = app_of(engine, volatile_lines=(DATE,))
     found = counts(app, trace, 0.03, 3)
     for (n_before, _), (n_prompt, n_cached) in pairwise(found):
         assert n_before - 128 <= n_cached < n_prompt, found
@@ -84,7 +84,7 @@ def text(answer: dict[str, Any]) -> object:
 
 def test_a_date_that_is_not_moved_breaks_the_match_and_is_told(engine: Templated) -> None:
     """Nothing behind a changed token is used: there is no exact way to. Where that was is in the answer."""
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     bodies = TRACES["cline"][1](0.03, 2)
     first, second = (ask(app, "/v1/chat/completions", body) for body in bodies)
     assert second["timings"]["cache_n"] == 0 < second["timings"]["cache_break_at"] < 64

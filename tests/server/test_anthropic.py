@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from server_client import App
+from server_client import App, app_of, refusal
 from server_fakes import FakeEngine, Script
-from server_live import Live
 
 from pyspec.errors import NotSupported
 from pyspec.server.api.anthropic import to_chat
@@ -28,23 +26,15 @@ LIMITS = Limits()
 TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
 
 
-@pytest.fixture
-def client(serve: Callable[..., Live]) -> Iterator[anthropic.Anthropic]:
-    import anthropic
-
-    with anthropic.Anthropic(base_url=serve().url, api_key="unused", max_retries=0) as found:
-        yield found
-
-
 def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
     return app.named_events("/v1/messages", body)
 
 
-def test_models_are_listed_in_anthropics_form(client: anthropic.Anthropic, app: App) -> None:
-    (found,) = client.models.list()
+def test_models_are_listed_in_anthropics_form(claude: anthropic.Anthropic, app: App) -> None:
+    (found,) = claude.models.list()
     assert (found.type, found.id, found.display_name) == ("model", "fake-1", "fake-1")
     assert found.created_at.year > 2000 and found.created_at.tzinfo is not None
-    assert client.models.retrieve("fake-1") == found
+    assert claude.models.retrieve("fake-1") == found
     page = app.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert (page["first_id"], page["last_id"], page["has_more"]) == ("fake-1", "fake-1", False)
     assert app.get("/v1/models").json()["data"][0]["object"] == "model"
@@ -53,8 +43,8 @@ def test_models_are_listed_in_anthropics_form(client: anthropic.Anthropic, app: 
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_message_has_anthropics_fields(client: anthropic.Anthropic) -> None:
-    message = client.messages.create(model="fake-1", max_tokens=50, system="Be brief.", messages=HELLO)
+def test_a_whole_message_has_anthropics_fields(claude: anthropic.Anthropic) -> None:
+    message = claude.messages.create(model="fake-1", max_tokens=50, system="Be brief.", messages=HELLO)
     assert message.id.startswith("msg_") and (message.type, message.role) == ("message", "assistant")
     assert [(block.type, block.text) for block in message.content if block.type == "text"] == [
         ("text", "Hello, world")
@@ -62,14 +52,14 @@ def test_a_whole_message_has_anthropics_fields(client: anthropic.Anthropic) -> N
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     used = message.usage
     assert used.cache_read_input_tokens is not None and used.cache_creation_input_tokens == 0
-    counted = client.messages.count_tokens(model="fake-1", system="Be brief.", messages=HELLO)
+    counted = claude.messages.count_tokens(model="fake-1", system="Be brief.", messages=HELLO)
     assert used.input_tokens + used.cache_read_input_tokens == counted.input_tokens
     assert used.output_tokens == len("Hello, world")
 
 
-def test_a_stream_adds_up_to_the_whole_message(client: anthropic.Anthropic) -> None:
-    whole = client.messages.create(model="fake-1", max_tokens=50, messages=HELLO)
-    with client.messages.stream(model="fake-1", max_tokens=50, messages=HELLO) as stream:
+def test_a_stream_adds_up_to_the_whole_message(claude: anthropic.Anthropic) -> None:
+    whole = claude.messages.create(model="fake-1", max_tokens=50, messages=HELLO)
+    with claude.messages.stream(model="fake-1", max_tokens=50, messages=HELLO) as stream:
         texts = list(stream.text_stream)
         streamed = stream.get_final_message()
     assert "".join(texts) == "Hello, world" and len(texts) > 1
@@ -100,12 +90,12 @@ def test_a_streams_events_come_in_anthropics_order(app: App) -> None:
     assert found[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def test_a_stop_sequence_and_the_limit_of_tokens_are_told(client: anthropic.Anthropic) -> None:
-    stopped = client.messages.create(
+def test_a_stop_sequence_and_the_limit_of_tokens_are_told(claude: anthropic.Anthropic) -> None:
+    stopped = claude.messages.create(
         model="x", max_tokens=50, messages=HELLO, stop_sequences=["wor", "zzz"]
     )
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "wor")
-    cut = client.messages.create(model="x", max_tokens=4, messages=HELLO)
+    cut = claude.messages.create(model="x", max_tokens=4, messages=HELLO)
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 4)
 
 
@@ -117,14 +107,14 @@ def test_a_silent_stream_is_pinged(app: App, engine: FakeEngine) -> None:
 
 
 def test_a_failing_round_ends_a_stream_with_anthropics_error(
-    client: anthropic.Anthropic, engine: FakeEngine
+    claude: anthropic.Anthropic, engine: FakeEngine
 ) -> None:
     import anthropic
 
     engine.script = Script(fail_after=2)
     with (
         pytest.raises(anthropic.APIStatusError, match="round failed"),
-        client.messages.stream(model="x", max_tokens=50, messages=HELLO) as stream,
+        claude.messages.stream(model="x", max_tokens=50, messages=HELLO) as stream,
     ):
         list(stream.text_stream)
 
@@ -135,11 +125,9 @@ def test_a_failing_round_ends_a_stream_with_anthropics_error(
 def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> None:
     def error(response: Any) -> tuple[int, str]:
         body = response.json()
-        assert (
-            body["type"] == "error"
-            and body["error"]["message"]
-            and set(body["error"]) == {"type", "message"}
-        )
+        assert body["type"] == "error"
+        assert body["error"]["message"]
+        assert set(body["error"]) == {"type", "message"}
         return response.status_code, body["error"]["type"]
 
     post = app.post
@@ -148,11 +136,11 @@ def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> Non
     assert error(app.get("/v1/messages")) == (405, "invalid_request_error")
     too_long = [{"role": "user", "content": "x" * 600}]
     assert error(post("/v1/messages", {"messages": too_long})) == (400, "invalid_request_error")
-    keyed = App(create_app(engine, ServerSettings(api_keys=("secret",))))
+    keyed = app_of(engine, api_keys=("secret",))
     assert error(keyed.post("/v1/messages", {"messages": HELLO})) == (401, "authentication_error")
     headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
     assert keyed.post("/v1/messages", {"messages": HELLO}, headers=headers).status_code == 200
-    small = App(create_app(engine, ServerSettings(limits=Limits(body=100))))
+    small = app_of(engine, limits=Limits(body=100))
     assert error(small.post("/v1/messages", {"messages": HELLO * 9})) == (413, "request_too_large")
     engine.is_alive = False
     assert error(post("/v1/messages", {"messages": HELLO})) == (529, "overloaded_error")
@@ -161,8 +149,7 @@ def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> Non
 
 @pytest.mark.parametrize("name", ["n", "n_cmpl"])
 def test_several_answers_are_refused(app: App, name: str) -> None:
-    response = app.post("/v1/messages", {"messages": HELLO, name: 2})
-    assert response.status_code == 400 and response.json()["error"]["message"].startswith(
+    assert refusal(app.post("/v1/messages", {"messages": HELLO, name: 2})).startswith(
         f"{name}: there is one answer"
     )
     assert app.post("/v1/messages", {"messages": HELLO, name: 1}).status_code == 200
@@ -170,7 +157,7 @@ def test_several_answers_are_refused(app: App, name: str) -> None:
 
 def test_a_full_queue_is_a_rate_limit_with_a_time_to_come_back(engine: FakeEngine) -> None:
     engine.n_queue = 0
-    response = App(create_app(engine, ServerSettings())).post("/v1/messages", {"messages": HELLO})
+    response = app_of(engine).post("/v1/messages", {"messages": HELLO})
     assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
     assert int(response.headers["retry-after"]) > 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_client import App
+from server_client import App, app_of, refusal
 from server_fakes import BOS, FakeEngine
 
 from pyspec.errors import ConfigError, RequestError
@@ -330,7 +330,7 @@ def test_what_the_file_recommends_is_the_default_of_every_interface(engine, path
 
 @pytest.fixture
 def saving(engine: FakeEngine, tmp_path: Path) -> App:
-    return App(create_app(engine, ServerSettings(slot_save_path=str(tmp_path))))
+    return app_of(engine, slot_save_path=str(tmp_path))
 
 
 def test_answers_are_those_of_llama_server(saving: App, engine: FakeEngine, tmp_path: Path) -> None:
@@ -375,8 +375,9 @@ def test_names_that_are_no_plain_file_names_are_refused(
     saving: App, engine: FakeEngine, name: str
 ) -> None:
     for action in ("save", "restore"):
-        answer = saving.post(f"/slots/0?action={action}", {"filename": name})
-        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("filename: ")
+        assert refusal(saving.post(f"/slots/0?action={action}", {"filename": name})).startswith(
+            "filename: "
+        )
     assert not engine.acted
 
 
@@ -390,9 +391,7 @@ def test_what_can_not_be_done_is_said(saving: App, engine: FakeEngine) -> None:
         ("/slots/0?action=save", {"filename": 5}, "filename: "),
         ("/slots/4?action=save", {"filename": "a"}, "slot 4 does not exist"),
     ]:
-        answer = saving.post(path, body)
-        assert answer.status_code == 400 and says in answer.json()["error"]["message"]
-    off = App(create_app(engine, ServerSettings())).post("/slots/0?action=save", {"filename": "a"})
-    assert off.status_code == 400 and "--slot-save-path" in off.json()["error"]["message"]
+        assert says in refusal(saving.post(path, body))
+    assert "--slot-save-path" in refusal(app_of(engine).post("/slots/0?action=save", {"filename": "a"}))
     with pytest.raises(ConfigError, match="is no directory; make it first"):
         ServerSettings(slot_save_path="/nowhere/at/all").check()

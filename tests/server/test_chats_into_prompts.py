@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from server_client import App
-from server_fakes import ByteTokenizer, FakeEngine
+from server_client import App, app_of, refusal
+from server_fakes import FakeEngine, Template
 
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 from pyspec.text import left_out
 from pyspec.text.template import ChatTemplate
 
@@ -31,34 +28,20 @@ LOOK = {"name": "look", "description": "Looks.", "parameters": PARAMETERS}
 WAIT = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
 
 
-class RealTemplate:
-    """A template that renders, before a tokenizer that knows no control tokens."""
+class RealTemplate(Template):
+    """A template that renders, without a token before it."""
+
+    add_special = False
 
     def __init__(self, template: ChatTemplate) -> None:
         self.render, self.able = template.render, template.able
-
-    def encode(
-        self,
-        tokenizer: ByteTokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-        begun: str = "",
-        rows: Mapping[str, list[int]] | None = None,
-    ) -> list[int]:
-        text = self.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
-        )
-        return tokenizer.encode(text + begun, add_special=False)
 
 
 @pytest.fixture
 def app(engine: FakeEngine) -> App:
     engine.info = replace(engine.info, chat_template=STRICT.source, n_ctx=1 << 16)
     engine.template = RealTemplate(STRICT)  # type: ignore[assignment]
-    return App(create_app(engine, ServerSettings()))
+    return app_of(engine)
 
 
 def prompt(app: App, engine: FakeEngine, path: str, body: dict[str, Any]) -> str:
@@ -139,10 +122,8 @@ def test_calls_of_other_shapes_are_refused_by_name(app: App, calls: Any) -> None
     }  # fmt: skip
     for path in ("/apply-template", "/v1/chat/completions"):
         response = app.post(path, body)
-        assert (
-            response.status_code == 400
-            and "messages.1.tool_calls" in response.json()["error"]["message"]
-        )
+        assert response.status_code == 400
+        assert "messages.1.tool_calls" in response.json()["error"]["message"]
 
 
 def test_an_answer_may_begin_a_chat(app: App, engine: FakeEngine) -> None:
@@ -333,8 +314,7 @@ def test_each_kind_that_is_left_out_is_told_once(
     ],
 )  # fmt: skip
 def test_a_choice_of_what_was_left_out_is_refused(app: App, path: str, body: dict[str, Any]) -> None:
-    response = app.post(path, body)
-    assert response.status_code == 400 and "tool_choice" in response.json()["error"]["message"]
+    assert "tool_choice" in refusal(app.post(path, body))
 
 
 # -- allowed tools ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from server_client import refusal
 from server_fakes import FakeEngine
 from server_live import Live, serving
 from waiting import wait_for
@@ -104,8 +105,9 @@ def test_an_empty_schema_is_any_json_and_json_object_an_object(url: str) -> None
 
 def test_a_hostile_grammar_is_a_refusal_and_others_get_their_answers(url: str) -> None:
     deep = "root ::= " + "(" * 20000 + '"a"' + ")" * 20000
-    refused = httpx.post(f"{url}/completion", json={"prompt": "x", "grammar": deep}, timeout=60)
-    assert refused.status_code == 400 and refused.json()["error"]["message"].startswith("grammar: ")
+    assert refusal(
+        httpx.post(f"{url}/completion", json={"prompt": "x", "grammar": deep}, timeout=60)
+    ).startswith("grammar: ")
     fine = httpx.post(f"{url}/completion", json={"prompt": "x", "n_predict": 3}, timeout=60)
     assert fine.status_code == 200
 
@@ -209,8 +211,7 @@ def test_an_answer_that_has_begun_otherwise_is_refused_at_once(
     url: str, text: str, stream: bool
 ) -> None:
     asked = begun_with(text, json_schema=FLAG, stream=stream)
-    refused = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
-    assert refused.status_code == 400 and "has begun with" in refused.json()["error"]["message"]
+    assert "has begun with" in refusal(httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60))
 
 
 @pytest.mark.parametrize(

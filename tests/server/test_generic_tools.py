@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher
-from server_client import App
+from server_client import App, app_of
 from server_fakes import ByteTokenizer, FakeEngine, Script
 
 from pyspec.constrain.trie import TokenTable
 from pyspec.server.api import prompts
 from pyspec.server.api.schema import ChatBody, validate
-from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 from pyspec.text.markup.dialect import dialect_reason
 from pyspec.text.template import ChatTemplate
@@ -62,12 +61,10 @@ def rendered(template: str, settings: ServerSettings | None = None, **body: Any)
 def test_the_prompt_describes_the_tools_and_how_to_call_them() -> None:
     text = rendered(PLAIN)
     assert text.startswith("<|im_start|>system\nYou can call these tools:\n")
-    assert (
-        '"name": "weather"' in text
-        and '"name": "clock"' in text
-        and "<tool_call>" in text
-        and text.count("Hi") == 1
-    )
+    assert '"name": "weather"' in text
+    assert '"name": "clock"' in text
+    assert "<tool_call>" in text
+    assert text.count("Hi") == 1
     assert "<b>" not in text and "</s>" not in text and "\\u003cb" in text, (
         "a description holds no control token"
     )
@@ -83,10 +80,8 @@ def test_tools_that_a_template_with_a_dialect_of_its_own_leaves_out_are_listed()
     """DeepSeek R1's writes calls of a history and no tools."""
     source = PLAIN + "{% if false %}<tool_call></tool_call>arguments{% endif %}"
     text = rendered(source)
-    assert (
-        text.startswith("<|im_start|>system\nYou can call these tools:\n")
-        and text.count('"name": "weather"') == 1
-    )
+    assert text.startswith("<|im_start|>system\nYou can call these tools:\n")
+    assert text.count('"name": "weather"') == 1
     assert "To call a tool" not in text, "how to call is the model's own"
     shown = source.replace(
         "{% for", "{% for t in tools or [] %}{{ t.function.name }},{% endfor %}{% for", 1
@@ -97,11 +92,9 @@ def test_tools_that_a_template_with_a_dialect_of_its_own_leaves_out_are_listed()
 
 def test_a_template_that_lists_tools_is_left_to_it() -> None:
     text = rendered(LISTS)
-    assert (
-        "[tool]weather[/][tool]clock[/]" in text
-        and "You can call" not in text
-        and "To call a tool" in text
-    )
+    assert "[tool]weather[/][tool]clock[/]" in text
+    assert "You can call" not in text
+    assert "To call a tool" in text
 
 
 def test_calls_and_results_of_a_history_are_shown() -> None:
@@ -118,11 +111,9 @@ def test_calls_and_results_of_a_history_are_shown() -> None:
 
 def test_a_template_of_turns_without_a_system_gets_them_all_the_same() -> None:
     text = rendered(TURNS, messages=HISTORY[1:])
-    assert (
-        text.startswith("[user]You can call these tools:")
-        and "Weather?[/]" in text
-        and text.endswith("So?[/][assistant]")
-    )
+    assert text.startswith("[user]You can call these tools:")
+    assert "Weather?[/]" in text
+    assert text.endswith("So?[/][assistant]")
 
 
 @pytest.mark.parametrize("arguments", ["null", "", None, {}, "{}", "no json", '{"a": NaN}'])
@@ -145,7 +136,7 @@ def test_any_arguments_of_a_history_are_shown(arguments: Any) -> None:
 @pytest.fixture
 def app(engine: FakeEngine) -> App:
     engine.info = replace(engine.info, chat_template=PLAIN, n_ctx=4096)
-    return App(create_app(engine, ServerSettings()))
+    return app_of(engine)
 
 
 def fits(engine: FakeEngine, texts: Sequence[str]) -> Mapping[str, bool]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from pydantic import ValidationError
+from server_client import refusal
 from server_fakes import FakeEngine, Script
 from server_live import Live
 from starlette.testclient import TestClient
@@ -122,8 +123,7 @@ def test_busy_connections_are_not_closed_for_new_ones(serve: Serve, engine: Fake
 
 
 def test_headers_have_a_size(live_url: str) -> None:
-    response = httpx.get(f"{live_url}/health", headers={"X-Much": "x" * 40_000})
-    assert response.status_code == 431 and "at most" in response.json()["error"]["message"]
+    assert "at most" in refusal(httpx.get(f"{live_url}/health", headers={"X-Much": "x" * 40_000}), 431)
 
 
 @pytest.fixture
@@ -134,8 +134,7 @@ def live_url(serve: Serve) -> str:
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "localhost.evil.example"])
 def test_a_foreign_name_that_leads_to_this_machine_is_refused(live_url: str, host: str) -> None:
     for path in ("/props", "/slots", "/v1/models", "/"):
-        response = httpx.get(live_url + path, headers={"Host": host})
-        assert response.status_code == 403 and "--api-key" in response.json()["error"]["message"]
+        assert "--api-key" in refusal(httpx.get(live_url + path, headers={"Host": host}), 403)
 
 
 @pytest.mark.parametrize(
@@ -244,12 +243,10 @@ def test_a_client_with_much_text_waits_for_its_own() -> None:
         return order
 
     order = asyncio.run(go())
-    assert (
-        order[:2] == ["hungry"] * 2
-        and order[2:5].count("patient") >= 2
-        and "gone" not in order
-        and len(order) == 23
-    )
+    assert order[:2] == ["hungry"] * 2
+    assert order[2:5].count("patient") >= 2
+    assert "gone" not in order
+    assert len(order) == 23
 
 
 def test_clients_that_come_once_do_not_keep_others_from_their_threads() -> None:
@@ -354,8 +351,9 @@ def test_a_large_body_does_not_keep_small_ones_waiting(engine: FakeEngine) -> No
 
 def test_a_tree_of_very_many_arrays_is_refused_before_it_is_looked_at(engine: FakeEngine) -> None:
     client = TestClient(create_app(engine, ServerSettings()))
-    response = client.post("/completion", content=b'{"prompt": [' + b"[]," * 300_000 + b"[]]}")
-    assert response.status_code == 400 and "200000" in response.json()["error"]["message"]
+    assert "200000" in refusal(
+        client.post("/completion", content=b'{"prompt": [' + b"[]," * 300_000 + b"[]]}")
+    )
 
 
 @pytest.mark.slow
@@ -368,8 +366,7 @@ def test_while_the_server_drains_its_port_says_so(serve: Serve, engine: FakeEngi
         wait_for(lambda: engine.n_busy == 1)
         live.server.should_exit = True
         wait_for(lambda: live.server.service.is_draining)
-        response = httpx.post(f"{live.url}/v1/chat/completions", json=CHAT)
-        assert response.status_code == 503 and "shutting down" in response.json()["error"]["message"]
+        assert "shutting down" in refusal(httpx.post(f"{live.url}/v1/chat/completions", json=CHAT), 503)
         assert httpx.get(f"{live.url}/ready").status_code == 503
         assert sock.recv(65536).startswith(b"HTTP/1.1 200")
 

@@ -11,12 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from server_client import App
+from server_client import App, app_of
 from server_fakes import FakeEngine, Script
 from server_live import Live
-
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 
 PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 FUNCTION = {"name": "look", "description": "Looks.", "parameters": PARAMETERS, "strict": False}
@@ -207,7 +204,7 @@ def check(path: str, sent: bytes, response: httpx.Response) -> None:
 def app(engine: FakeEngine) -> App:
     engine.info = replace(engine.info, chat_template="<tool_call> <function= <parameter=")
     engine.script = Script(text="ok", width=2)
-    return App(create_app(engine, ServerSettings()))
+    return app_of(engine)
 
 
 @pytest.mark.parametrize("path", BODIES)

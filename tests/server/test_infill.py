@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from server_client import App
+from server_client import app_of, refusal
 from server_fakes import BOS, N_VOCAB, ByteTokenizer, FakeEngine
 
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 from pyspec.text.vocab import FimMarks
 
 MARKS = FimMarks(pre=N_VOCAB, suf=N_VOCAB + 1, mid=N_VOCAB + 2, rep=N_VOCAB + 3, sep=N_VOCAB + 4)
@@ -38,7 +36,7 @@ def asked(
 ) -> str:
     """The prompt that the engine gets, marks by their names."""
     engine.tokenizer = tokenizer or Marked()
-    answer = App(create_app(engine, ServerSettings(**settings))).post("/infill", body)
+    answer = app_of(engine, **settings).post("/infill", body)
     assert answer.status_code == 200, answer.text
     assert "Hello, world".startswith(answer.json()["content"]) and answer.json()["content"]
     return Marked().decode(engine.seen[-1].prompt)
@@ -108,25 +106,24 @@ def test_extra_texts_fill_what_a_large_context_leaves() -> None:
 )
 def test_what_is_wrong_is_named(engine: FakeEngine, body: dict[str, Any], said: str) -> None:
     engine.tokenizer = Marked()
-    answer = App(create_app(engine, ServerSettings())).post("/infill", body)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+    assert said in refusal(app_of(engine).post("/infill", body))
 
 
 def test_a_model_without_marks_refuses_with_what_is_missing(engine: FakeEngine) -> None:
-    answer = App(create_app(engine, ServerSettings())).post("/infill", BODY)
+    answer = app_of(engine).post("/infill", BODY)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].endswith("it has no token for prefix, suffix, middle")
 
 
 def test_a_stream_is_that_of_completion(engine: FakeEngine) -> None:
     engine.tokenizer = Marked()
-    events = App(create_app(engine, ServerSettings())).events("/infill", BODY | {"n_predict": 12})
+    events = app_of(engine).events("/infill", BODY | {"n_predict": 12})
     assert "".join(e["content"] for e in events) == "Hello, world" and events[-1]["stop"]
 
 
 def test_a_completion_with_a_suffix_fills_the_gap_before_it(engine: FakeEngine) -> None:
     engine.tokenizer = Marked()
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     answer = app.post("/v1/completions", {"prompt": ["a(", "b("], "suffix": ")", "max_tokens": 4})
     assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
     told = [Marked().decode(request.prompt) for request in engine.seen]
@@ -138,8 +135,7 @@ def test_a_completion_with_a_suffix_fills_the_gap_before_it(engine: FakeEngine) 
         {"prompt": "a", "suffix": ")", "echo": True},
         {"prompt": "a", "suffix": 5},
     ):
-        refusal = app.post("/v1/completions", body)
-        assert refusal.status_code == 400 and refusal.json()["error"]["message"].startswith("suffix")
+        assert refusal(app.post("/v1/completions", body)).startswith("suffix")
     for path, body in (
         ("/completion", {"prompt": "a"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),

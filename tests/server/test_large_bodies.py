@@ -12,15 +12,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 from pydantic import ValidationError
-from server_client import App
+from server_client import app_of
 from server_fakes import FakeEngine
 
 from pyspec.errors import RequestError
 from pyspec.server.api import anthropic, generate, responses, schema
-from pyspec.server.app import create_app
 from pyspec.server.http import body
 from pyspec.server.http.body import parse_object
-from pyspec.server.settings import Limits, ServerSettings
+from pyspec.server.settings import Limits
 
 FOREIGN = re.compile(
     r"(?i)input should|instance of|extra inputs|validation|value error|f64|regex parse|unsatisfiable|pydantic| \| |\^|dict\[|list\["
@@ -124,13 +123,13 @@ def test_no_body_is_parsed_on_the_event_loop(
         "_check_tree",
         lambda *a, **k: (where.append(threading.current_thread().name), check(*a, **k)),
     )
-    app = App(create_app(engine, ServerSettings(slot_save_path=str(tmp_path))))
+    app = app_of(engine, slot_save_path=str(tmp_path))
     assert app.post(path, sent).status_code == 200
     assert where and all(name.startswith("pyspec-") for name in where)
 
 
 def test_refusals_have_no_words_of_libraries(engine: FakeEngine) -> None:
-    app, said = App(create_app(engine, ServerSettings())), set()
+    app, said = app_of(engine), set()
     turn = {"role": "user", "content": "hi"}
     plain = {"messages": [turn], "max_tokens": 1, "input": "hi", "prompt": "a"}
 

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_client import App
+from server_client import app_of
 from server_fakes import FakeEngine
+from waiting import Clock
 
 from pyspec.request import Delta, Done, Started, Timings
-from pyspec.server.app import create_app
 from pyspec.server.latency import BETWEEN, Latencies
-from pyspec.server.settings import ServerSettings
-
-
-class Clock:
-    """A clock that tests move forward."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def figures(latencies: Latencies) -> dict[str, float]:
@@ -34,7 +23,7 @@ def figures(latencies: Latencies) -> dict[str, float]:
 
 
 def test_waits_are_measured_where_they_happen() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     latencies = Latencies(clock)
     times = latencies.request()
 
@@ -80,7 +69,7 @@ def test_buckets_count_those_below_them_too() -> None:
 
 
 def test_a_scrape_has_the_waits_of_what_was_served(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     app.post("/completion", {"prompt": "x", "n_predict": 8})
     families = {
         family.name: family for family in text_string_to_metric_families(app.get("/metrics").text)
@@ -97,23 +86,21 @@ def test_a_scrape_has_the_waits_of_what_was_served(engine: FakeEngine) -> None:
 
 
 def test_routers_are_answered(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     assert set(app.get("/version").json()) == {"version"} and app.get("/load").json() == {
         "server_load": 0
     }
     assert app.get("/ping").status_code == app.post("/ping").status_code == 200
     info = app.get("/get_server_info").json()
-    assert (
-        info["served_model_name"] == "fake-1"
-        and info["max_running_requests"] == 4
-        and info["context_length"] == 512
-    )
+    assert info["served_model_name"] == "fake-1"
+    assert info["max_running_requests"] == 4
+    assert info["context_length"] == 512
     assert info["internal_states"] == app.get("/get_load").json()
     assert app.get("/get_model_info").json()["is_generation"] is True
 
 
 def test_a_probe_needs_no_key_and_the_files_path_does(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(api_keys=("k",))))
+    app = app_of(engine, api_keys=("k",))
     assert app.get("/ping").status_code == 200 and app.get("/get_server_info").status_code == 401
     engine.is_alive = False
     assert app.get("/ping").status_code == 503

@@ -34,11 +34,9 @@ def test_bans_are_shown_as_null_and_ignored_ends_as_bans(app: App) -> None:
 def test_generation_settings_have_all_that_llama_server_shows(app: App) -> None:
     settings = app.post("/completion", BODY | {"grammar": 'root ::= "a"'}).json()["generation_settings"]
     assert set(SETTINGS.split()) <= settings.keys()
-    assert (
-        settings["grammar"] == 'root ::= "a"'
-        and settings["speculative.types"] == "ngram"
-        and not settings["stream"]
-    )
+    assert settings["grammar"] == 'root ::= "a"'
+    assert settings["speculative.types"] == "ngram"
+    assert not settings["stream"]
 
 
 def test_response_fields_pick_what_the_last_object_has(app: App) -> None:
@@ -55,10 +53,8 @@ def test_response_fields_pick_what_the_last_object_has(app: App) -> None:
 def test_a_streamed_completion_ends_with_its_usage(app: App) -> None:
     *_, last, done = app.events("/v1/completions", {"prompt": "x"})
     usage = last["usage"]
-    assert (
-        done == "[DONE]"
-        and usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 2
-    )
+    assert done == "[DONE]"
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 2
     asked = app.events("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}})
     assert [("usage" in event, event["choices"] == []) for event in asked[-3:-1]] == [
         (False, False),

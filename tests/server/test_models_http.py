@@ -21,6 +21,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 from router_fakes import Background, World, serving
+from server_client import refusal
 from server_fakes import Script
 from waiting import wait_for
 
@@ -84,17 +85,14 @@ def test_every_api_finds_its_model_by_name_and_alias() -> None:
 def test_an_unknown_model_names_the_nearest_and_a_missing_one_is_asked_for() -> None:
     with serving(World({"gemma-3": 1, "qwen-3": 1})) as c:
         unknown = c.complete("gema-3")
-        assert (
-            unknown.status_code == 404 and "did you mean gemma-3" in unknown.json()["error"]["message"]
-        )
+        assert unknown.status_code == 404
+        assert "did you mean gemma-3" in unknown.json()["error"]["message"]
         missing = c.post("/completion", {"prompt": "a"})
-        assert (
-            missing.status_code == 400 and "model name is missing" in missing.json()["error"]["message"]
-        )
+        assert missing.status_code == 400
+        assert "model name is missing" in missing.json()["error"]["message"]
         anthropic = c.post("/v1/messages", {"model": "nope", "messages": MESSAGES, "max_tokens": 4})
         assert anthropic.status_code == 404 and anthropic.json()["type"] == "error"
-        broken = c.post("/completion", content=b'{"model": ')
-        assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
+        assert "not JSON" in refusal(c.post("/completion", content=b'{"model": '))
         path = c.complete("/etc/passwd")
         assert path.status_code == 404
     with serving(World({"only": 1})) as c:
@@ -132,11 +130,9 @@ def test_props_slots_and_metrics_are_of_the_server_or_of_a_model_and_wake_nothin
     world = World({"a": 1, "b": 1})
     with serving(world, models_max=2) as c:
         props = c.get("/props").json()
-        assert (
-            props["role"] == "router"
-            and props["max_instances"] == 2
-            and props["models_autoload"] is True
-        )
+        assert props["role"] == "router"
+        assert props["max_instances"] == 2
+        assert props["models_autoload"] is True
         assert props["build_info"].startswith("b")
         for path in ("/props?model=a", "/slots?model=a", "/metrics?model=a", "/load?model=a"):
             answer = c.get(path)
@@ -147,10 +143,8 @@ def test_props_slots_and_metrics_are_of_the_server_or_of_a_model_and_wake_nothin
         assert len(c.get("/slots?model=a").json()) == 4
         assert c.get("/load?model=a").json() == {"server_load": 0}
         figures = c.get("/metrics").text
-        assert (
-            'llamacpp:tokens_predicted_total{model="a"}' in figures
-            and "pyspec_models_loaded 1.0" in figures
-        )
+        assert 'llamacpp:tokens_predicted_total{model="a"}' in figures
+        assert "pyspec_models_loaded 1.0" in figures
         assert 'model="a"' in c.get("/metrics?model=a").text
         assert c.get("/health").json() == {"status": "ok", "models_loading": 0, "models_failed": 0}
         assert c.get("/ready").status_code == 200 and c.get("/version").status_code == 200
@@ -197,8 +191,7 @@ def test_models_load_at_the_start_and_not_by_request_where_that_is_off() -> None
     world = World({"a": 1, "b": 1}, more={"a": {"starts": True}})
     with serving(world, models_autoload=False) as c:
         c.wait("a", "loaded")
-        refused = c.complete("b")
-        assert refused.status_code == 400 and refused.json()["error"]["message"] == "model is not loaded"
+        assert refusal(c.complete("b")) == "model is not loaded"
         assert "I am b" in c.post("/completion?autoload=true", {"model": "b", "prompt": "a"}).text
         assert c.post("/completion?autoload=false", {"model": "b", "prompt": "a"}).status_code == 200
 
@@ -257,8 +250,7 @@ def test_nothing_that_answers_is_killed_for_another() -> None:
     world = World({"a": 60, "b": 60}, scripts={"a": SLOW})
     with serving(world) as c:
         alone = c.text("a")
-        a = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_running"] == 1)
+        a = c.asked("a", "n_running")
         b = Background(lambda: c.complete("b"))
         wait_for(lambda: c.rows()["b"]["n_waiting"] == 1 and c.value("b") == "loading")
         assert a.ok().json()["content"] == alone
@@ -279,8 +271,7 @@ def test_cold_models_that_come_together_are_each_answered() -> None:
 def test_a_request_to_a_model_that_leaves_waits_for_its_next_load() -> None:
     world = World({"a": 1}, scripts={"a": SLOW})
     with serving(world) as c:
-        first = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_running"] == 1)
+        first = c.asked("a", "n_running")
         c.post("/models/unload", {"model": "a"})
         second = Background(lambda: c.complete("a", n_predict=2))
         whole = first.ok().json()["content"]
@@ -304,8 +295,7 @@ def test_an_unload_during_a_stream_ends_it_after_its_time() -> None:
 def test_a_client_that_leaves_while_it_waits_costs_no_model_its_place() -> None:
     world = World({"a": 60, "b": 60}, scripts={"a": SLOW})
     with serving(world) as c:
-        a = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_running"] == 1)
+        a = c.asked("a", "n_running")
         with pytest.raises(httpx.TimeoutException):
             c.post("/completion", {"model": "b", "prompt": "a"}, timeout=0.3)
         wait_for(lambda: c.rows()["b"]["n_waiting"] == 0)
@@ -332,10 +322,8 @@ def test_a_stream_that_waits_gets_comments_and_then_its_answer(monkeypatch: pyte
 def test_a_queue_that_is_full_says_so() -> None:
     world = World({"a": 60, "b": 60}, scripts={"a": SLOW})
     with serving(world, models_queue=1) as c:
-        a = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_running"] == 1)
-        b = Background(lambda: c.complete("b"))
-        wait_for(lambda: c.rows()["b"]["n_waiting"] == 1)
+        a = c.asked("a", "n_running")
+        b = c.asked("b", "n_waiting")
         full = c.complete("b")
         assert full.status_code == 429 and "Retry-After" in full.headers
         a.ok()
@@ -366,11 +354,9 @@ def test_one_model_sleeps_and_wakes() -> None:
         first = c.text("any name")
         c.wait("only", "sleeping")
         props = c.get("/props").json()
-        assert (
-            props["is_sleeping"]
-            and props["model_alias"] == "only"
-            and c.get("/health").status_code == 200
-        )
+        assert props["is_sleeping"]
+        assert props["model_alias"] == "only"
+        assert c.get("/health").status_code == 200
         time.sleep(0.3)
         assert c.value("only") == "sleeping", "a look wakes nobody"
         assert c.post("/v1/chat/completions", {"messages": MESSAGES}).status_code == 200
@@ -381,24 +367,8 @@ def test_events_tell_each_change_in_order(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("pyspec.server.models.router.QUIET_S", 0.2)
     world = World({"a": 1}, load_s=0.2)
     with serving(world) as c:
-        seen: list[dict] = []
-        is_open = threading.Event()
-
-        def listen() -> None:
-            with httpx.stream("GET", f"{c.url}/models/sse", timeout=20) as stream:
-                is_open.set()
-                for line in stream.iter_lines():
-                    if line.startswith("data: "):
-                        seen.append(json.loads(line[6:]))
-                        if seen[-1]["data"]["status"] == "unloaded":
-                            return
-
-        reader = threading.Thread(target=listen, daemon=True)
-        reader.start()
-        is_open.wait(10)
-        wait_for(lambda: bool(c.router._readers))
-        c.text("a", keep_alive=0)
-        reader.join(20)
+        with c.events(lambda event: event["data"]["status"] == "unloaded") as seen:
+            c.text("a", keep_alive=0)
         values = [e["data"]["status"] for e in seen]
         assert values[0] == "loading" and values[-1] == "unloaded" and "loaded" in values
         assert seen[-1]["data"]["exit_code"] == 0
@@ -554,8 +524,7 @@ def test_budgets_of_cards_follow_other_programs(monkeypatch: pytest.MonkeyPatch)
 def test_the_end_of_the_server_ends_those_that_wait() -> None:
     world = World({"a": 1}, load_s=5.0)
     with serving(world) as c:
-        waiting = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_waiting"] == 1)
+        waiting = c.asked("a", "n_waiting")
     wait_for(lambda: waiting.is_over, 10.0)
     assert waiting.answer is None or waiting.answer.status_code == 503
 
@@ -638,28 +607,13 @@ def test_a_download_takes_no_models_place_and_its_events_end_with_its_row() -> N
 
         c.router._find = lambda name: Download({name: 1000}, lambda: fetch(name))
         c.text("a")
-        seen: list[tuple[str, str]] = []
-        bytes_of: list[Any] = []
-
-        def listen() -> None:
-            with httpx.stream("GET", f"{c.url}/models/sse", timeout=20) as stream:
-                for line in stream.iter_lines():
-                    if line.startswith("data: "):
-                        event = json.loads(line[6:])
-                        seen.append((event["event"], event["model"]))
-                        bytes_of.extend(event["data"].get("progress", {}).values())
-                        if event["event"] == "download_finished":
-                            return
-
-        reader = threading.Thread(target=listen, daemon=True)
-        reader.start()
-        wait_for(lambda: bool(c.router._readers))
-        assert c.post("/models", {"model": "u/r:F16"}).json() == {"success": True}
-        reader.join(20)
-        assert seen == [
+        with c.events(lambda event: event["event"] == "download_finished") as seen:
+            assert c.post("/models", {"model": "u/r:F16"}).json() == {"success": True}
+        assert [(event["event"], event["model"]) for event in seen] == [
             ("download_progress", "u/r:F16"), ("download_progress", "u/r:F16"), ("models_reload", "*"),
             ("download_finished", "u/r:F16"),
         ]  # fmt: skip
+        bytes_of = [n for event in seen for n in event["data"].get("progress", {}).values()]
         assert bytes_of == [{"done": 250, "total": 1000}, {"done": 500, "total": 1000}]
         assert c.value("u/r:F16") == "unloaded" and c.value("a") == "loaded"
 
@@ -781,8 +735,7 @@ def test_a_file_that_is_replaced_under_its_model_is_told_until_it_is_loaded_anew
         assert "stale" not in c.rows()["a"]
         path.write_bytes(b"another one")
         assert c.rows()["a"]["stale"] is True and c.text("a")
-        c.post("/models/park", {"model": "a"})
-        c.wait("a", "sleeping")
+        c.park("a")
         assert c.rows()["a"]["stale"] is True
         path.unlink()
         assert c.text("a") and world.n_load["a"] == 1, "what is in memory goes on"
@@ -912,11 +865,9 @@ def test_the_terminal_knows_a_server_of_several(monkeypatch: pytest.MonkeyPatch,
             unknown = call(main, ["run", "nobody", "hello"])
             assert unknown.exit_code == 2
             shown = call(main, ["ps"])
-            assert (
-                shown.exit_code == 0
-                and "ours: loaded" in shown.stdout
-                and "theirs: unloaded" in shown.stdout
-            )
+            assert shown.exit_code == 0
+            assert "ours: loaded" in shown.stdout
+            assert "theirs: unloaded" in shown.stdout
             listed = call(main, ["list"])
             for told in (shown.stdout, listed.stdout):
                 assert "\x1b[2J" not in told and "a\ufffd[2J\ufffdb" in told, (
@@ -972,8 +923,7 @@ def test_models_are_parked_by_call_and_for_being_idle() -> None:
     world.needs["c"] = 1
     with serving(world, card=24, models_autoload=True) as c:
         assert c.post("/models/park", {"model": "a"}).status_code == 400, "it is not loaded"
-        running = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_running"] == 1)
+        running = c.asked("a", "n_running")
         assert c.post("/models/park", {"model": "a"}).json() == {"success": True}
         assert running.ok().json()["content"] == SLOW.text
         c.wait("a", "sleeping")
@@ -997,12 +947,10 @@ def test_an_engine_that_can_not_park_or_wake_is_loaded_again(parks: bool) -> Non
     with serving(world, card=24) as c:
         alone = c.text("a")
         if not parks:
-            c.post("/models/park", {"model": "a"})
-            c.wait("a", "sleeping")
+            c.park("a")
         world.engines["a"].fails = True
         if parks:
-            c.post("/models/park", {"model": "a"})
-            c.wait("a", "unloaded")
+            c.park("a", "unloaded")
         assert c.text("a") == alone
         assert world.n_load["a"] == 2 and world.closed == ["a"]
 
@@ -1011,8 +959,7 @@ def test_an_unload_ends_a_wake() -> None:
     world = card_world()
     with serving(world, card=24) as c:
         c.text("a")
-        c.post("/models/park", {"model": "a"})
-        c.wait("a", "sleeping")
+        c.park("a")
         world.engines["a"].moves_s = 5.0
         waiting = Background(lambda: c.complete("a"))
         c.wait("a", "loading")
@@ -1123,8 +1070,7 @@ def test_waiters_of_one_model_give_up_one_other() -> None:
     world = World({"a": 1, "b": 1, "c": 1}, scripts={"a": SLOW})
     with serving(world, models_max=2) as c:
         c.text("b")
-        busy = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_running"] == 1)
+        busy = c.asked("a", "n_running")
         waiting = [
             Background(lambda: c.post("/tokenize", {"model": "c", "content": "hello"})) for _ in range(3)
         ]
@@ -1139,10 +1085,8 @@ def test_waiters_of_one_model_give_up_one_other() -> None:
 def test_those_that_wait_are_answered_in_order_of_arrival() -> None:
     world = World({"a": 1, "b": 1, "c": 1}, scripts={"a": SLOW})
     with serving(world, models_max=1) as c:
-        busy = Background(lambda: c.complete("a"))
-        wait_for(lambda: c.rows()["a"]["n_running"] == 1)
-        first = Background(lambda: c.complete("b"))
-        wait_for(lambda: c.rows()["b"]["n_waiting"] == 1)
+        busy = c.asked("a", "n_running")
+        first = c.asked("b", "n_waiting")
         second = Background(lambda: c.complete("c"))
         for call in (busy, first, second):
             call.ok()

@@ -402,20 +402,14 @@ def test_the_oldest_waiting_model_is_next() -> None:
 
 def test_least_recently_used_models_leave_and_no_more_than_needed() -> None:
     w = world(10, ("a", 5), ("b", 2), ("c", 2), ("d", 4))
-    for name in "abc":
-        ticket = w.ask(name)
-        w.run(w.now + 3)
-        w.end(ticket)
+    used_once(w, *"abc")
     w.run(w.now + 1)
     w.end(w.ask("a"))
     w.ask("d")
     w.run(w.now + 3)
     assert loaded_in(w) == {"a", "d"}
     w = world(10, ("a", 5), ("b", 2), ("c", 2), ("d", 4))
-    for name in "bac":
-        ticket = w.ask(name)
-        w.run(w.now + 3)
-        w.end(ticket)
+    used_once(w, *"bac")
     w.ask("d")
     w.run(w.now + 3)
     assert loaded_in(w) == {"b", "c", "d"}, "a alone gives enough"
@@ -423,10 +417,7 @@ def test_least_recently_used_models_leave_and_no_more_than_needed() -> None:
 
 def test_the_number_of_models_has_a_limit() -> None:
     w = world(100, ("a", 1), ("b", 1), ("c", 1), most=2)
-    for name in "abc":
-        ticket = w.ask(name)
-        w.run(w.now + 3)
-        w.end(ticket)
+    used_once(w, *"abc")
     assert loaded_in(w) == {"b", "c"}
 
 

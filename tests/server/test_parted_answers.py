@@ -99,10 +99,8 @@ CONTENT = [
 def test_a_whole_message_is_its_blocks() -> None:
     whole = whole_of("messages")
     message = anthropic.types.Message.model_validate(whole)
-    assert (
-        nameless(whole["content"]) == CONTENT
-        and len({block["id"] for block in whole["content"][2:]}) == 2
-    )
+    assert nameless(whole["content"]) == CONTENT
+    assert len({block["id"] for block in whole["content"][2:]}) == 2
     assert message.stop_reason == "tool_use" and message.usage.output_tokens_details is not None
     assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (20, 10)
 

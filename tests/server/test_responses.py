@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 from server_client import App
 from server_fakes import FakeEngine, Script
-from server_live import Live
 
 from pyspec.server.api.pictures import SentPictures
 from pyspec.server.api.prompts import plain_message
@@ -22,12 +20,6 @@ LIMITS = Limits()
 TOOL = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": True}
 
 
-@pytest.fixture
-def client(serve: Callable[..., Live]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="unused", max_retries=0) as found:
-        yield found
-
-
 def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
     return app.named_events("/v1/responses", body)
 
@@ -35,8 +27,8 @@ def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_response_has_openais_fields(client: openai.OpenAI) -> None:
-    answer = client.responses.create(
+def test_a_whole_response_has_openais_fields(gpt: openai.OpenAI) -> None:
+    answer = gpt.responses.create(
         model="fake-1",
         input="Say hello",
         instructions="Be brief.",
@@ -56,14 +48,14 @@ def test_a_whole_response_has_openais_fields(client: openai.OpenAI) -> None:
     assert used is not None and used.total_tokens == used.input_tokens + used.output_tokens
     assert used.output_tokens == len("Hello, world") and used.input_tokens_details.cached_tokens > 0
     assert used.output_tokens_details.reasoning_tokens == 0
-    counted = client.responses.input_tokens.count(
+    counted = gpt.responses.input_tokens.count(
         model="fake-1", input="Say hello", instructions="Be brief."
     )
     assert counted.input_tokens == used.input_tokens
 
 
-def test_a_streams_events_come_in_openais_order_with_one_id_each(client: openai.OpenAI) -> None:
-    found = list(client.responses.create(model="fake-1", input="Say hello", stream=True))
+def test_a_streams_events_come_in_openais_order_with_one_id_each(gpt: openai.OpenAI) -> None:
+    found = list(gpt.responses.create(model="fake-1", input="Say hello", stream=True))
     kinds = [event.type.removeprefix("response.") for event in found]
     n = kinds.count("output_text.delta")
     assert n > 1
@@ -116,11 +108,11 @@ def test_a_failing_round_ends_a_stream_with_a_failed_response(app: App, engine: 
     assert last["response"]["error"] == {"code": "server_error", "message": "round failed"}
 
 
-def test_errors_before_the_first_token_come_in_openais_envelope(client: openai.OpenAI) -> None:
+def test_errors_before_the_first_token_come_in_openais_envelope(gpt: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError, match="previous_response_id"):
-        client.responses.create(model="x", input="Go on", previous_response_id="resp_1")
+        gpt.responses.create(model="x", input="Go on", previous_response_id="resp_1")
     with pytest.raises(openai.BadRequestError, match="input"):
-        client.responses.create(model="x", input=5)  # type: ignore[call-overload]
+        gpt.responses.create(model="x", input=5)  # type: ignore[call-overload]
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

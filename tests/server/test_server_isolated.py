@@ -80,10 +80,8 @@ def test_a_stream_outlives_its_engine_and_health_tells(tmp_path: Path) -> None:
         assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
         counts = httpx.get(f"{served.url}/metrics").text
         assert "pyspec_engine_restarts_total 1.0" in counts
-        assert (
-            "\npyspec_tokens_replayed_total 0.0" not in counts
-            and "pyspec_tokens_replayed_total" in counts
-        )
+        assert "\npyspec_tokens_replayed_total 0.0" not in counts
+        assert "pyspec_tokens_replayed_total" in counts
 
 
 @pytest.mark.slow
@@ -111,9 +109,8 @@ def test_a_stream_outlives_its_replica_and_the_port_tells_of_all(tmp_path: Path)
                     assert httpx.get(f"{served.url}/ready").status_code == 200
         assert text == whole["content"] and piece["tokens_predicted"] == 600
         counts = httpx.get(f"{served.url}/metrics").text.splitlines()
-        assert (
-            "pyspec_engine_restarts_total 1.0" in counts and "pyspec_requests_failed_total 0.0" in counts
-        )
+        assert "pyspec_engine_restarts_total 1.0" in counts
+        assert "pyspec_requests_failed_total 0.0" in counts
         assert 'pyspec_replica_requests_moved_total{replica="0"} 1.0' in counts
         up = [f'pyspec_replica_up{{device="cpu",replica="{i}"}} {float(i > 0)}' for i in range(3)]
         assert set(up) <= set(counts)

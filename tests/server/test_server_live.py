@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from server_client import parse_events
+from server_client import parse_events, refusal
 from server_fakes import FakeEngine, Script
 from server_live import Live
 from waiting import wait_for
@@ -37,19 +37,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 LONG = Script(text="x" * 400, round_s=0.02)
 
 
-@pytest.fixture
-def live(serve: Serve) -> Live:
-    return serve()
-
-
-@pytest.fixture
-def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused", max_retries=0, timeout=10) as client:
-        yield client
-
-
-def test_the_openai_client_chats(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
+def test_the_openai_client_chats(gpt: openai.OpenAI) -> None:
+    answer = gpt.chat.completions.create(
         model="any", messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=1, logit_bias={"97": 3}
     )
     assert answer.choices[0].message.content == "Hello" and answer.choices[0].finish_reason == "length"
@@ -57,8 +46,8 @@ def test_the_openai_client_chats(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 5 and answer.timings["predicted_n"] == 5
 
 
-def test_the_openai_client_streams_with_usage(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
+def test_the_openai_client_streams_with_usage(gpt: openai.OpenAI) -> None:
+    stream = gpt.chat.completions.create(
         model="any", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
@@ -145,32 +134,32 @@ def test_a_slow_reader_misses_nothing(serve: Serve, engine: FakeEngine, parts: l
     assert "".join(e.get("content", "") for e in events) == "y" * 450 and parts
 
 
-def test_the_openai_client_completes_lists_of_prompts(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model="any", prompt=["a", "b"], stop=[" w"], seed=1)
+def test_the_openai_client_completes_lists_of_prompts(gpt: openai.OpenAI) -> None:
+    answer = gpt.completions.create(model="any", prompt=["a", "b"], stop=[" w"], seed=1)
     assert [choice.text for choice in answer.choices] == ["Hello,"] * 2
     assert "".join(
-        c.choices[0].text for c in client.completions.create(model="a", prompt=[97], stream=True)
+        c.choices[0].text for c in gpt.completions.create(model="a", prompt=[97], stream=True)
     ) == ("Hello, world")
 
 
-def test_the_openai_client_lists_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["fake-1"]
-    assert client.models.retrieve("fake-1").object == "model"
+def test_the_openai_client_lists_models(gpt: openai.OpenAI) -> None:
+    assert [model.id for model in gpt.models.list()] == ["fake-1"]
+    assert gpt.models.retrieve("fake-1").object == "model"
 
 
-def test_errors_become_the_openai_clients_own(client: openai.OpenAI, engine: FakeEngine) -> None:
+def test_errors_become_the_openai_clients_own(gpt: openai.OpenAI, engine: FakeEngine) -> None:
     with pytest.raises(openai.BadRequestError, match="top_p"):
-        client.chat.completions.create(model="a", messages=MESSAGES, top_p=7)
+        gpt.chat.completions.create(model="a", messages=MESSAGES, top_p=7)
     with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
+        gpt.models.retrieve("other")
     engine.n_queue = 0
     with pytest.raises(openai.RateLimitError) as caught:
-        client.chat.completions.create(model="a", messages=MESSAGES)
+        gpt.chat.completions.create(model="a", messages=MESSAGES)
     assert caught.value.response.headers["retry-after"] == "1"
     engine.n_queue, engine.script = 8, Script(fail_after=1)
     with pytest.raises(openai.InternalServerError, match="round failed"):
-        client.chat.completions.create(model="a", messages=MESSAGES)
-    stream = client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
+        gpt.chat.completions.create(model="a", messages=MESSAGES)
+    stream = gpt.chat.completions.create(model="a", messages=MESSAGES, stream=True)
     with pytest.raises(openai.APIError, match="round failed"):
         list(stream)
 
@@ -269,17 +258,16 @@ def test_silence_is_filled_with_comments(live: Live, engine: FakeEngine) -> None
     engine.script = Script(prefill_s=0.2)
     body = {"messages": MESSAGES, "stream": True, "sse_ping_interval": 0.05}
     response = httpx.post(f"{live.url}/v1/chat/completions", json=body)
-    assert (
-        response.content.startswith(b": ping\n\n")
-        and list(parse_events(response.content))[-1] == "[DONE]"
-    )
+    assert response.content.startswith(b": ping\n\n")
+    assert list(parse_events(response.content))[-1] == "[DONE]"
 
 
 def test_a_request_past_its_time_is_ended_with_an_error(serve: Serve, engine: FakeEngine) -> None:
     live = serve(Limits(total_s=0.1, drain_s=0.2))
     engine.script = Script(prefill_s=30)
-    response = httpx.post(f"{live.url}/completion", json={"prompt": "x"})
-    assert response.status_code == 503 and "longer than 0.1 s" in response.json()["error"]["message"]
+    assert "longer than 0.1 s" in refusal(
+        httpx.post(f"{live.url}/completion", json={"prompt": "x"}), 503
+    )
     wait_for(lambda: engine.n_busy == 0)
 
 

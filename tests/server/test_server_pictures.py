@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +21,7 @@ import openai
 import pytest
 from PIL import Image
 from router_fakes import World, serving
-from server_client import App
+from server_client import App, app_of, refusal
 from server_fakes import FakeEngine
 from server_live import Live
 
@@ -31,7 +31,6 @@ from pyspec.gguf import open_gguf
 from pyspec.request import Request
 from pyspec.server import fetch
 from pyspec.server.api.pictures import MARKER, SentPictures
-from pyspec.server.app import create_app
 from pyspec.server.media import media_of
 from pyspec.server.settings import ServerSettings
 from pyspec.slots.images import IMAGE
@@ -74,10 +73,6 @@ def engine() -> Iterator[FakeEngine]:
     fake.info = replace(fake.info, mmproj=str(PROJECTOR))
     yield fake
     fake.close()
-
-
-def app_with(engine: FakeEngine, **settings: Any) -> App:
-    return App(create_app(engine, ServerSettings(**settings)))
 
 
 def blind() -> FakeEngine:
@@ -174,8 +169,9 @@ def test_completion_wants_a_marker_for_each_picture(app: App, engine: FakeEngine
         (MARKER, ["AAAA"], "prompt.multimodal_data.0: the image is none of"),
         (MARKER, ["?"], "prompt.multimodal_data.0: it is not base64"),
     ):
-        answer = app.post("/completion", {"prompt": {"prompt_string": text, "multimodal_data": data}})
-        assert answer.status_code == 400 and wanted in answer.json()["error"]["message"]
+        assert wanted in refusal(
+            app.post("/completion", {"prompt": {"prompt_string": text, "multimodal_data": data}})
+        )
     many = [{"prompt_string": MARKER * 11, "multimodal_data": [b64(ODD)] * 11}] * 3
     assert (
         "33 images; at most 32" in app.post("/completion", {"prompt": many}).json()["error"]["message"]
@@ -244,8 +240,7 @@ def test_anthropic(app: App, engine: FakeEngine) -> None:
         ({"type": "url", "url": "https://example.org/a.png"}, "not fetched from URLs"),
     ):
         sent = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
-        refused = app.post("/v1/messages", sent)
-        assert refused.status_code == 400 and wanted in refused.json()["error"]["message"]
+        assert wanted in refusal(app.post("/v1/messages", sent))
 
 
 def test_counting_and_rendering_decode_nothing(
@@ -281,9 +276,8 @@ def test_what_a_model_that_sees_says_of_itself(app: App) -> None:
 def test_without_a_projector_users_are_refused_and_tools_get_a_line() -> None:
     fake = blind()
     try:
-        app = app_with(fake)
-        answer = app.post("/v1/chat/completions", chat(part(ODD)))
-        assert answer.status_code == 400 and answer.json()["error"]["message"] == f"{AT}: {NO_PROJECTOR}"
+        app = app_of(fake)
+        assert refusal(app.post("/v1/chat/completions", chat(part(ODD)))) == f"{AT}: {NO_PROJECTOR}"
         body = {"prompt": {"prompt_string": MARKER, "multimodal_data": [b64(ODD)]}}
         assert NO_PROJECTOR in app.post("/completion", body).json()["error"]["message"]
         assert NO_PROJECTOR in app.post("/apply-template", chat(part(ODD))).json()["error"]["message"]
@@ -353,13 +347,11 @@ def test_a_broken_picture_is_its_senders(app: App, engine: FakeEngine, sent: str
     ],
 )
 def test_other_parts_are_refused_by_name(app: App, sent: dict[str, Any], wanted: str) -> None:
-    answer = app.post("/v1/chat/completions", chat(sent))
-    assert answer.status_code == 400 and wanted in answer.json()["error"]["message"]
+    assert wanted in refusal(app.post("/v1/chat/completions", chat(sent)))
 
 
 def test_more_than_32_pictures(app: App, engine: FakeEngine) -> None:
-    answer = app.post("/v1/chat/completions", chat(*[part(ODD)] * 33))
-    assert answer.status_code == 400 and "at most 32 images" in answer.json()["error"]["message"]
+    assert "at most 32 images" in refusal(app.post("/v1/chat/completions", chat(*[part(ODD)] * 33)))
     assert app.post("/v1/chat/completions", chat(*[part(ODD)] * 32, max_tokens=1)).status_code == 200
     assert len(engine.seen[0].images) == 32
 
@@ -386,7 +378,7 @@ def test_a_prompt_beyond_the_context_counts_rows() -> None:
     fake = FakeEngine(n_ctx=101)
     fake.info = replace(fake.info, mmproj=str(PROJECTOR))
     try:
-        answer = app_with(fake).post("/v1/chat/completions", chat(part(WIDE)))
+        answer = app_of(fake).post("/v1/chat/completions", chat(part(WIDE)))
         assert answer.status_code == 400 and answer.json()["error"]["n_prompt_tokens"] > N_WIDE
     finally:
         fake.close()
@@ -434,7 +426,7 @@ def test_files_below_a_folder(engine: FakeEngine, tmp_path: Path) -> None:
     (folder / "big.png").write_bytes(bytes(20_000_001))
     (tmp_path / "secret.png").write_bytes(ODD)
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
-    app = app_with(engine, media_path=str(folder))
+    app = app_of(engine, media_path=str(folder))
     for name in ("file://in/o%20d.png", f"file://{folder}/in/o%20d.png"):
         assert app.post("/v1/chat/completions", chat(part(name), max_tokens=1)).status_code == 200
     for name in (
@@ -487,7 +479,7 @@ def test_hosts_that_are_named_are_asked_if_they_are_public(
     engine: FakeEngine, pages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = replace(ServerSettings().limits, fetch_s=1.0)
-    app = app_with(engine, media_hosts=(pages, "localhost"), limits=limits)
+    app = app_of(engine, media_hosts=(pages, "localhost"), limits=limits)
 
     def said(path: str) -> str:
         answer = app.post("/v1/chat/completions", chat(part(path), max_tokens=1))
@@ -567,7 +559,7 @@ def test_the_answers_are_llama_cpps(name: str) -> None:
     path = FIXTURES / f"{name}.gguf"
     draft = "mtp" if name == "qwen35" else None
     with Engine.load(path, draft, mmproj=FIXTURES / f"mmproj-{name}.gguf", np=7, ctx=1000) as engine:
-        app = App(create_app(engine, ServerSettings()))
+        app = app_of(engine)
         for prompt in json.loads((FIXTURES / f"{name}.json").read_text())["prompts"].values():
             files = [each["image"] for each in prompt["parts"] if not isinstance(each, str)]
             text = "".join(each if isinstance(each, str) else MARKER for each in prompt["parts"])
@@ -583,11 +575,6 @@ def test_the_answers_are_llama_cpps(name: str) -> None:
 
 
 # -- real clients ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def live(serve: Callable[..., Live]) -> Live:
-    return serve()
 
 
 def test_the_openai_client_sends_pictures(live: Live, engine: FakeEngine) -> None:

@@ -12,13 +12,12 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server_client import App
+from server_client import App, app_of
 from server_fakes import FakeEngine, Script
 
 from pyspec.errors import ConfigError
 from pyspec.server.api.schema import ChatBody, NativeBody
-from pyspec.server.app import create_app
-from pyspec.server.http.serve import bind, run
+from pyspec.server.http.serve import run
 from pyspec.server.settings import Limits, ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -86,7 +85,7 @@ def test_a_byte_order_mark_before_a_body_is_no_part_of_it(app: App) -> None:
 
 
 def test_a_body_too_large_is_refused_before_and_after_it_is_read(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(limits=Limits(body=1000))))
+    app = app_of(engine, limits=Limits(body=1000))
     error_of(app.post("/completion", {"prompt": "x" * 1000}), 413)
 
     async def pieces() -> Any:
@@ -107,7 +106,7 @@ def test_a_packed_body_is_refused_for_what_it_is(app: App) -> None:
 
 
 def test_a_body_that_never_arrives_is_given_up(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(limits=Limits(body_read_s=0.05))))
+    app = app_of(engine, limits=Limits(body_read_s=0.05))
 
     async def slow() -> Any:
         yield b"{"
@@ -138,22 +137,21 @@ def test_every_refusal_has_the_same_envelope(app: App, method: str, path: str, s
 
 def test_a_full_queue_is_429_with_retry_after(engine: FakeEngine) -> None:
     engine.n_queue = 0
-    response = App(create_app(engine, ServerSettings())).post("/completion", {"prompt": "x"})
-    assert (
-        error_of(response, 429)["type"] == "rate_limit_error" and response.headers["retry-after"] == "1"
-    )
+    response = app_of(engine).post("/completion", {"prompt": "x"})
+    assert error_of(response, 429)["type"] == "rate_limit_error"
+    assert response.headers["retry-after"] == "1"
 
 
 def test_when_one_of_several_prompts_is_refused_the_others_are_cancelled(engine: FakeEngine) -> None:
     engine.script = Script(text="x" * 400, round_s=0.05)
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     error_of(app.post("/completion", {"prompt": ["a", "b", "c" * 600]}), 400)
     assert len(engine.seen) == 2 and set(engine.cancelled) == {"0", "1"}
 
 
 def test_a_list_longer_than_the_queue_is_fed_in_as_room_comes(engine: FakeEngine) -> None:
     engine.n_queue = 2
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     values = app.post("/completion", {"prompt": [[i] for i in range(40)]}).json()
     assert [value["index"] for value in values] == list(range(40))
     assert [request.prompt for request in engine.seen] == [(i,) for i in range(40)]
@@ -161,7 +159,7 @@ def test_a_list_longer_than_the_queue_is_fed_in_as_room_comes(engine: FakeEngine
 
 def test_a_late_refusal_ends_the_list_with_its_error(engine: FakeEngine) -> None:
     engine.n_queue = 1
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     prompts = ["a"] * 30 + ["c" * 600]
     error_of(app.post("/completion", {"prompt": prompts}), 400)
     while engine.metrics().requests_queued:  # those of the first body that are being taken back
@@ -178,7 +176,7 @@ def test_a_dead_engine_is_503_everywhere_it_matters(app: App, engine: FakeEngine
 
 
 def test_keys_guard_all_but_health_and_models(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(api_keys=("sesame", "zweiter-schlüssel"))))
+    app = app_of(engine, api_keys=("sesame", "zweiter-schlüssel"))
     # probes of an orchestrator have no key
     for path in ("/health", "/v1/health", "/ping", "/ready", "/models", "/v1/models"):
         assert app.get(path).status_code == 200
@@ -201,7 +199,7 @@ def test_keys_guard_all_but_health_and_models(engine: FakeEngine) -> None:
 
 
 def test_pages_of_other_sites_may_not_use_the_server(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(cors_origins=("https://chat.example",))))
+    app = app_of(engine, cors_origins=("https://chat.example",))
     body = {"prompt": "x"}
     for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
         response = app.post("/completion", body, headers={"Origin": origin})
@@ -214,7 +212,7 @@ def test_pages_of_other_sites_may_not_use_the_server(engine: FakeEngine) -> None
         assert app.post("/completion", body, headers={"Origin": origin}).status_code == 200
     response = app.post("/completion", body, headers={"Origin": "http://localhost:3000"})
     assert response.headers["access-control-allow-origin"] == "http://localhost:3000"
-    open_app = App(create_app(engine, ServerSettings(hosts=("0.0.0.0",), insecure=True)))
+    open_app = app_of(engine, hosts=("0.0.0.0",), insecure=True)
     assert open_app.post("/completion", body, headers={"Origin": "http://test"}).status_code == 200
 
 
@@ -230,13 +228,6 @@ def test_an_open_host_needs_a_key_or_consent(engine: FakeEngine) -> None:
         settings_.check()
     with pytest.raises(ConfigError, match="empty"):
         ServerSettings(api_keys=("",)).check()
-
-
-def test_an_address_in_use_is_one_clear_line(engine: FakeEngine) -> None:
-    with bind(ServerSettings(port=0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
-            run(lambda: engine, ServerSettings(port=port), print)
 
 
 NAMES = sorted(

@@ -10,13 +10,12 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from server_client import App, parse_events
+from server_client import app_of, parse_events, refusal
 from server_fakes import FakeEngine, Script
 from server_live import Live
 from waiting import wait_for
 
-from pyspec.server.app import create_app
-from pyspec.server.settings import Limits, ServerSettings
+from pyspec.server.settings import Limits
 
 ID = "conv-1::org/model:Q8"
 AT = f"/v1/stream?conv_id={quote(ID, safe='')}"
@@ -51,11 +50,9 @@ def test_a_stream_goes_on_without_its_client_and_is_read_again(
         rows = client.post(
             "/v1/streams/lookup", json={"conversation_ids": ["conv-1", "conv", "x"]}
         ).json()
-        assert (
-            [r["conversation_id"] for r in rows] == [ID]
-            and not rows[0]["is_done"]
-            and rows[0]["completed_at"] == 0
-        )
+        assert [r["conversation_id"] for r in rows] == [ID]
+        assert not rows[0]["is_done"]
+        assert rows[0]["completed_at"] == 0
         whole = client.get(AT).content
         assert text_of(whole) == "Hello, world" and whole.endswith(b"data: [DONE]\n\n")
         assert client.get(f"{AT}&from=40").content == whole[40:]
@@ -98,7 +95,7 @@ def test_a_client_that_does_not_ask_for_it_ends_its_generation(
 
 
 def test_a_session_is_its_keys_own(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(api_keys=("a", "b"))))
+    app = app_of(engine, api_keys=("a", "b"))
     mine, other = {"Authorization": "Bearer a"}, {"X-Api-Key": "b"}
 
     async def both() -> None:
@@ -130,10 +127,8 @@ def test_what_is_kept_is_bounded_in_bytes_time_and_number(
         assert [r["conversation_id"] for r in rows] == ["b", "c"]
         lost = client.get("/v1/stream?conv_id=c&from=0")
         total = rows[1]["total_bytes"]
-        assert (
-            lost.status_code == 400
-            and f"the first that is, is {total - 300}" in lost.json()["error"]["message"]
-        )
+        assert lost.status_code == 400
+        assert f"the first that is, is {total - 300}" in lost.json()["error"]["message"]
         assert len(client.get(f"/v1/stream?conv_id=c&from={total - 300}").content) == 300
         time.sleep(0.6)
         assert client.post("/v1/streams/lookup", json={"conversation_ids": ["b", "c"]}).json() == []
@@ -149,7 +144,6 @@ def test_what_is_kept_is_bounded_in_bytes_time_and_number(
     ],
 )
 def test_what_is_wrong_with_a_question_is_said(engine: FakeEngine, path: str, says: str) -> None:
-    app = App(create_app(engine, ServerSettings()))
-    answer = app.get(path)
-    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    app = app_of(engine)
+    assert says in refusal(app.get(path))
     assert app.post("/v1/streams/lookup", {"conversation_ids": "x"}).status_code == 400

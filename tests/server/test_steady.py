@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from server_client import App
+from server_client import app_of
 from server_fakes import FakeEngine
 
 from pyspec.cli import main
 from pyspec.server.api.steady import steady, with_lines, without_transport
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 
 DATE = re.compile(r"^Today's date:")
 BILLING = "x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch=a5145;"
@@ -77,12 +75,12 @@ def test_every_interface_moves_them_only_if_it_is_told_to_and_says_so(
     engine: FakeEngine, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     body = body | {"stream": stream}
-    response = App(create_app(engine, ServerSettings())).post(path, body)
+    response = app_of(engine).post(path, body)
     assert "x-pyspec-moved-lines" not in response.headers
     assert engine.tokenizer.decode(engine.seen[-1].prompt).startswith(
         "system: You are.\nToday's date: 1\n"
     )
-    response = App(create_app(engine, ServerSettings(volatile_lines=(DATE,)))).post(path, body)
+    response = app_of(engine, volatile_lines=(DATE,)).post(path, body)
     assert response.status_code == 200 and response.headers["x-pyspec-moved-lines"] == "1"
     request = engine.seen[-1]
     assert (
@@ -93,7 +91,7 @@ def test_every_interface_moves_them_only_if_it_is_told_to_and_says_so(
 
 
 def test_what_is_counted_and_shown_is_what_the_model_reads(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings(volatile_lines=(DATE,))))
+    app = app_of(engine, volatile_lines=(DATE,))
     shown = app.post("/apply-template", CHAT).json()["prompt"]
     assert shown.endswith("user: Hi\n\nToday's date: 1\nassistant: ")
     counted = app.post("/v1/messages/count_tokens", MESSAGES).json()["input_tokens"]

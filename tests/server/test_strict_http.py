@@ -171,11 +171,6 @@ def test_paths_and_addresses(
     quiet()
 
 
-@pytest.fixture
-def live(serve: Serve) -> Live:
-    return serve()
-
-
 def test_a_body_that_goes_wrong_behind_its_answer_is_no_traceback(
     live: Live, quiet: Callable[[], None]
 ) -> None:
@@ -213,10 +208,8 @@ def test_what_is_right_is_served_as_before(live: Live) -> None:
     with connect(live) as sock:
         sock.sendall(b"".join(asked))
         answer = received(sock)
-    assert (
-        re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"200", b"404", b"200"]
-        and b"Hello, world" in answer
-    )
+    assert re.findall(rb"HTTP/1.1 (\d+)", answer) == [b"200", b"200", b"404", b"200"]
+    assert b"Hello, world" in answer
 
 
 # -- clients that do not read ----------------------------------------------------------------------------------------

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from server_client import App
+from server_client import app_of
 from server_fakes import FakeEngine, Script
-from server_live import Live
-
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 
 TEMPLATE = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts: <think> </think> enable_thinking'
 ANSWER = (
@@ -31,23 +26,6 @@ def engine(engine: FakeEngine) -> FakeEngine:
     engine.info = replace(engine.info, chat_template=TEMPLATE)
     engine.script = Script(text=ANSWER)
     return engine
-
-
-@pytest.fixture
-def url(serve: Callable[..., Live], engine: FakeEngine) -> str:
-    return serve().url
-
-
-@pytest.fixture
-def claude(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture
-def gpt(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as found:
-        yield found
 
 
 def prompt_of(engine: FakeEngine) -> str:
@@ -123,7 +101,7 @@ def test_without_a_choice_calls_are_text(claude: anthropic.Anthropic) -> None:
 
 
 def test_thoughts_have_their_budget_and_can_be_switched_off(engine: FakeEngine) -> None:
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50}
     assert (
         app.post(
@@ -142,7 +120,7 @@ def test_thoughts_have_their_budget_and_can_be_switched_off(engine: FakeEngine) 
 
 def test_an_assistants_message_at_the_end_goes_on(engine: FakeEngine) -> None:
     engine.info = replace(engine.info, chat_template="")
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The answer is ("}]
     assert app.post("/v1/messages", {"messages": messages}).status_code == 200
     assert prompt_of(engine) == "user: Hi\nassistant: The answer is ("
@@ -160,7 +138,7 @@ def test_a_format_holds_the_answer_as_it_does_a_chats(
     engine: FakeEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.info = replace(engine.info, chat_template="")
-    app = App(create_app(engine, ServerSettings()))
+    app = app_of(engine)
     response = app.post(path, body)
     assert response.status_code == 200, response.text
     held = engine.seen[-1].grammar

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 from llguidance import LLMatcher
-from server_client import App
+from server_client import App, app_of
 from server_fakes import FakeEngine, Script
-from server_live import Live
 
 from pyspec.constrain.trie import TokenTable
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 from pyspec.text.left_out import NO_IMAGE
 
 HERMES = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts: <think> </think> enable_thinking'
@@ -41,12 +37,6 @@ def engine(engine: FakeEngine) -> FakeEngine:
     return engine
 
 
-@pytest.fixture
-def client(engine: FakeEngine, serve: Callable[..., Live]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="unused", max_retries=0) as found:
-        yield found
-
-
 def ask(app: App, status: int = 200, **body: Any) -> Any:
     response = app.post("/v1/chat/completions", {"messages": HELLO} | body)
     assert response.status_code == status, response.text
@@ -60,8 +50,8 @@ def prompt_of(engine: FakeEngine) -> str:
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_client_gets_calls_whole(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="x", messages=HELLO, tools=TOOLS)
+def test_the_client_gets_calls_whole(gpt: openai.OpenAI) -> None:
+    answer = gpt.chat.completions.create(model="x", messages=HELLO, tools=TOOLS)
     choice = answer.choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
     assert choice.message.model_extra == {"reasoning_content": "Sunny?"}
@@ -79,12 +69,12 @@ def test_the_client_gets_calls_whole(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 1000])
-def test_the_client_gets_calls_in_pieces(client: openai.OpenAI, engine: FakeEngine, width: int) -> None:
+def test_the_client_gets_calls_in_pieces(gpt: openai.OpenAI, engine: FakeEngine, width: int) -> None:
     engine.script = Script(text=ANSWER, width=width)
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     content = reasoning = finish = ""
-    for chunk in client.chat.completions.create(model="x", messages=HELLO, tools=TOOLS, stream=True):
+    for chunk in gpt.chat.completions.create(model="x", messages=HELLO, tools=TOOLS, stream=True):
         choice = chunk.choices[0]
         content += choice.delta.content or ""
         reasoning += (choice.delta.model_extra or {}).get("reasoning_content", "")
@@ -111,10 +101,8 @@ def test_an_answer_of_calls_alone_has_no_content(app: App, engine: FakeEngine) -
 
 def test_a_call_that_is_cut_off_ends_with_length(app: App, engine: FakeEngine) -> None:
     choice = ask(app, tools=TOOLS, max_tokens=90)["choices"][0]
-    assert (
-        choice["finish_reason"] == "length"
-        and choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Z'
-    )
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Z'
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -155,12 +143,10 @@ def test_calls_that_nobody_asked_for_stay_text(app: App, body: dict[str, Any]) -
 
 
 def test_a_server_that_reads_no_calls_refuses_tools(engine: FakeEngine) -> None:
-    said = ask(App(create_app(engine, ServerSettings(tool_call_parser="none"))), 400, tools=TOOLS)[
-        "error"
-    ]["message"]
+    said = ask(app_of(engine, tool_call_parser="none"), 400, tools=TOOLS)["error"]["message"]
     assert "--tool-call-parser" in said and "hermes" in said
     engine.info = replace(engine.info, chat_template="plain")
-    app = App(create_app(engine, ServerSettings(tool_call_parser="hermes")))
+    app = app_of(engine, tool_call_parser="hermes")
     assert len(ask(app, tools=TOOLS)["choices"][0]["message"]["tool_calls"]) == 2
 
 
@@ -312,7 +298,7 @@ def test_reasoning_goes_where_its_format_says(
 def test_the_template_hears_whether_to_think(
     engine: FakeEngine, settings: dict[str, Any], body: dict[str, Any], passed: str
 ) -> None:
-    ask(App(create_app(engine, ServerSettings(**settings))), **body)
+    ask(app_of(engine, **settings), **body)
     assert passed in prompt_of(engine).split("\n")
 
 
@@ -323,7 +309,7 @@ def test_a_budget_reaches_the_engine(app: App, engine: FakeEngine) -> None:
     assert bytes(budget.forced) == b"Enough.</think>"
     ask(app)
     assert engine.seen[-1].think_budget is None
-    ask(App(create_app(engine, ServerSettings(reasoning_budget=0))))
+    ask(app_of(engine, reasoning_budget=0))
     assert engine.seen[-1].think_budget is not None
 
 
@@ -339,7 +325,7 @@ def test_an_assistants_message_at_the_end_is_continued(app: App, engine: FakeEng
     ):
         ask(app, messages=[*HELLO, last], **body)
         assert prompt_of(engine).endswith("\nassistant: Well, ")
-    kept = ask(App(create_app(engine, ServerSettings(prefill_assistant=False))), messages=[*HELLO, last])
+    kept = ask(app_of(engine, prefill_assistant=False), messages=[*HELLO, last])
     assert kept["choices"] and prompt_of(engine).endswith(
         "assistant: Well, \nenable_thinking=True\nassistant: "
     )

@@ -8,11 +8,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from server_client import App
+from server_client import App, app_of
 
 import pyspec
-from pyspec.server.app import create_app
-from pyspec.server.settings import ServerSettings
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} Answer with <tool_call>\n"
@@ -47,7 +45,7 @@ def apps() -> Iterator[list[App]]:
     ):
         for engine in (plain, drafted):
             engine.use_template(TEMPLATE)
-        yield [App(create_app(engine, ServerSettings())) for engine in (plain, drafted)]
+        yield [app_of(engine) for engine in (plain, drafted)]
 
 
 def message(app: App, body: dict[str, Any]) -> tuple[dict[str, Any], str]:

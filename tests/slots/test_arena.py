@@ -55,10 +55,8 @@ def test_an_arena_holds_the_plain_layout_and_harmless_padding(widths: tuple[int,
         assert set(ours.kv_rows[n:].tolist()) <= {table.null_row} and set(ours.row_seq[n:].tolist()) <= {
             -1
         }
-        assert (
-            ours.seq_start.tolist() == plain.starts + [n] * (places - len(widths))
-            and ours.n_place == places
-        )
+        assert ours.seq_start.tolist() == plain.starts + [n] * (places - len(widths))
+        assert ours.n_place == places
         assert len(ours.seq_slot) == len(ours.page_table) == places
         for name in SEQ32[:-1]:
             assert torch.equal(getattr(ours, name)[: len(widths)], getattr(plain, name)), name

@@ -310,9 +310,7 @@ def test_recurrent_layers_have_the_records_of_their_own_shape_alone() -> None:
 
 def test_a_pool_of_a_whole_model_is_found_by_its_layer() -> None:
     memory = allocate([{"state": GDN}, {"kv": Paged(2, 8)}, {}], sizes(), CPU)
-    assert (
-        isinstance(memory.kv[1], KVPool)
-        and list(memory.states) == [0]
-        and memory.kv_format == KvFormat.named("f32")
-    )
+    assert isinstance(memory.kv[1], KVPool)
+    assert list(memory.states) == [0]
+    assert memory.kv_format == KvFormat.named("f32")
     assert memory.kv[1].k.numel() == 80 * 2 * 8

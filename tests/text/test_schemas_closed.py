@@ -124,7 +124,5 @@ def test_a_oneof_whose_parts_are_needed_open_elsewhere_is_left_to_others() -> No
     more = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"z": {}}}]}
     parts = {"a": A | {"required": ["a"]}, "b": {"type": "object", "properties": {"b": {}}, "required": ["b"]}}  # fmt: skip
     schema = {"properties": {"x": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "y": more}, "$defs": parts}  # fmt: skip
-    assert (
-        closed(schema)["properties"] == schema["properties"]
-        and closed(schema)["$defs"]["a"] == parts["a"]
-    )
+    assert closed(schema)["properties"] == schema["properties"]
+    assert closed(schema)["$defs"]["a"] == parts["a"]

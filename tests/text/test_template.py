@@ -337,7 +337,5 @@ def test_arguments_are_objects_or_text_as_the_template_shows_them(source: str, s
 def test_an_answer_that_has_begun_stands_behind_the_prompt() -> None:
     messages = [{"role": "user", "content": QUOTED}]
     ids = TOOLS.encode(OF_FEW, messages, begun="<B>Well")
-    assert (
-        OF_FEW.decode(ids, special=True).endswith("<|im_end|><B>Well")
-        and controls_of_few(ids)[-1] == "<B>"
-    )
+    assert OF_FEW.decode(ids, special=True).endswith("<|im_end|><B>Well")
+    assert controls_of_few(ids)[-1] == "<B>"

@@ -132,10 +132,8 @@ def test_end_texts_are_control_tokens_with_any_type_in_the_file(kind):
 
 
 def test_the_tables_hold_deepseek_s_spelling():
-    assert (
-        "<\uff5cend\u2581of\u2581sentence\uff5c>" in EOG_TEXTS
-        and "<\uff5cfim\u2581hole\uff5c>" in CONTROL_TEXTS
-    )
+    assert "<\uff5cend\u2581of\u2581sentence\uff5c>" in EOG_TEXTS
+    assert "<\uff5cfim\u2581hole\uff5c>" in CONTROL_TEXTS
     assert not any("BAR" in text for text in CONTROL_TEXTS)
 
 

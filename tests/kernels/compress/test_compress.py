@@ -64,9 +64,8 @@ def both(main: CompressSpec, beside: CompressSpec, case: Ragged, slack: int, see
         ring, pool = of.copies()
         given.append((values, scores, of.places, of.norm, ring, pool))
     together = first.with_beside(second)
-    assert (
-        together is not None and first.with_beside(compress_cuda.bind(replace(beside, eps=1e-5))) is None
-    )
+    assert together is not None
+    assert first.with_beside(compress_cuda.bind(replace(beside, eps=1e-5))) is None
     together(given[0], given[1], one.freq, one.placed.batch)
     for (*_, ring, pool), (kept, want) in zip(given, wants, strict=True):
         assert torch.equal(pool.k.view(torch.int16), want.k.view(torch.int16))

@@ -186,15 +186,11 @@ def test_ranks_go_on_without_it_where_one_can_not_have_it() -> None:
 
 def test_only_small_whole_rows_are_summed_so() -> None:
     takes = peer_sum.PeerSum(None, None, 0, buffers(2), torch.zeros(1)).takes
-    assert (
-        takes(torch.zeros(3, 5120))
-        and not takes(torch.zeros(3, 5120).half())
-        and not takes(torch.zeros(0, 8))
-    )
+    assert takes(torch.zeros(3, 5120))
+    assert not takes(torch.zeros(3, 5120).half())
+    assert not takes(torch.zeros(0, 8))
     assert takes(torch.zeros(136, 5120)), "a verify of eight slots"
-    assert (
-        not takes(torch.zeros(peer_sum.Places(2).most + 4))
-        and not takes(torch.zeros(7))
-        and not takes(torch.zeros(9)[1:])
-    )
+    assert not takes(torch.zeros(peer_sum.Places(2).most + 4))
+    assert not takes(torch.zeros(7))
+    assert not takes(torch.zeros(9)[1:])
     assert not takes(torch.zeros(8, 8).T)

@@ -258,11 +258,9 @@ def test_normed_heads_have_one_power_whatever_their_gates_and_weights_are(
     prep = HeadNorm(weight, 1e-6, gate, head_power(weight))
     with machine.started():
         got, powers = rows_cuda.WideRows(CPU, 384)(x, prep)
-    assert (
-        powers is not None
-        and (powers == prep.power).all()
-        and (prep.power == HEAD_POWER) == (size == 1.0)
-    )
+    assert powers is not None
+    assert (powers == prep.power).all()
+    assert (prep.power == HEAD_POWER) == (size == 1.0)
     off = (got.double() * prep.power - prep(x)).abs()
     assert (off <= 2**-10 * prep(x).abs() + 2**-24 * prep.power).all()
     assert head_power(torch.zeros(4)) == head_power(torch.tensor([1.0, torch.nan])) == HEAD_POWER
