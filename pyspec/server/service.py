@@ -103,6 +103,7 @@ T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
 LARGE_BODY = 64 << 10  # bytes
 HUGE_BODY = 1 << 20  # after a body of this size, freed memory is returned to the system
+CLOSED = "the model is unloaded, or the server ends"
 KINDS = ("pyspec-text", "pyspec-large", "pyspec-compile", "pyspec-pictures")  # of threads
 PICTURE_THREADS = 4  # pictures are read and resized by a library that lets other threads run
 PICTURE = re.compile(rb'"(?:image|image_url|input_image|multimodal_data)"')
@@ -167,9 +168,9 @@ class Service:
         began = time.monotonic()
         try:
             running = loop.run_in_executor(threads, work, *args)
-        except RuntimeError:  # the server is shutting down
+        except RuntimeError:  # `close` has ended them
             turns.give(client, 0.0)
-            raise
+            raise Unavailable(CLOSED) from None
 
         def end(done: asyncio.Future[T]) -> None:
             turns.give(client, time.monotonic() - began)
@@ -180,7 +181,12 @@ class Service:
         if n_byte > HUGE_BODY:
             with suppress(RuntimeError):
                 threads.submit(give_back_memory)  # runs after this work: there is one such thread
-        return await asyncio.shield(running)  # the thread finishes even if the client leaves
+        try:
+            return await asyncio.shield(running)  # the thread finishes even if the client leaves
+        except asyncio.CancelledError:
+            if running.cancelled():  # by `close`
+                raise Unavailable(CLOSED) from None
+            raise
 
     async def body(self, request: HTTPRequest) -> bytes:
         """Read the body. A slow client blocks no other request; it only holds memory."""

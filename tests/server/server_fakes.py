@@ -194,7 +194,7 @@ class FakeEngine:
 
     def submit(self, request: Request, sink: Sink) -> str:
         with self._wake:
-            if not self.is_alive:
+            if not self.is_alive or self._stop:
                 raise Unavailable("the engine is not there")
             if len(request.prompt) >= self.info.n_ctx:
                 raise PromptTooLong(len(request.prompt), self.info.n_ctx)
@@ -274,6 +274,10 @@ class FakeEngine:
             self._stop = True
             self._wake.notify()
         self._thread.join(timeout=5)
+        for running in (*self._queue, *filter(None, self._slots)):
+            running.sink(Failed(running.id, Unavailable("the engine was closed")))
+        self._queue.clear()
+        self._slots = [None] * len(self._slots)
 
     def _loop(self) -> None:
         while True:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import closing
 
 import pytest
+from server_fakes import FakeEngine
 
 from pyspec.errors import QueueFull, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Request, Started, Timings
 from pyspec.server.bridge import EVENT_COST, Batch, Inbox, Submission
+from pyspec.server.service import Service
+from pyspec.server.settings import ServerSettings
 
 
 def delta(text: str = "") -> Delta:
@@ -147,3 +151,20 @@ def test_one_choice_that_loses_its_place_waits_again_while_others_have_theirs(
 
     done, failed = asyncio.run(read())
     assert done == ({0, 2} if is_relentless else {0, 1, 2}) and len(failed) == is_relentless
+
+
+def test_work_on_a_text_that_an_unload_drops_is_an_answer() -> None:
+    """Not the end of its client's connection: the model may have been unloaded for another one."""
+
+    async def unload() -> None:
+        with closing(FakeEngine()) as engine:
+            service, go = Service(engine, ServerSettings(port=0, text_threads=1)), threading.Event()
+            running, dropped = (asyncio.ensure_future(service.text(go.wait, 20)) for _ in "ab")
+            await asyncio.sleep(0.05)
+            service.close()
+            go.set()
+            with pytest.raises(Unavailable, match="unloaded"):
+                await dropped
+            assert await running
+
+    asyncio.run(unload())
