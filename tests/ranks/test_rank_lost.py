@@ -43,17 +43,17 @@ def die_at(owner, name, what):
 if where in ("sum", "stacked"):
     die_at(Collective, where, lambda *args: True)
 else:
-    die_at(Follower, "obey", lambda command: type(command).__name__ == where)
+    die_at(Follower, "obey", lambda call: call[0] == where)
 rank_main.main(int(sys.argv[3]))
 '''
 PHASES = [
-    ("ResetSlot", 1),  # before the first round
-    ("RunForward", 1),  # a prompt, before its first sum
-    ("RunForward", 7),
+    ("reset", 1),  # before the first round
+    ("launch", 1),  # a prompt, before its first sum
+    ("launch", 7),
     ("sum", 5),  # in a forward, while the first rank waits in the same sum
     ("sum", 68),
     ("stacked", 9),  # where columns are gathered behind a forward
-    ("KeepState", 1),  # between rounds: the others notice it at the next sum
+    ("keep_state", 1),  # between rounds: the others notice it at the next sum
 ]
 
 

@@ -1,4 +1,4 @@
-"""The other ranks on the first rank's side: their processes, their commands, and the end of all if one is lost.
+"""The other ranks on the first rank's side: their processes, their calls, and the end of all if one is lost.
 
 The first rank is the engine's own process. If a rank ends, stops or falls silent, all ranks end, because none can continue alone.
 A supervisor then starts the engine anew.
@@ -137,10 +137,10 @@ class Ranks:
         if self._state.collective() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def send(self, command: object) -> None:
-        """Send a command to all."""
+    def send(self, call: object) -> None:
+        """Send a call to all."""
         for p in self._state.processes:
-            self._send(p, command)
+            self._send(p, call)
 
     def _send(self, to: RankProcess, message: object) -> None:
         if self._state.error is not None:
@@ -176,7 +176,6 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
         n_bytes=plan.of_others.total,
         n_attention=attention_bytes(d),
         n_arena_page=arena_pages(d) if d.is_cuda and not s.plain_loop else 0,
-        divides_draft=d.draft.n_rank > 1,
         log_level=logging.getLogger("pyspec").getEffectiveLevel(),
     )
     return ranks.load(share, rank_devices(d.device, s.tp))
