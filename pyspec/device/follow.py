@@ -31,6 +31,12 @@ Call = tuple[str, tuple[Any, ...]]
 """A method's name and its arguments, as plain integers."""
 
 
+def title(call: Call) -> str:
+    """What it is, for people."""
+    name, args = call
+    return f"{name}: {args[0]}" if name == "draft" else name
+
+
 @dataclass(frozen=True, slots=True)
 class SlotNews:
     """A slot that has changed. pages: None if they are the same as before."""
@@ -97,10 +103,10 @@ class Follower(RankWorker):
         plan: DraftPlan,
     ) -> None:
         """plan: of the drafter on the first rank."""
-        # of one that is whole there: rows of its rounds, and what the graphs of forwards return
-        self._plan = (
-            plan if drafter is not None else replace(NO_DRAFTER, n_draft=plan.n_draft, taps=plan.taps)
-        )
+        # Of one that is whole there: what decides about rows, results and graphs of forwards. NCCL wants a collective in a graph of every rank, or
+        # in none
+        whole = replace(NO_DRAFTER, n_draft=plan.n_draft, taps=plan.taps, n_held=plan.n_held)
+        self._plan = whole if drafter is None else plan
         self.kept: dict[int, Any] = {}
         super().__init__(target, memory, table, drafter, arena, plan.n_suffix)
 
@@ -114,7 +120,8 @@ class Follower(RankWorker):
         name, args = call
         if name.startswith("_") or name not in vars(Follower):
             raise EngineBug(f"{name} is no call of the first rank")
-        getattr(self, name)(*args)
+        with self.ranks.calls.within(title(call)):
+            getattr(self, name)(*args)
 
     # -- rounds --------------------------------------------------------------------------------------------------
 

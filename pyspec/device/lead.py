@@ -22,7 +22,7 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device import shares
-from pyspec.device.follow import Call, SlotNews
+from pyspec.device.follow import Call, SlotNews, title
 from pyspec.device.shares import RankWorker
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter
@@ -62,8 +62,13 @@ class Leader:
 
     def send(self, name: str, *args: Any) -> None:
         """Send a call to all other ranks, in order."""
+        self._tell(name, args)
+        self.ranks.calls.count(name)
+
+    def _tell(self, name: str, args: tuple[Any, ...]) -> None:
         if self._dropped:
             self._send(("drop", tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
+            self.ranks.calls.count("drop")
         self._send((name, args))
 
     def keep(self) -> KeptElsewhere:
@@ -80,14 +85,15 @@ class Leader:
         if self.is_together:
             yield
             return
-        self.send(name, *args)
+        what = title((name, args))
+        self._tell(name, args)
         self.is_together = True
         try:
-            yield
+            with self.ranks.calls.within(what):
+                yield
         except DeviceError:
             raise
         except Exception as e:
-            what = args[0] if name == "draft" else name
             raise DeviceError(f"{what} failed on the first rank, and the others wait in it: {e}") from e
         finally:
             self.is_together = False

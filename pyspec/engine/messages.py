@@ -258,9 +258,13 @@ class LoadShare:
 
 @dataclass(frozen=True)
 class ShareState:
-    """A rank's progress: "joins" before it meets the others, "loaded", then "alive" several times a second."""
+    """A rank's progress: "joins" before it meets the others, "loaded", then "alive" several times a second.
+
+    waits  as of `Calls.waits`
+    """
 
     state: str
+    waits: tuple[float, str] = (0.0, "before its first call")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.cuda.collective import Collective
+from pyspec.cuda.collective import Calls, Collective
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device.capture import capture
@@ -343,6 +343,7 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
 
     class Ranks:
         error: Exception | None = None
+        calls = Calls(torch.device("cpu"))
 
         def spread(self, x: Tensor) -> None:
             if self.error is not None:

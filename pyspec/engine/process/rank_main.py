@@ -121,11 +121,13 @@ def run(link: Link, descriptor: int) -> None:
         return
     log_to(link, share.log_level)
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
-    threading.Thread(target=_beat, args=(link,), daemon=True).start()
+    met: list[Collective] = []
+    threading.Thread(target=_beat, args=(link, met), daemon=True).start()
     context = context_of(torch.device(share.device))
     try:
         with context.current():
             follower = load(share, link)
+            met.append(follower.ranks)
             link.send(ShareState("loaded"))
             while (call := link.receive()) is not None:
                 with gpu_lock(follower.device):
@@ -144,11 +146,11 @@ def _fail(link: Link, error: PyspecError) -> None:
     os._exit(FAILED)
 
 
-def _beat(link: Link) -> None:
-    """Send heartbeats."""
+def _beat(link: Link, met: list[Collective]) -> None:
+    """Send heartbeats, and what this rank waits in once it has loaded."""
     with suppress(OSError):
         while True:
-            link.send(ShareState("alive"))
+            link.send(ShareState("alive", met[0].calls.waits()) if met else ShareState("alive"))
             time.sleep(BEAT_S)
 
 
