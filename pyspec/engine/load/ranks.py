@@ -257,15 +257,12 @@ class _Watched:
         if (lost := self._lost(now)) is not None:
             p, flaw = lost
             return _refusal(p) or RankLost(f"rank {p.index} of {n}: {flaw}"), False
-        waits = [p.waits for p in self.processes]
-        if self.calls is not None:
-            waits.insert(0, self.calls.waits())
+        if self.calls is None:  # they have not met
+            return None, False
+        waits = [self.calls.waits(), *(p.waits for p in self.processes)]
         if max(waits)[0] <= self.call_s:
             return None, False
-        said = [
-            f"rank {i} {at}, {s:.0f} s" if s else f"rank {i} {at}"
-            for i, (s, at) in enumerate(waits, n - len(waits))
-        ]
+        said = [f"rank {i} {at}" + f", {s:.0f} s" * (s > 0) for i, (s, at) in enumerate(waits)]
         return RankLost(f"{n} ranks wait for each other: {'; '.join(said)}"), True
 
     def _lost(self, now: float) -> tuple[RankProcess, str] | None:
