@@ -40,7 +40,7 @@ test-lowest: .venv-lowest/.installed
 	.venv-lowest/bin/python -m pip install --quiet --constraint $(LOWEST) --editable '.[cuda,test]'
 	touch $@
 
-# PART=1/2: the first half of them
+# PART=1/3: the first third of them
 check-slow: export PYSPEC_TEST_PART = $(or $(PART),1/1)
 check-slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20 -m slow
