@@ -186,6 +186,7 @@ def begin(asks: Sequence[Ask], device: torch.device, planned: int) -> Preparatio
         return None
     wanted = wanted_of(asks, target_of(device))
     cores, free = n_cores(), torch.cuda.mem_get_info(device)[0]
+    checker.shared().stays = True  # an earlier load of this process may have had no room
     preparation = Preparation(wanted, cores, n_children(free, planned, cores))
     if free - planned < CHILD_BYTES:
         preparation.finish_first(asks)

@@ -199,6 +199,11 @@ def test_a_load_that_fills_the_card_begins_when_no_child_has_memory_there(
     over = threading.Event()
     begun.finish([], over.set)
     assert over.wait(60)
+    assert own.stays is not fills
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 << 30, 80 << 30))
+    again = prepare.begin([(op, SPEC)], GPU, 1 << 30)
+    assert again is not None and own.stays, "the next load has room"
+    again.close()
 
 
 @pytest.mark.parametrize(("no_cuda", "no_triton"), [("x", None), (None, "x"), ("x", "x")])
