@@ -201,7 +201,8 @@ class SpanFile:
 
     def bad(self, why: str) -> BadSlotFile:
         """The error to raise."""
-        return BadSlotFile(f"{self.kind.name} {self.name}: {printable(why, MAX_LISTED)}")
+        name = printable(self.name, MAX_LISTED)
+        return BadSlotFile(f"{self.kind.name} {name}: {printable(why, MAX_LISTED)}")
 
     def _take(self, n: int, part: str) -> bytes:
         at = self._file.tell()
