@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import replay
+
+
+@pytest.fixture(autouse=True)
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut takes 0.5 ms, as one of 64 slots does on a core of its own; on a busy one it took up to 1, and the policy was worth less."""
+    clock = count()
+    monkeypatch.setattr(replay.time, "thread_time", lambda: 0.0005 * next(clock))
 
 
 def rate(name: str, off: str = "") -> float:
@@ -25,8 +33,7 @@ def rate(name: str, off: str = "") -> float:
     ("policy", "name", "most"),
     [
         ("levels of slots", "27b-mtp mixed after a busy start, 1", 0.95),
-        # 0.984 to 0.986 on a quiet host, 0.989 on a busy one, where its own cuts take longer
-        ("certainty and cuts", "27b-dflash 3.0 tokens, 64", 0.992),
+        ("certainty and cuts", "27b-dflash 3.0 tokens, 64", 0.985),
         ("credit for information", "27b-mtp low, then code, 32", 0.985),
         ("plain rounds again", "27b-mtp mixed after a busy start, 8", 0.95),
         ("drafts beside prompts", "35b suffix, 16", 0.97),
