@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -189,7 +189,8 @@ def begin(asks: Sequence[Ask], device: torch.device, planned: int) -> Preparatio
     checker.shared().stays = True  # an earlier load of this process may have had no room
     preparation = Preparation(wanted, cores, n_children(free, planned, cores))
     if free - planned < CHILD_BYTES:
-        preparation.finish_first(asks)
+        with closing(preparation):  # also if an op has no implementation: the load says so itself
+            preparation.finish_first(asks)
     return preparation
 
 
