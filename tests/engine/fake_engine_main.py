@@ -6,6 +6,7 @@ load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug",
 park, wake  at every park or wake: "sleep S", "refuse TEXT"
 room      tokens a request may hold if no number is given
 round     in the next round, once: "abort", "endless", "fatal TEXT", "host TEXT", "kernel MODULE"
+hold      "N": no request goes on behind so many tokens while the file is there, however long what is tested takes
 poison    "TOKEN N": abort when a request with that token in its prompt has generated N tokens
 """
 
@@ -164,7 +165,7 @@ class FakeCore:
 
     def round(self, job: Job) -> list[Event]:
         request, finish = job.request, None
-        most = request.max_tokens - len(job.tokens)
+        most = min(request.max_tokens, int(told("hold") or request.max_tokens)) - len(job.tokens)
         new = [token_at(request.prompt, len(job.tokens) + i, job.seed) for i in range(min(2, most))]
         released = job.stream.push(new)
         new, finish = new[: released.n_tokens_used], "stop" if released.stopped else None
@@ -221,8 +222,10 @@ class FakeCore:
 
 
 def told(what: str) -> str:
-    path = FOLDER / what
-    return path.read_text() if path.exists() else ""
+    try:
+        return (FOLDER / what).read_text()
+    except FileNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":

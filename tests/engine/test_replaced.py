@@ -73,8 +73,10 @@ def again(engine: Engine, supervisor: Supervisor, n: int) -> None:
     wait_for(lambda: supervisor.n_restart == n and engine.state() == "ok")
 
 
-def eight(engine: Engine) -> list[Ear]:
-    ears = [Ear(engine, range(1, i + 2), 150 + i) for i in range(8)]
+def eight(engine: Engine, plants: Plants) -> list[Ear]:
+    """They are held at some twenty tokens until "hold" is healed."""
+    plants.plant(hold="20")
+    ears = [Ear(engine, range(1, i + 2), 50 + i) for i in range(8)]
     wait_for(lambda: all(len(ear.tokens) > 9 for ear in ears))
     return ears
 
@@ -94,8 +96,9 @@ DISASTERS: dict[str, Callable[[Plants, Supervisor], object]] = {
 @pytest.mark.parametrize("disaster", DISASTERS)
 def test_eight_streams_go_on_when_their_engine_is(plants: Plants, disaster: str) -> None:
     with start(plants) as (engine, supervisor):
-        ears = eight(engine)
+        ears = eight(engine, plants)
         DISASTERS[disaster](plants, supervisor)
+        plants.heal("hold")
         late = Ear(engine, (9, 9), 30)
         for ear in (*ears, late):
             ear.check()
@@ -184,7 +187,7 @@ def test_a_kernel_that_is_named_is_not_used_again_and_no_request_is_blamed(plant
 @pytest.mark.slow
 def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
-        ears = eight(engine)
+        ears = eight(engine, plants)
         plants.plant(load="sleep 1")
         DISASTERS["killed"](plants, supervisor)
         wait_for(lambda: engine.state() == "recovering")
@@ -194,6 +197,7 @@ def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None
         assert done.finish == "cancelled"
         assert done.n_predicted == len(ears[3].tokens)
         assert engine.state() == "recovering", "it is not waited for"
+        plants.heal("hold")
         for ear in (*ears[:3], *ears[4:]):
             ear.check()
         engine.cancel("r1")
@@ -203,7 +207,7 @@ def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None
 @pytest.mark.slow
 def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
-        ears = eight(engine)
+        ears = eight(engine, plants)
         plants.plant(load="refuse the device is not there")
         DISASTERS["killed"](plants, supervisor)
         for ear in ears:
@@ -214,6 +218,7 @@ def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(pla
         with pytest.raises(Unavailable, match="the device is not there"):
             Ear(engine)
         plants.heal("load")
+        plants.heal("hold")
         wait_for(engine.alive)
         Ear(engine).check()
 
@@ -285,19 +290,21 @@ def test_a_device_that_is_not_there_is_looked_for_once(
 @pytest.mark.slow
 def test_a_full_queue_refuses_and_what_had_begun_is_not_in_it_again(plants: Plants) -> None:
     with start(plants, np=2, queue=3) as (engine, supervisor):
-        running = [Ear(engine, (i,), 600) for i in (1, 2)]
+        plants.plant(hold="20")
+        running = [Ear(engine, (i,), 100) for i in (1, 2)]
         wait_for(lambda: all(ear.tokens for ear in running))
         waiting = [Ear(engine, (i,), 20) for i in (3, 4, 5, 6)]
         with pytest.raises(QueueFull):
             Ear(engine)
         DISASTERS["killed"](plants, supervisor)
+        plants.heal("hold")
         for ear in (*running, *waiting):
             ear.check()
 
 
 def test_closing_ends_everything_whatever_the_engine_is_at(plants: Plants) -> None:
     with start(plants, hang_timeout=1000.0) as (engine, supervisor):
-        ears = eight(engine)
+        ears = eight(engine, plants)
         plants.plant(round="endless")
         assert supervisor._child is not None
         pid = supervisor._child.process.pid
