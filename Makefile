@@ -54,17 +54,20 @@ check-ray: $(VENV)/.installed-ray
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:cacheprovider --durations=5 tests/serve/test_ray.py
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
-# KERNELS=triton: models and engines in that tier. WORKERS=N: processes that share the GPU.
+# KERNELS=triton: models and engines in that tier. WORKERS=N: processes that share the GPU. PART=1/2: the first half of all tests.
 KERNELS ?= auto
 WORKERS ?= 4
+GPU_TESTS := $(wildcard tests/engine/test_*on_gpu.py) tests/vision/test_pictures_on_gpu.py
 check-gpu: export PYSPEC_TEST_KERNELS = $(KERNELS)
+check-gpu: export PYSPEC_TEST_PART = $(or $(PART),1/1)
 check-gpu:
 	@$(PYTHON) -c "import torch; exit(not torch.cuda.is_available())" 2>/dev/null || \
 	  { echo "make check-gpu wants a GPU and a Python whose torch finds it, with what this repository needs: PYTHON=python3"; exit 2; }
 	$(PYTHON) -m pyspec doctor --kernels $(KERNELS)
 	$(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark -m card $(filter-out %_triton.py,$(wildcard tests/kernels/test_*_gpu.py tests/kernels/*/test_*.py))
 	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n $(WORKERS) -p no:benchmark tests/models
-	$(PYTHON) -m pytest -p no:benchmark $(wildcard tests/engine/test_*on_gpu.py) tests/vision/test_pictures_on_gpu.py  # alone: they watch the GPU's memory, and times
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup -p no:benchmark -m "not alone" $(GPU_TESTS)
+	$(PYTHON) -m pytest -p no:benchmark -m alone $(GPU_TESTS)
 
 # As check-gpu, with compute-sanitizer on the path or named: make sanitize PYTHON=python3 SANITIZER=.../compute-sanitizer
 SANITIZER ?= compute-sanitizer

@@ -43,6 +43,7 @@ CASES += [(arch, place) for arch in DENSE for place in ("-ngl", "-ncffn")]
 TOKENS = [int(t) for t in np.random.default_rng(8).integers(0, 250, 420)]
 GIB = 1 << 30
 CAP, SLOTS_MIB = 5 * GIB, 1200
+LARGE = pytest.mark.xdist_group("large")  # one process writes its file
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,9 @@ def alone(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("chunk", [5, 420])
-@pytest.mark.parametrize(("arch", "place"), CASES)
+@pytest.mark.parametrize(
+    ("arch", "place"), [pytest.param(*case, marks=pytest.mark.xdist_group(case[0])) for case in CASES]
+)
 def test_logits_are_as_near_to_the_formulas_as_those_of_all_on_the_card(
     arch: str, place: str, chunk: int, made: Callable[[str], Path]
 ) -> None:
@@ -169,6 +172,7 @@ def test_tables_in_host_memory_leave_the_bits_of_tables_on_the_card(
     assert held[0] - held[1] == pytest.approx(n_bytes, abs=1 << 20)
 
 
+@LARGE
 def test_a_start_under_a_cap_serves_within_it(large: Path) -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -187,6 +191,7 @@ def same_as_packed(layer: HostExperts) -> None:
             assert torch.equal(product.stack.records[layer.places[expert]], made.records[0])
 
 
+@LARGE
 def test_experts_come_that_are_used_and_slots_have_their_records(large: Path) -> None:
     prompts = [TOKENS[i : i + 40] for i in range(0, 160, 40)]
     with Engine.load(
@@ -209,6 +214,7 @@ def test_experts_come_that_are_used_and_slots_have_their_records(large: Path) ->
             assert torch.equal(layer.slots.cpu(), layer.places)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("length", [1.02, 1.6, 3.0])
 @pytest.mark.parametrize("places", [{"moe_cache_mib": 0}, {"moe_cache_mib": SLOTS_MIB}])
 def test_drafts_never_cost_two_percent(places: dict[str, int], length: float, large: Path) -> None:

@@ -1,6 +1,6 @@
 """The demo pair on a GPU: same text with any drafter and any neighbours, same bits twice, nothing allocated on the way.
 
-Not run by CI, which has no GPU: `python -m pytest tests/engine/test_on_gpu.py`.
+Not run by CI, which has no GPU: `make check-gpu`.
 """
 
 from __future__ import annotations
@@ -332,7 +332,11 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], P
 @pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q4_0")])
 @pytest.mark.parametrize(("np", "draft"), [(1, None), (5, None), (5, "ngram")])
 @pytest.mark.parametrize(
-    ("name", "layers"), [("gemma-3-270m", 7), ("gpt-oss-20b", 3), ("gemma-4-31b", 6)]
+    ("name", "layers"),
+    [
+        pytest.param(*model, marks=pytest.mark.xdist_group(model[0]))  # one process writes its file
+        for model in (("gemma-3-270m", 7), ("gpt-oss-20b", 3), ("gemma-4-31b", 6))
+    ],
 )
 def test_windows_that_keep_only_their_window_leave_the_text(
     name: str,
@@ -373,6 +377,7 @@ def wait_for_checks() -> None:
             thread.join(120)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_nothing_is_allocated_after_warm_up(prefix_cache: bool) -> None:
     """Of the device as a whole, in at least one of several tries: another process may allocate or free some meanwhile."""

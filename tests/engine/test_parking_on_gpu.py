@@ -1,6 +1,6 @@
 """Parked models on a GPU: graphs and texts after a wake, memory beside its plan, switches of two models, rates.
 
-Not run by CI, which has no GPU. Run it alone: it watches the free memory of the GPU.
+Not run by CI, which has no GPU: `make check-gpu`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyspec.engine.plan.apart import LoadNeed
 from pyspec.engine.plan.need import need_of
 from pyspec.synth import write
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.alone]
 PROMPT = [5, 6, 7] * 30
 BUDGET = {"host": 64 << 30, "cuda:0": 24 << 30}
 OFF = 0.02  # most difference between a plan and a measurement, of the plan

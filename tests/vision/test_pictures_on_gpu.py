@@ -1,6 +1,6 @@
 """Pictures on a GPU: the rows of every encoder, texts with them, and the cost of an encoder of Qwen3.5's size for those beside it.
 
-Not run by CI, which has no GPU: `python -m pytest tests/vision/test_pictures_on_gpu.py`; the time beside transformers wants that package.
+Not run by CI, which has no GPU: `make check-gpu`; the time beside transformers wants that package.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ def _milliseconds(run: Callable[[], object], n: int = 15) -> float:
     return median(times)
 
 
+@pytest.mark.alone
 def test_it_takes_at_most_1_2_of_the_time_of_transformers(large: Path) -> None:
     """1,024 x 768 pixels, in f16. The other one has its patches on the GPU; ours begins with the picture's bytes."""
     theirs = pytest.importorskip("transformers.models.qwen3_vl.modeling_qwen3_vl")
@@ -296,6 +297,7 @@ def _longest(engine: Engine, paces: list[Pace], request: Request) -> tuple[float
     return max((b - a, now - b) for times in heard for a, b in pairwise(times))
 
 
+@pytest.mark.alone
 def test_other_streams_pause_for_a_text_of_as_many_rows_and_a_round_and_a_half(
     busy: tuple[Engine, list[Pace]],
 ) -> None:
@@ -324,6 +326,7 @@ def test_other_streams_pause_for_a_text_of_as_many_rows_and_a_round_and_a_half(
     assert torch.cuda.memory_reserved(CUDA) - reserved <= rows, "the warm-up has taken the rest"
 
 
+@pytest.mark.alone
 def test_a_load_within_vram_encodes_the_largest_pictures(
     model: Path, large: Path, any_pair: None
 ) -> None:
@@ -346,6 +349,7 @@ def test_a_load_within_vram_encodes_the_largest_pictures(
             assert all(len(r.tokens) == 9 for r in clients.map(engine.run, asked))
 
 
+@pytest.mark.alone
 def test_a_request_that_leaves_takes_its_picture_from_the_encoder(
     busy: tuple[Engine, list[Pace]],
 ) -> None:
