@@ -17,6 +17,7 @@ from pyspec.engine.plan.memory_plan import CUDA_BYTES, SPARE_BYTES, size
 from pyspec.engine.plan.placement import (
     DENSE,
     EXPERTS,
+    NOTHING,
     FeedForward,
     Rates,
     assumed_rates,
@@ -70,7 +71,10 @@ def fitted(d: Description) -> Description:
     room = _left(with_slots((0,) * len(both)))
     if d.settings.moe_cache_mib >= 0:
         room = min(room, d.settings.moe_cache_mib << 20)
-    return with_slots(even(both, max(room, 0)))
+    placed = with_slots(even(both, max(room, 0)))
+    # of a small model experts on their way take more than the experts
+    is_free = _is_free(d) and not d.draft_wanted
+    return given if is_free and plan_memory(placed).total >= plan_memory(given).total else placed
 
 
 def _with_tables(d: Description) -> Description:
@@ -168,10 +172,15 @@ def check_host(d: Description) -> None:
 
 
 def without(d: Description) -> str:
-    """The flag or the memory that would put experts, or feed-forwards, into host memory where they are all on the card; "" where they are there,
-    or there are none."""
-    if not d.is_cuda or d.in_host or d.away or d.settings.tp > 1:
+    """The flag or the memory that would put experts, or feed-forwards, into host memory where they are all on the card; where flags put them there,
+    the flags without which the model fits; "" where there are none."""
+    if not d.is_cuda or d.settings.tp > 1:
         return ""
+    if d.in_host or d.away:
+        flags = " ".join(filter(None, (d.wanted.given, d.draft_wanted.given)))
+        free = fitted(replace(d, wanted=NOTHING, draft_wanted=NOTHING)) if flags else d
+        host, fits = plan_host(free), plan_memory(free).total <= d.room.usable
+        return f"without {flags}" if flags and fits and (host is None or host.total <= host_bytes(d)) else ""
     what = "experts" if has_experts(d) else "feed-forwards"
     weights = sum(block.experts if what == "experts" else block.dense for block in d.blocks)
     if not weights:

@@ -10,7 +10,7 @@ from pyspec.cpu.kernels import planning
 from pyspec.engine.plan.apart import LoadNeed
 from pyspec.engine.plan.describe import LEAST_CTX, Description, describe, resized
 from pyspec.engine.plan.fitted import fitted
-from pyspec.engine.plan.longest import here, most_tokens
+from pyspec.engine.plan.longest import here, most_tokens, widened
 from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, size
 from pyspec.engine.plan.planned_bytes import plan_host, plan_memory
 
@@ -28,28 +28,30 @@ def need_of(path: Path, settings: EngineSettings, budget: Mapping[str, int]) -> 
     card = "cuda:0" if device in ("auto", "cuda") else device
     with planning():
         assumed = AssumedGpu(budget[card], ram=budget[HOST]) if card in budget else None
-        d = fitted(describe(path, settings, assumed))
+        found = describe(path, settings, assumed)
+        d = fitted(found)
         place = card if d.is_cuda else HOST
-        if not settings.ctx and not d.in_host:
-            d = _shared(d, int(SHARE * budget.get(place, 0)))
+        if not settings.ctx:
+            room = int(SHARE * budget.get(place, 0))
+            d = widened(found, tells=False) if d.in_host else _shared(d, room)
         plan, host = plan_memory(d), plan_host(d)
     n_rank, n_replica = settings.tp, settings.replicas
-    found = {
+    need = {
         HOST: n_replica * (PROCESS_BYTES + (settings.cache_ram << 20 if settings.prefix_cache else 0))
     }
     if host is not None:
-        found[HOST] += n_replica * host.total
+        need[HOST] += n_replica * host.total
     if d.is_cuda:
         first = int(card.partition(":")[2])
         for i in range(n_rank * n_replica):
-            found[f"cuda:{first + i}"] = (plan.of_others if i % n_rank else plan).total
+            need[f"cuda:{first + i}"] = (plan.of_others if i % n_rank else plan).total
     else:
-        found[HOST] += n_replica * here(d, plan).total
+        need[HOST] += n_replica * here(d, plan).total
     return LoadNeed(
-        found,
+        need,
         d.n_ctx,
-        f"{plan}; -np {settings.np} -c {d.n_ctx}; {size(sum(found.values()))} with its process",
-        _rest(plan, found, card if d.is_cuda else "", settings) if settings.parks else None,
+        f"{plan}; -np {settings.np} -c {d.n_ctx}; {size(sum(need.values()))} with its process",
+        _rest(plan, need, card if d.is_cuda else "", settings) if settings.parks else None,
     )
 
 
