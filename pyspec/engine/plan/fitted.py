@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -13,10 +14,11 @@ import torch
 
 from pyspec.cuda.machine import bandwidth
 from pyspec.engine.plan.describe import LEAST_CTX, START_CTX, Description, resized
-from pyspec.engine.plan.memory_plan import CUDA_BYTES, SPARE_BYTES, size
+from pyspec.engine.plan.memory_plan import CUDA_BYTES, PIECE_BYTES, SPARE_BYTES, size
 from pyspec.engine.plan.placement import (
     DENSE,
     EXPERTS,
+    N_POOL,
     NOTHING,
     FeedForward,
     Rates,
@@ -272,11 +274,18 @@ def fit_lines(d: Description) -> list[str]:
 
 
 def _lines_of_experts(d: Description) -> list[str]:
-    slots = [n for _, n in d.in_host]
-    host = size(sum(block.experts for block, _ in d.in_host))
+    blocks, slots = zip(*d.in_host, strict=True)
+    host = size(sum(block.experts for block in blocks))
     n_block, alone = len(slots), sum(block.n_expert > 0 for block in (*d.blocks, *d.draft_blocks))
-    each = f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} or {max(slots)}"
+    least = sum(block.expert + N_POOL * PIECE_BYTES for block in blocks)
+    why = "" if any(slots) or not d.settings.moe_cache_mib else f" (one of each takes {size(least)})"
     return [
-        f"experts: {host} of {n_block} of {alone} blocks are in host memory; of each block {each} of {d.in_host[0][0].n_expert} are on the GPU as "
-        f"well, so {share_on_card(d):.0%} of the model's have a place there"
+        f"experts: {host} of {n_block} of {alone} blocks are in host memory; of each block {_span(slots)} of {_span([b.n_expert for b in blocks])} "
+        f"are on the GPU as well{why}, so {share_on_card(d):.0%} of the model's have a place there"
     ]
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Of numbers that may differ."""
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} or {high}" if high == low + 1 else f"{low} to {high}"

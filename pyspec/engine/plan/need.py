@@ -28,30 +28,31 @@ def need_of(path: Path, settings: EngineSettings, budget: Mapping[str, int]) -> 
     card = "cuda:0" if device in ("auto", "cuda") else device
     with planning():
         assumed = AssumedGpu(budget[card], ram=budget[HOST]) if card in budget else None
-        found = describe(path, settings, assumed)
-        d = fitted(found)
+        given = describe(path, settings, assumed)
+        d = fitted(given)
         place = card if d.is_cuda else HOST
-        if not settings.ctx:
-            room = int(SHARE * budget.get(place, 0))
-            d = widened(found, tells=False) if d.in_host else _shared(d, room)
+        if d.in_host:
+            d = widened(given, tells=False)
+        elif not settings.ctx:
+            d = _shared(d, int(SHARE * budget.get(place, 0)))
         plan, host = plan_memory(d), plan_host(d)
     n_rank, n_replica = settings.tp, settings.replicas
-    need = {
+    found = {
         HOST: n_replica * (PROCESS_BYTES + (settings.cache_ram << 20 if settings.prefix_cache else 0))
     }
     if host is not None:
-        need[HOST] += n_replica * host.total
+        found[HOST] += n_replica * host.total
     if d.is_cuda:
         first = int(card.partition(":")[2])
         for i in range(n_rank * n_replica):
-            need[f"cuda:{first + i}"] = (plan.of_others if i % n_rank else plan).total
+            found[f"cuda:{first + i}"] = (plan.of_others if i % n_rank else plan).total
     else:
-        need[HOST] += n_replica * here(d, plan).total
+        found[HOST] += n_replica * here(d, plan).total
     return LoadNeed(
-        need,
+        found,
         d.n_ctx,
-        f"{plan}; -np {settings.np} -c {d.n_ctx}; {size(sum(need.values()))} with its process",
-        _rest(plan, need, card if d.is_cuda else "", settings) if settings.parks else None,
+        f"{plan}; -np {settings.np} -c {d.n_ctx}; {size(sum(found.values()))} with its process",
+        _rest(plan, found, card if d.is_cuda else "", settings) if settings.parks else None,
     )
 
 
