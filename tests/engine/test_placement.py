@@ -421,8 +421,11 @@ def test_experts_of_a_small_model_stay_where_their_way_takes_more_than_they_do(t
         d = widened(describe(tiny, replace(settings, **flags), gpu), tells=False)
         said = f"without {d.wanted.given or d.draft_wanted.given}"
         assert d.in_host and plan_memory(d).total > d.room.usable and without(d) == said
-        args = said.split()[1:] + ["-np", "8", "--vram", "800M", "--ram", "64G"]
-        assert f"nothing fits. This fits: {said}" in CliRunner().invoke(main, ["fit", str(tiny), *args]).output
+        args = [*said.split()[1:], "-np", "8", "--vram", "800M", "--ram", "64G"]
+        assert (
+            f"nothing fits. This fits: {said}"
+            in CliRunner().invoke(main, ["fit", str(tiny), *args]).output
+        )
     d = widened(describe(tiny, replace(settings, n_cpu_moe=1), replace(gpu, free=MIB)), tells=False)
     assert without(d) == ""
 

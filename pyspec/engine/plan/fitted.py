@@ -182,7 +182,11 @@ def without(d: Description) -> str:
         flags = " ".join(filter(None, (d.wanted.given, d.draft_wanted.given)))
         free = fitted(replace(d, wanted=NOTHING, draft_wanted=NOTHING)) if flags else d
         host, fits = plan_host(free), plan_memory(free).total <= d.room.usable
-        return f"without {flags}" if flags and fits and (host is None or host.total <= host_bytes(d)) else ""
+        return (
+            f"without {flags}"
+            if flags and fits and (host is None or host.total <= host_bytes(d))
+            else ""
+        )
     what = "experts" if has_experts(d) else "feed-forwards"
     weights = sum(block.experts if what == "experts" else block.dense for block in d.blocks)
     if not weights:

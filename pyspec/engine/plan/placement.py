@@ -159,7 +159,9 @@ def wanted(
         what = f"feed-forwards of the last {flags.n_gpu} of {len(blocks)} blocks stay on the GPU, and attention of all"
         notes.append(f"-ngl{flags.suffix} {flags.n_gpu}: {what}")
     of, others = " of the drafter" * bool(flags.suffix), any(block.dense for block in blocks)
-    if (n := len(blocks) + 1 if flags.all_moe else flags.n_moe) and not any(b.n_expert for b in blocks[:n]):
+    if (n := len(blocks) + 1 if flags.all_moe else flags.n_moe) and not any(
+        b.n_expert for b in blocks[:n]
+    ):
         here = f"none of the first {n} blocks" if any(b.n_expert for b in blocks) else "no block"
         more = "; -ncffn N places other feed-forwards" * (others and not of)
         notes.append(f"{flags.given}: {here}{of} has experts{more}")
@@ -196,7 +198,9 @@ def _ruled(
             stays = stays or f"{flag} {rule.text}: {name} and its like stay on the GPU"
     notes += [stays] * bool(stays)
     notes += [f"{flag} {rule.text} matches no tensor" for rule in rules if rule not in used]
-    ruled = {key: True in places for key, places in found.items() if True in places or None not in places}
+    ruled = {
+        key: True in places for key, places in found.items() if True in places or None not in places
+    }
     return ruled, [key for key, places in found.items() if len(places) > 1]
 
 
