@@ -42,6 +42,7 @@ from pyspec.engine.plan.memory_plan import (
     cap_memory,
     check_fit,
 )
+from pyspec.engine.plan.need import need_of
 from pyspec.engine.plan.placement import (
     N_POOL,
     FeedForward,
@@ -406,6 +407,8 @@ def test_requests_are_shorter_where_slots_crowd_the_card_beside_experts_in_host_
     d = widened(described(heads["120b"], 12, 128, np=64), tells=False)
     assert len(d.in_host) == 36 and 1024 <= d.n_ctx < 8192 and d.n_ctx % 256 == 0
     assert plan_memory(d).total <= d.room.usable < plan_memory(resized(d, 64, d.n_ctx + 256)).total
+    budget = {"cuda:0": 12 * GIB, "host": 128 * GIB}
+    assert need_of(heads["120b"], EngineSettings(np=64), budget).n_ctx == d.n_ctx
     for values in ({"fit_ctx": 4096}, {"ctx": 4096}):  # asked for
         d = widened(described(heads["120b"], 12, 128, np=64, **values), tells=False)
         assert plan_memory(d).total > d.room.usable
