@@ -180,8 +180,8 @@ def without(d: Description) -> str:
         return ""
     if d.in_host or d.away:
         flags = " ".join(filter(None, (d.wanted.given, d.draft_wanted.given)))
-        free = fitted(replace(d, wanted=NOTHING, draft_wanted=NOTHING)) if flags else d
-        host, fits = plan_host(free), plan_memory(free).total <= d.room.usable
+        bare = fitted(replace(d, wanted=NOTHING, draft_wanted=NOTHING)) if flags else d
+        host, fits = plan_host(bare), plan_memory(bare).total <= d.room.usable
         return (
             f"without {flags}"
             if flags and fits and (host is None or host.total <= host_bytes(d))
