@@ -136,7 +136,7 @@ class EngineSettings:
     vram: Annotated[int, Whole(0, 1 << 50, "bytes; 0: all that is free"), Flag("--vram", OFFLOAD, "SIZE"), Doc("most memory of each GPU that is planned and taken, as 24G; bytes in a program. 0: all that is free")] = 0
     fit: Annotated[str, OneOf(("on", "off")), Flag("-fit --fit $FIT", OFFLOAD, "on|off"), Doc("put tables and experts into host memory if a model does not fit on the GPU")] = "on"
     fit_target: Annotated[str, Text(r"(|\d{1,8}(,\d{1,8}){0,63})", "MiB as 1024, or as 1024,512 for several GPUs"), Flag("-fitt --fit-target $FIT_TARGET", OFFLOAD, "MIB,..."), Doc("memory that stays free on the GPU, or on each, in MiB. Default: 4 % of what is free")] = ""
-    fit_ctx: Annotated[int, Whole(0, MAX_CTX, "0: 8192"), Flag("-fitc --fit-ctx $FIT_CTX", OFFLOAD), Doc("context size per request without -c, where feed-forwards are in host memory. 0: 8192")] = 0
+    fit_ctx: Annotated[int, Whole(0, MAX_CTX, "0: 8192"), Flag("-fitc --fit-ctx $FIT_CTX", OFFLOAD), Doc("context size per request without -c, where feed-forwards are in host memory. 0: 8192 at most")] = 0
     n_gpu_layers: Annotated[int, Whole(-1, INT32, "-1: as fits"), Flag("-ngl --gpu-layers --n-gpu-layers $N_GPU_LAYERS", OFFLOAD, "N"), Doc("keep feed-forwards and experts of the last N blocks on the GPU, those before in host memory; attention is always on the GPU. -1: as fits")] = -1
     n_cpu_moe: Annotated[int, Whole(0, INT32), Flag("-ncmoe --n-cpu-moe $N_CPU_MOE", OFFLOAD), Doc("keep experts of the first N blocks in host memory")] = 0
     cpu_moe: Annotated[bool, SWITCH, Flag("-cmoe --cpu-moe $CPU_MOE", OFFLOAD), Doc("keep all experts in host memory")] = False

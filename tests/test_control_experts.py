@@ -183,6 +183,10 @@ def test_a_place_that_nobody_saw_brings_less_than_the_one_before() -> None:
     assert misses[1, 0] == pytest.approx(8, rel=0.5) and misses[1, 1] < 0.25 * misses[0, 1]
     rows.begin(2)
     assert rows.expected([2])[0, 0, 0] == pytest.approx(44, rel=0.05), "as all others do"
+    for brought, of_next in (([16, 0, 0], 0.0), ([16, 0, 4], 4.0)):  # all tokens go to the same experts
+        rows = RowCosts(1, 5)
+        rows.see(RoundExperts.of([0], [brought], [[0, 0, 0]], Brought(sum(brought), 0)))
+        assert rows.expected([0])[0, 0, 3:] == pytest.approx([of_next] * 2, abs=1e-6)
     both = RoundExperts.of([4, 1], [[10, 5], [5]], [[0, 0], [0]], Brought(16, 0))
     assert both.misses.tolist() == [8, 4, 4]
     assert both.slot.tolist() == [4, 4, 1]

@@ -204,7 +204,7 @@ def _counted(**words: int) -> Callable[[click.Context, click.Parameter, Any], in
     """Callback of whole numbers that have names, too."""
 
     def read(ctx: click.Context, param: click.Parameter, value: Any) -> int:
-        if value in words or re.fullmatch(r"[-+]?\d{1,9}", str(value)):
+        if value in words or re.fullmatch(r"[-+]?\d{1,300}", str(value)):
             return words[value] if value in words else int(value)
         raise click.BadParameter(f"{value!r} is not a whole number or {' or '.join(words)}")
 

@@ -113,17 +113,22 @@ class ExpertUploads:
         self._coming = swaps
 
     def fill(self, slots: Sequence[Sequence[int]]) -> None:
-        """Have these keys in the slots, by layer, before the first round."""
+        """Have these keys in the slots, by layer, before the first round. If this raises, the slot that it was at stays empty."""
         assert not self.is_busy
+        try:
+            self._fill(slots)
+        finally:
+            self._send()
+
+    def _fill(self, slots: Sequence[Sequence[int]]) -> None:
         for i, (layer, wanted, own) in enumerate(zip(self.layers, slots, self.residents(), strict=True)):
             stays = set(own.tolist()) & set(wanted)
             new = iter(key for key in wanted if key not in stays)
             for slot, leaves in enumerate(own.tolist()):
                 if leaves not in stays and (key := next(new, None)) is not None:
-                    layer.load(slot, key - self.firsts[i])
                     self._place(i, leaves, -1)
+                    layer.load(slot, key - self.firsts[i])
                     self._place(i, key, slot)
-        self._send()
 
     def _place(self, layer: int, key: int, slot: int) -> None:
         self.layers[layer].place(key - self.firsts[layer], slot)

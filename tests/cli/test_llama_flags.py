@@ -517,6 +517,8 @@ def test_rope_is_stretched_by_llama_servers_flags_and_variables():
         (["-dev", "cuda:0,cuda:1"], "runs on one device"),
         (["-ngl", "abc"], "'abc' is not a whole number or auto or all"),
         (["-ngl", "-2"], "-ngl is -2; want a whole number from -1"),
+        (["-ngl", "99999999999"], "-ngl is 99999999999; want a whole number from -1 to 2147483647"),
+        (["--moe-cache-mib", "9" * 40], "want a whole number from -1 to 16777216"),
         (["-ncmoe", "-1"], "-ncmoe is -1; want a whole number from 0"),
         (["--fit", "auto"], "-fit is 'auto'; want one of on, off"),
         (["-fitt", "1024,"], "-fitt is '1024,'; want MiB as 1024"),

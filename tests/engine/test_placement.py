@@ -30,7 +30,7 @@ from pyspec.draft.drafter import DraftOptions
 from pyspec.engine.load import load as loading
 from pyspec.engine.plan import fitted, memory_plan
 from pyspec.engine.plan.asks import asks_of
-from pyspec.engine.plan.describe import Description, describe
+from pyspec.engine.plan.describe import Description, describe, resized
 from pyspec.engine.plan.fit import holds
 from pyspec.engine.plan.fitted import check_host, expected, fit_lines, share_on_card, without
 from pyspec.engine.plan.longest import widened
@@ -42,6 +42,7 @@ from pyspec.engine.plan.memory_plan import (
     cap_memory,
     check_fit,
 )
+from pyspec.engine.plan.need import need_of
 from pyspec.engine.plan.placement import (
     N_POOL,
     FeedForward,
@@ -144,6 +145,8 @@ def test_flags_choose_the_blocks_that_llama_cpp_chooses(
         ({"rules": ("exps=CPU", "up_exps=CUDA0")}, "-ot up_exps=CUDA0 matches no tensor"),
         ({"rules": (r"blk\.9\.ffn_up_exps=CPU",)}, "matrices lie together, so all of blk.9 are in host memory"),
         ({"rules": ("up_exps=CPU",)}, "so all of blk.2, blk.3, blk.4 ... are"),
+        ({"rules": (r"[35]\.ffn_up_exps=CUDA0",), "n_moe": 4}, "so all of blk.3 are in host memory"),
+        ({"n_moe": 2}, "-ncmoe 2: none of the first 2 blocks has experts; -ncffn N places other"),
         ({"rules": ("ffn_.*=CPU",)}, "blk.0.ffn_norm.weight and its like stay on the GPU"),
     ],
 )  # fmt: skip
@@ -151,6 +154,16 @@ def test_what_a_user_would_not_expect_is_said_once(flags: dict[str, object], sai
     notes = asked(**flags)[2]
     assert notes.count(said) == 1
     assert asked(n_moe=5)[2] == asked(n_gpu=99)[2] == asked(rules=(r"exps\.=CPU",))[2] == ""
+
+
+def test_flags_of_what_a_model_has_not_say_so() -> None:
+    for flags, blocks, note in (
+        (PlaceFlags(n_ffn=3), BLOCKS[2:], "-ncffn 3: no block has a feed-forward without experts; -ncmoe N places experts"),
+        (PlaceFlags(n_moe=3), BLOCKS[:2], "-ncmoe 3: no block has experts; -ncffn N places other feed-forwards"),
+        (PlaceFlags(all_moe=True, suffix="d"), (), "-cmoed: no block of the drafter has experts"),
+    ):  # fmt: skip
+        found = wanted(flags, blocks, NAMES, "CUDA0")
+        assert not found and found.notes == (note,)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +399,38 @@ def test_rules_of_the_command_line_come_back_in_fits_flags(heads: dict[str, Path
     args = [str(heads["35b"]), "--vram", "16G", "--ram", "64G", "-ot", rules]
     about = json.loads(CliRunner().invoke(main, ["fit", *args, "--json"]).stdout)
     assert about["flags"][-2:] == ["-ot", rules] and len(about["host"]["blocks"]) == 30
+
+
+def test_requests_are_shorter_where_slots_crowd_the_card_beside_experts_in_host_memory(
+    heads: dict[str, Path],
+) -> None:
+    d = widened(described(heads["120b"], 12, 128, np=64), tells=False)
+    assert len(d.in_host) == 36 and 1024 <= d.n_ctx < 8192 and d.n_ctx % 256 == 0
+    assert plan_memory(d).total <= d.room.usable < plan_memory(resized(d, 64, d.n_ctx + 256)).total
+    budget = {"cuda:0": 12 * GIB, "host": 128 * GIB}
+    assert need_of(heads["120b"], EngineSettings(np=64), budget).n_ctx == d.n_ctx
+    for values in ({"fit_ctx": 4096}, {"ctx": 4096}):  # asked for
+        d = widened(described(heads["120b"], 12, 128, np=64, **values), tells=False)
+        assert plan_memory(d).total > d.room.usable
+
+
+def test_experts_of_a_small_model_stay_where_their_way_takes_more_than_they_do(tiny: Path) -> None:
+    gpu, settings = AssumedGpu(800 * MIB, ram=64 * GIB), EngineSettings(np=8)
+    there = plan_memory(widened(describe(tiny, settings, gpu), tells=False)).total
+    short = AssumedGpu(there, ram=64 * GIB)  # of which some stays free
+    d = widened(describe(tiny, settings, short), tells=False)
+    assert not d.in_host and d.room.usable < plan_memory(d).total <= there
+    for flags in ({"n_cpu_moe": 1}, {"draft_cpu_moe": True}):
+        d = widened(describe(tiny, replace(settings, **flags), gpu), tells=False)
+        said = f"without {d.wanted.given or d.draft_wanted.given}"
+        assert d.in_host and plan_memory(d).total > d.room.usable and without(d) == said
+        args = [*said.split()[1:], "-np", "8", "--vram", "800M", "--ram", "64G"]
+        assert (
+            f"nothing fits. This fits: {said}"
+            in CliRunner().invoke(main, ["fit", str(tiny), *args]).output
+        )
+    d = widened(describe(tiny, replace(settings, n_cpu_moe=1), replace(gpu, free=MIB)), tells=False)
+    assert without(d) == ""
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

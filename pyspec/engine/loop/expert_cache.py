@@ -139,6 +139,11 @@ class ExpertCache:
             a + np.argsort(-self.long[np.arange(a, b)], kind="stable")[: len(own)]
             for a, b, own in zip(firsts, firsts[1:], slots, strict=False)
         ]
-        self.uploads.fill([own.tolist() for own in best])
+        try:
+            self.uploads.fill([own.tolist() for own in best])
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            self._end(f"experts could not come to the card: {e}")
         self.residents = Residents(self.residents.firsts, self.uploads.residents(), self.uploads.bytes)
         self.fixed = self.residents.there.copy()

@@ -8,6 +8,7 @@ from pathlib import Path
 from pyspec.config import EngineSettings
 from pyspec.cpu.kernels import planning
 from pyspec.engine.plan.describe import START_CTX, Description, describe, resized
+from pyspec.engine.plan.fitted import without
 from pyspec.engine.plan.longest import here, usable_bytes, widened
 from pyspec.engine.plan.memory_plan import AssumedGpu, HostPlan, MemoryPlan, checkpoint_bytes
 from pyspec.engine.plan.planned_bytes import host_bytes, plan_host, plan_memory
@@ -35,6 +36,7 @@ class FitReport:
     usable      bytes for a plan: free memory less a reserve for other processes
     fits        for several numbers of slots, the context that a load without `-c` has
     host        memory of the host, if experts are there; host_free: what it has
+    without     flags that put weights there, and without which the model fits; "": none
     """
 
     description: Description
@@ -48,6 +50,7 @@ class FitReport:
     fits: tuple[Fit, ...]
     host: HostPlan | None = None
     host_free: int = 0
+    without: str = ""
 
     @property
     def fits_as_asked(self) -> bool:
@@ -89,6 +92,7 @@ def _fit(path: Path, settings: EngineSettings, assumed: AssumedGpu | None) -> Fi
         usable=usable,
         host=plan_host(d),
         host_free=host_bytes(d),
+        without=without(d) if d.in_host or d.away else "",
         fits=tuple(_largest(d, np, usable) for np in counts),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -13,10 +14,12 @@ import torch
 
 from pyspec.cuda.machine import bandwidth
 from pyspec.engine.plan.describe import LEAST_CTX, START_CTX, Description, resized
-from pyspec.engine.plan.memory_plan import CUDA_BYTES, SPARE_BYTES, size
+from pyspec.engine.plan.memory_plan import CUDA_BYTES, PIECE_BYTES, SPARE_BYTES, size
 from pyspec.engine.plan.placement import (
     DENSE,
     EXPERTS,
+    N_POOL,
+    NOTHING,
     FeedForward,
     Rates,
     assumed_rates,
@@ -70,7 +73,10 @@ def fitted(d: Description) -> Description:
     room = _left(with_slots((0,) * len(both)))
     if d.settings.moe_cache_mib >= 0:
         room = min(room, d.settings.moe_cache_mib << 20)
-    return with_slots(even(both, max(room, 0)))
+    placed = with_slots(even(both, max(room, 0)))
+    # of a small model experts on their way take more than the experts
+    is_free = _is_free(d) and not d.draft_wanted
+    return given if is_free and plan_memory(placed).total >= plan_memory(given).total else placed
 
 
 def _with_tables(d: Description) -> Description:
@@ -168,10 +174,19 @@ def check_host(d: Description) -> None:
 
 
 def without(d: Description) -> str:
-    """The flag or the memory that would put experts, or feed-forwards, into host memory where they are all on the card; "" where they are there,
-    or there are none."""
-    if not d.is_cuda or d.in_host or d.away or d.settings.tp > 1:
+    """The flag or the memory that would put experts, or feed-forwards, into host memory where they are all on the card; where flags put them there,
+    the flags without which the model fits; "" where there are none."""
+    if not d.is_cuda or d.settings.tp > 1:
         return ""
+    if d.in_host or d.away:
+        flags = " ".join(filter(None, (d.wanted.given, d.draft_wanted.given)))
+        bare = fitted(replace(d, wanted=NOTHING, draft_wanted=NOTHING)) if flags else d
+        host, fits = plan_host(bare), plan_memory(bare).total <= d.room.usable
+        return (
+            f"without {flags}"
+            if flags and fits and (host is None or host.total <= host_bytes(d))
+            else ""
+        )
     what = "experts" if has_experts(d) else "feed-forwards"
     weights = sum(block.experts if what == "experts" else block.dense for block in d.blocks)
     if not weights:
@@ -263,11 +278,18 @@ def fit_lines(d: Description) -> list[str]:
 
 
 def _lines_of_experts(d: Description) -> list[str]:
-    slots = [n for _, n in d.in_host]
-    host = size(sum(block.experts for block, _ in d.in_host))
+    blocks, slots = zip(*d.in_host, strict=True)
+    host = size(sum(block.experts for block in blocks))
     n_block, alone = len(slots), sum(block.n_expert > 0 for block in (*d.blocks, *d.draft_blocks))
-    each = f"{min(slots)}" if min(slots) == max(slots) else f"{min(slots)} or {max(slots)}"
+    least = sum(block.expert + N_POOL * PIECE_BYTES for block in blocks)
+    why = "" if any(slots) or not d.settings.moe_cache_mib else f" (one of each takes {size(least)})"
     return [
-        f"experts: {host} of {n_block} of {alone} blocks are in host memory; of each block {each} of {d.in_host[0][0].n_expert} are on the GPU as "
-        f"well, so {share_on_card(d):.0%} of the model's have a place there"
+        f"experts: {host} of {n_block} of {alone} blocks are in host memory; of each block {_span(slots)} of {_span([b.n_expert for b in blocks])} "
+        f"are on the GPU as well{why}, so {share_on_card(d):.0%} of the model's have a place there"
     ]
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Of numbers that may differ."""
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} or {high}" if high == low + 1 else f"{low} to {high}"

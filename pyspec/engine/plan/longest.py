@@ -62,10 +62,8 @@ def most_tokens(
 def widened(d: Description, *, tells: bool = True) -> Description:
     """Place experts and feed-forwards (`fitted`), and set the length of a request to the most tokens that fit, if none is given, and log it. A plan
     for very few tokens is left for the load to refuse. Where experts are in host memory, memory goes to their copies before length."""
-    if (d := fitted(d)).in_host:
-        return d
-    s, trained = d.settings, d.n_ctx_train
-    if s.ctx:
+    s, trained, d = d.settings, d.n_ctx_train, fitted(d)
+    if s.ctx or (d.in_host and (s.fit_ctx or plan_memory(d).total <= usable_bytes(d))):
         return d
     most = min(trained, MAX_CTX if s.kv_pool else max(d.n_ctx, MAX_POOL // s.np))
     if s.kv_pool:  # a fixed pool of pages: promise each slot its share, or START tokens

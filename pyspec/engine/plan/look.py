@@ -60,9 +60,11 @@ def _without(folder: str) -> Iterator[None]:
 
 
 def instead(report: FitReport, named: Named) -> str:
-    """One sentence with alternatives: fewer slots or tokens, another quantisation of the repository, a smaller model of the catalogue."""
+    """One sentence with alternatives: fewer slots or tokens, no weights in host memory, another quantisation of the repository, a smaller model of the catalogue."""
     if (best := report.best()) is not None:
         return f"This fits: -np {best.np} -c {best.n_ctx}"
+    if report.without:
+        return f"This fits: {report.without}"
     known = ""  # of the repository's other files; of a single local file nothing is known
     try:
         if (other := smaller_quant(report, named)) is not None:

@@ -10,7 +10,7 @@ from pyspec.cpu.kernels import planning
 from pyspec.engine.plan.apart import LoadNeed
 from pyspec.engine.plan.describe import LEAST_CTX, Description, describe, resized
 from pyspec.engine.plan.fitted import fitted
-from pyspec.engine.plan.longest import here, most_tokens
+from pyspec.engine.plan.longest import here, most_tokens, widened
 from pyspec.engine.plan.memory_plan import AssumedGpu, MemoryPlan, size
 from pyspec.engine.plan.planned_bytes import plan_host, plan_memory
 
@@ -28,9 +28,12 @@ def need_of(path: Path, settings: EngineSettings, budget: Mapping[str, int]) -> 
     card = "cuda:0" if device in ("auto", "cuda") else device
     with planning():
         assumed = AssumedGpu(budget[card], ram=budget[HOST]) if card in budget else None
-        d = fitted(describe(path, settings, assumed))
+        given = describe(path, settings, assumed)
+        d = fitted(given)
         place = card if d.is_cuda else HOST
-        if not settings.ctx and not d.in_host:
+        if d.in_host:
+            d = widened(given, tells=False)
+        elif not settings.ctx:
             d = _shared(d, int(SHARE * budget.get(place, 0)))
         plan, host = plan_memory(d), plan_host(d)
     n_rank, n_replica = settings.tp, settings.replicas

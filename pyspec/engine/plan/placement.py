@@ -143,7 +143,7 @@ def wanted(
     if not flags.given:
         return NOTHING
     notes: list[str] = []
-    ruled = _ruled(flags, names, device, notes)
+    ruled, divided = _ruled(flags, names, device, notes)
     experts, dense = [], []
     for i, block in enumerate(blocks):
         below = 0 <= flags.n_gpu < len(blocks) - i
@@ -151,20 +151,32 @@ def wanted(
             experts.append(block.prefix)
         if block.dense and ruled.get((block.prefix, False), i < flags.n_ffn or below):
             dense.append(block.prefix)
+    if halves := [p for p, is_experts in divided if p in (experts if is_experts else dense)]:
+        notes.append(
+            f"-ot{flags.suffix}: a block's matrices lie together, so all of {', '.join(halves[:3])}{' ...' * (len(halves) > 3)} are in host memory"
+        )
     if 0 <= flags.n_gpu < len(blocks):
         what = f"feed-forwards of the last {flags.n_gpu} of {len(blocks)} blocks stay on the GPU, and attention of all"
         notes.append(f"-ngl{flags.suffix} {flags.n_gpu}: {what}")
-    if (flags.n_moe or flags.all_moe) and not any(block.n_expert for block in blocks):
-        notes.append(f"{flags.given}: no block has experts; -ncffn N places other feed-forwards")
+    of, others = " of the drafter" * bool(flags.suffix), any(block.dense for block in blocks)
+    if (n := len(blocks) + 1 if flags.all_moe else flags.n_moe) and not any(
+        b.n_expert for b in blocks[:n]
+    ):
+        here = f"none of the first {n} blocks" if any(b.n_expert for b in blocks) else "no block"
+        more = "; -ncffn N places other feed-forwards" * (others and not of)
+        notes.append(f"{flags.given}: {here}{of} has experts{more}")
+    if (n := flags.n_ffn) and not any(block.dense for block in blocks[:n]):
+        here = f"none of the first {n} blocks" if others else "no block"
+        notes.append(f"-ncffn {n}: {here} has a feed-forward without experts; -ncmoe N places experts")
     tables = {name: to_host for name in TABLES if (to_host := ruled.get((name, False))) is not None}
     return AskedPlaces(tuple(experts), tuple(dense), flags.given, tuple(notes), tables)
 
 
 def _ruled(
     flags: PlaceFlags, names: Iterable[str], device: str, notes: list[str]
-) -> dict[tuple[str, bool], bool]:
+) -> tuple[dict[tuple[str, bool], bool], list[tuple[str, bool]]]:
     """(prefix, of its experts), or (table, False) -> whether -ot puts it into host memory; nothing for what no rule names. A block's matrices lie
-    together: one of them there takes the others along."""
+    together: one of them there takes the others along. And those of which rules say several things."""
     flag = f"-ot{flags.suffix}"
     rules = [_rule(text, flag, device) for text in flags.rules]
     found: dict[tuple[str, bool], set[bool | None]] = {}
@@ -186,12 +198,10 @@ def _ruled(
             stays = stays or f"{flag} {rule.text}: {name} and its like stay on the GPU"
     notes += [stays] * bool(stays)
     notes += [f"{flag} {rule.text} matches no tensor" for rule in rules if rule not in used]
-    halves = [prefix for (prefix, _), places in found.items() if True in places and len(places) > 1]
-    if halves:
-        notes.append(
-            f"{flag}: a block's matrices lie together, so all of {', '.join(halves[:3])}{' ...' * (len(halves) > 3)} are in host memory"
-        )
-    return {key: True in places for key, places in found.items() if True in places or None not in places}
+    ruled = {
+        key: True in places for key, places in found.items() if True in places or None not in places
+    }
+    return ruled, [key for key, places in found.items() if len(places) > 1]
 
 
 # -- by sizes ----------------------------------------------------------------------------------------------------------

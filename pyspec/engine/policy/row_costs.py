@@ -138,7 +138,8 @@ class RowCosts:
         share = all[:2].sum(axis=0) / np.maximum(every, TINY)
         n = self.n_place if every.all() else max(int((every == 0).argmax()), 1)
         if n < self.n_place:
-            less = float(np.clip(share[n - 1] / share[n - 2], LEAST, 1.0)) if n > 1 else 1.0
+            before = max(float(share[n - 2]), TINY)  # all experts may have been those of earlier rows
+            less = float(np.clip(share[n - 1] / before, LEAST, 1.0)) if n > 1 else 1.0
             share[n:] = share[n - 1] * less ** np.arange(1, self.n_place - n + 1)
         some = FEW * every + TINY
         like = (all[:2] + some * share) / (all[2:4] + some)

@@ -107,7 +107,9 @@ def test_experts_that_are_used_come_and_sums_stay_right(
         assert float((got - right).norm() / right.norm()) < 1e-3
 
 
-def test_the_next_start_begins_with_what_was_used_most(lanes: list[HostLane]) -> None:
+def test_the_next_start_begins_with_what_was_used_most(
+    lanes: list[HostLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rounds = Rounds()
     for _ in range(30):
         rounds.run([2, 5, 8])
@@ -120,6 +122,20 @@ def test_the_next_start_begins_with_what_was_used_most(lanes: list[HostLane]) ->
     assert other.cache.misses == 0 < other.cache.hits
     with pytest.raises(ValueError, match="can not be"):
         other.cache.recall(kept[1:])
+    short, load, n = Rounds(), HostExperts.load, 0
+
+    def failing(self: HostExperts, slot: int, expert: int) -> None:
+        nonlocal n
+        n += 1
+        if n == 2:
+            raise torch.OutOfMemoryError("no room")
+        load(self, slot, expert)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostExperts, "load", failing)
+        short.cache.recall(kept)
+    assert "no room" in short.cache.frozen and short.layers[0].places.tolist().count(-1) == 7
+    short.run([2, 5, 8])  # sums are compared
     exact = Rounds(moves=False)
     exact.cache.recall(kept)
     assert exact.layers[0].places.tolist()[:4] == [0, 1, 2, -1], "it begins as any other"

@@ -554,4 +554,11 @@ def test_where_an_expert_would_have_few_rows_more_go_at_once() -> None:
     # of 512 rows 12 for an expert of DeepSeek-V4, 16 for one of Qwen3.6-35B, 22 for one of Nemotron-3-Super
     assert moe_cuda.rows_at_once(6, 256) == moe_cuda.rows_at_once(8, 256) == moe_cuda.LONG_ROWS
     assert moe_cuda.rows_at_once(22, 512) == moe_cuda.MAX_ROWS
+    # lists count pairs in 16 bits
+    of = (
+        (n, n_expert)
+        for n in range(1, moe_cuda.MAX_USED + 1)
+        for n_expert in range(n, moe_cuda.MAX_EXPERT + 1)
+    )
+    assert all(n * moe_cuda.rows_at_once(n, n_expert) < 1 << 16 for n, n_expert in of)
     assert buffer_bytes(8, 256, 2048, 512) > 3 * buffer_bytes(9, 256, 2048, 512)

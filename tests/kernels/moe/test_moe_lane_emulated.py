@@ -236,6 +236,26 @@ def test_many_rows_get_their_experts_group_by_group(
     assert len(run.groups()) == -(-(N_EXPERT - spec.slots) // 2)
 
 
+def test_a_group_that_did_not_come_is_not_taken_for_one_that_did(
+    served: list[HostLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory for it is short once."""
+    made, (ids, weights), x = stacks(), routed(19), torch.randn(19, 64)
+    run, parts, n = host.HostExperts(SPEC, made), host._Staging._parts, 0
+
+    def failing(self: Any, *given: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal n
+        n += 1
+        if n == 1:
+            raise torch.OutOfMemoryError("none is left")
+        return parts(self, *given)
+
+    monkeypatch.setattr(host._Staging, "_parts", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.streamed(x, ids, weights)
+    assert off(run.streamed(x, ids, weights), want(SPEC, made, x, ids, weights)) < OFF and n > 2
+
+
 @pytest.mark.parametrize("act", ["swiglu", "geglu"])
 def test_a_feed_forward_without_experts_is_one_expert(served: list[HostLane], act: str) -> None:
     spec = replace(SPEC, n_used=1, act=act, n_expert=1, slots=0)

@@ -67,8 +67,10 @@ MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as we
 
 
 def rows_at_once(n_used: int, n_expert: int) -> int:
-    """Rows of one launch. Weights are read and unpacked once for MANY_PAIRS of an expert, so an expert should have about that many."""
-    return LONG_ROWS if 2 * MAX_ROWS * n_used <= MANY_PAIRS * n_expert else MAX_ROWS
+    """Rows of one launch. Weights are read and unpacked once for MANY_PAIRS of an expert, so an expert should have about that many; lists
+    count their pairs in 16 bits."""
+    is_sparse = 2 * MAX_ROWS * n_used <= MANY_PAIRS * n_expert and LONG_ROWS * n_used < 1 << 16
+    return LONG_ROWS if is_sparse else MAX_ROWS
 
 
 def limits(spec: MoeSpec) -> str | None:

@@ -149,7 +149,8 @@ class _Staging:
                 return buffer
         buffer = self.buffers[0]
         self.buffers.reverse()
-        n_byte, buffer.key = sum(run.stop - run.start for run in experts) * expert_bytes(stacks), key
+        n_byte = sum(run.stop - run.start for run in experts) * expert_bytes(stacks)
+        buffer.key = None  # until all copies are under way: memory may be short
         if len(buffer.data) < n_byte:
             buffer.data = buffer.data.new_empty(max(n_byte, GROUP))
             if self.is_cuda:  # whoever had this memory before may still read it
@@ -166,6 +167,7 @@ class _Staging:
                     at += n
             if self.is_cuda:
                 buffer.there.record(self.stream)
+        buffer.key = key
         return buffer
 
     def _parts(self, buffer: _Buffer, stacks: Stacks, experts: Runs) -> Iterator[tuple[Tensor, Tensor]]:
