@@ -74,9 +74,7 @@ def size_from_header(data: bytes, limits: PictureLimits = LIMITS) -> tuple[int, 
         return width, height
 
 
-def prepared(
-    projector: Projector, source: bytes | Image, limits: PictureLimits = LIMITS
-) -> Picture:
+def prepared(projector: Projector, source: bytes | Image, limits: PictureLimits = LIMITS) -> Picture:
     """The picture in a file's bytes, or one of Pillow's, decoded and scaled to the size that the encoder takes.
 
     Holds up to 12 bytes for each pixel of the file's picture while it runs. Raises RequestError that names the fault.
@@ -135,19 +133,17 @@ def _first_of_gif(image: Any) -> Image:
 
 
 @contextmanager
-def _opened(source: bytes | Image, limits: PictureLimits) -> Iterator[Image]:
+def _opened(source: Any, limits: PictureLimits) -> Iterator[Image]:
     """A picture whose header is within the limits; its pixels are not yet read. Pillow's errors inside become RequestError."""
     module = pillow()
-    n = len(source) if isinstance(source, bytes) else 1
-    if not 0 < n <= limits.n_byte:
-        raise RequestError(
-            f"the image has {n} bytes; at most {limits.n_byte} are read" if n else "the image is empty"
-        )
+    has_bytes = isinstance(source, bytes)
+    if has_bytes and not source:
+        raise RequestError("the image is empty")
+    if has_bytes and len(source) > limits.n_byte:
+        raise RequestError(f"the image has {len(source)} bytes; at most {limits.n_byte} are read")
     try:
         with (
-            module.open(io.BytesIO(source), formats=FORMATS)
-            if isinstance(source, bytes)
-            else nullcontext(source)
+            module.open(io.BytesIO(source), formats=FORMATS) if has_bytes else nullcontext(source)
         ) as image:
             _check_size(image.width, image.height, limits)
             yield image
