@@ -85,8 +85,8 @@ class EngineSettings:
     # fmt: off
     mmproj: Annotated[Path | None, Of((Path, str)), Flag("-mm --mmproj $MMPROJ", MODEL), Doc("GGUF file of the model's projector, with which it sees images")] = None
     mmproj_offload: Annotated[bool, SWITCH, Flag("--mmproj-offload $MMPROJ_OFFLOAD", MODEL), Doc("images are encoded on the model's device, or on the CPU")] = True
-    image_min_tokens: Annotated[int, Whole(0, MAX_IMAGE, "0: as its type has"), Flag("--image-min-tokens $IMAGE_MIN_TOKENS", MODEL), Doc("scale smaller images up to this number of tokens, where sizes differ. 0: as the projector's type has")] = 0
-    image_max_tokens: Annotated[int, Whole(0, MAX_IMAGE, "0: as its type has"), Flag("--image-max-tokens $IMAGE_MAX_TOKENS", MODEL), Doc("scale larger images down to this number of tokens, where sizes differ. 0: as the projector's type has")] = 0
+    image_min_tokens: Annotated[int, Whole(0, MAX_IMAGE, "0: as it has"), Flag("--image-min-tokens $IMAGE_MIN_TOKENS", MODEL), Doc("scale smaller images up to this number of tokens, where sizes differ. 0: as the projector has")] = 0
+    image_max_tokens: Annotated[int, Whole(0, MAX_IMAGE, "0: as it has"), Flag("--image-max-tokens $IMAGE_MAX_TOKENS", MODEL), Doc("scale larger images down to this number of tokens, where sizes differ. 0: as the projector has")] = 0
     np: Annotated[int, Whole(1, MAX_SLOTS), Flag("-np --parallel $N_PARALLEL", MODEL, help="Number of slots. -1: 4 in the server, else 1."), Doc("slots: requests that run at once")] = 1
     ctx: Annotated[int, Whole(0, MAX_CTX, "0: as fits"), Flag("-c --ctx-size $CTX_SIZE", MODEL), Doc("context size per request, prompt and answer. 0: as much as fits, up to the model's length")] = 0
     rope_scaling: Annotated[str, OneOf(ROPE_SCALINGS), Flag("--rope-scaling $ROPE_SCALING_TYPE", ROPE), Doc("how positions beyond the trained context are reached. Default, here and in the next eight: as the model's file says")] = ""

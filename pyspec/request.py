@@ -603,8 +603,8 @@ class EngineInfo:
     sampling: Annotated[SamplingParams, Doc("defaults of requests: those that the file recommends")] = field(default_factory=SamplingParams)
     rope: Annotated[str, Doc("how flags stretch rope, and longrope's divisors in use; \"\" as the file says")] = ""
     mmproj: Annotated[str, Doc("the projector's file; \"\": it sees no images")] = ""
-    image_min_tokens: Annotated[int, Doc("fewest tokens of an image; 0: as the projector's type has")] = 0
-    image_max_tokens: Annotated[int, Doc("most tokens of an image; 0: as the projector's type has")] = 0
+    image_min_tokens: Annotated[int, Doc("fewest tokens of an image; 0: as the projector has")] = 0
+    image_max_tokens: Annotated[int, Doc("most tokens of an image; 0: as the projector has")] = 0
     # fmt: on
 
     @property

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import re
-from base64 import b64decode
-from binascii import Error
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,15 +15,13 @@ from pyspec.slots.images import IMAGE, handle_of, image_id, index_of, is_image
 from pyspec.text.marks import Marks, spliced
 from pyspec.text.tokenizer import Tokenizer
 from pyspec.vision.picture import Picture, Placed
-from pyspec.vision.pixels import prepared
+from pyspec.vision.pixels import DATA, from_base64, prepared
 from pyspec.vision.projector import Projector, read_projector
 
 MARKER = "<__media__>"
 """Where an image goes in the text of a prompt, as in llama.cpp's programs. Without any they stand before the text."""
 NO_PROJECTOR = "this model was loaded without --mmproj"
 SHOWN = "[image]"
-AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")  # Pillow's modes
-_DATA = re.compile(r"data:image/[^,]{1,200};base64,", re.IGNORECASE)
 _KINDS = ("image_url", "image", "input_image")
 
 
@@ -65,7 +59,7 @@ class Sight:
         """The mark of an image, which is read now. where: names it in errors"""
         projector = self.projector
         try:
-            shown.pictures.append(prepared(projector, _bytes_of(image)))
+            shown.pictures.append(prepared(projector, _source_of(image)))
         except RequestError as e:
             raise RequestError(f"{where}: {e}") from None
         return shown.marks.add()
@@ -163,15 +157,12 @@ def _has_image(content: object) -> bool:
     )
 
 
-def _bytes_of(image: object) -> bytes:
-    """The bytes of an image's file."""
+def _source_of(image: object) -> Any:
+    """The bytes of an image's file, or one of Pillow's images."""
     if isinstance(image, bytes | bytearray | memoryview):
         return bytes(image)
-    if isinstance(image, str) and (head := _DATA.match(image)) is not None:
-        try:
-            return b64decode(image[head.end() :], validate=True)
-        except (Error, ValueError):
-            raise RequestError("a data URL whose content is no base64") from None
+    if isinstance(image, str) and (head := DATA.match(image)) is not None:
+        return from_base64(image[head.end() :])
     if isinstance(image, str) and "://" in image[:20]:
         raise RequestError(
             "images are not fetched from URLs: give bytes, a path or data:image/...;base64,..."
@@ -181,9 +172,6 @@ def _bytes_of(image: object) -> bytes:
             return Path(image).read_bytes()
         except (OSError, ValueError) as e:
             raise RequestError(f"{shown(str(image))} can not be read: {e}") from None
-    picture: Any = image
-    if not (hasattr(image, "save") and hasattr(image, "mode")):
+    if not (hasattr(image, "convert") and hasattr(image, "mode")):
         raise RequestError(f"{shown(image)} is no image: want bytes, a path or one of Pillow's")
-    into = io.BytesIO()
-    (picture if picture.mode in AS_PNG else picture.convert("RGB")).save(into, "PNG")
-    return into.getvalue()
+    return image

@@ -7,8 +7,6 @@ import re
 import stat
 import threading
 import time
-from base64 import b64decode
-from binascii import Error
 from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,10 +17,9 @@ from pyspec.request import EngineInfo
 from pyspec.server.fetch import fetched
 from pyspec.server.settings import ServerSettings
 from pyspec.vision.picture import Picture
-from pyspec.vision.pixels import LIMITS, prepared, size_from_header
+from pyspec.vision.pixels import DATA, LIMITS, from_base64, prepared, size_from_header
 from pyspec.vision.projector import Projector, read_projector
 
-DATA = re.compile(r"data:([a-z]+)/[^;,]{1,80}(?:;[^;,]{1,80})*;base64,", re.IGNORECASE)
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]{0,20}):")
 FILE = "file://"
 KEPT_BYTES = 128 << 20  # of pixels: agents send the pictures of a conversation again with each turn
@@ -69,10 +66,7 @@ class Media:
     def _decoded(self, text: str) -> bytes:
         if len(text) > 4 * (LIMITS.n_byte // 3 + 1) + 1024:
             raise self._too_large()
-        try:
-            content = b64decode("".join(text.split()), validate=True)
-        except (Error, ValueError):
-            raise RequestError("it is not base64") from None
+        content = from_base64(text)
         if len(content) > LIMITS.n_byte:
             raise self._too_large()
         return content

@@ -35,7 +35,7 @@ class ProjectorKind:
 
     archs        architectures of text models that it is made for
     before, after  texts of special tokens around a picture's rows; "": none
-    low, high    lowest and highest number of tokens of a picture
+    low, high    lowest and highest number of tokens of a picture, unless its file names numbers of pixels and `has_limits`
     merge_key, merge  the key behind "clip.vision." of the patches a side that become one token, and its default
     block        its blocks
     tensors      all but those of blocks
@@ -43,6 +43,7 @@ class ProjectorKind:
     is_square    each picture becomes image_size x image_size
     has_grid     positions of its text model have rows and columns
     has_breaks   a row stands behind each row of tokens but the last
+    has_limits   "clip.vision.image_min_pixels" and "image_max_pixels" of a file count, as in llama.cpp
     """
 
     archs: tuple[str, ...]
@@ -58,6 +59,7 @@ class ProjectorKind:
     is_square: bool = False
     has_grid: bool = False
     has_breaks: bool = False
+    has_limits: bool = False
 
 
 def wants_of(kind: ProjectorKind, p: Projector) -> Wants:
@@ -183,6 +185,7 @@ KINDS: dict[str, ProjectorKind] = {
         _PLAIN,
         _qwen3vl,
         has_grid=True,
+        has_limits=True,
     ),
     "gemma3": ProjectorKind(
         ("gemma3",),
@@ -204,9 +207,11 @@ KINDS: dict[str, ProjectorKind] = {
         _pixtral,
         has_breaks=True,
     ),
-    "qwen2vl_merger": ProjectorKind(("qwen2vl",), *_QWEN, _PLAIN, _qwen2vl, has_grid=True),
+    "qwen2vl_merger": ProjectorKind(
+        ("qwen2vl",), *_QWEN, _PLAIN, _qwen2vl, has_grid=True, has_limits=True
+    ),
     "qwen2.5vl_merger": ProjectorKind(
-        ("qwen2vl",), *_QWEN, BlockKind(True, True, True), _qwen2vl, has_grid=True
+        ("qwen2vl",), *_QWEN, BlockKind(True, True, True), _qwen2vl, has_grid=True, has_limits=True
     ),
 }
 """By the name in `clip.projector_type`."""

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
+from base64 import b64decode
+from binascii import Error
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+DATA = re.compile(r"\s*data:([a-z]+)/[^;,]{1,80}(?:;[^;,]{1,80})*;\s*base64,", re.IGNORECASE)
+"""The head of a data URL, and the first word of its media type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,15 @@ def pillow() -> ModuleType:
     return Image
 
 
+def from_base64(text: str) -> bytes:
+    """The bytes that a text stands for, with or without spaces, line ends and padding. Raises RequestError."""
+    digits = "".join(text.split()).rstrip("=")
+    try:
+        return b64decode(digits + "=" * (-len(digits) % 4), validate=True)
+    except (Error, ValueError):
+        raise RequestError("it is not base64") from None
+
+
 def size_from_header(data: bytes, limits: PictureLimits = LIMITS) -> tuple[int, int]:
     """(width, height) of a picture's file, from its header: nothing is decoded. RequestError if it is no picture or beyond a limit."""
     with _opened(data, limits) as image:
@@ -60,12 +74,12 @@ def size_from_header(data: bytes, limits: PictureLimits = LIMITS) -> tuple[int, 
         return width, height
 
 
-def prepared(projector: Projector, data: bytes, limits: PictureLimits = LIMITS) -> Picture:
-    """The picture in a file, decoded and scaled to the size that the encoder takes.
+def prepared(projector: Projector, source: bytes | Image, limits: PictureLimits = LIMITS) -> Picture:
+    """The picture in a file's bytes, or one of Pillow's, decoded and scaled to the size that the encoder takes.
 
     Holds up to 12 bytes for each pixel of the file's picture while it runs. Raises RequestError that names the fault.
     """
-    with _opened(data, limits) as image:
+    with _opened(source, limits) as image:
         width, height = projector.size_of(*image.size)
         pixels = fit_into(_colours(image), width, height, projector.kind.how)
     nx, ny = projector.grid(width, height)
@@ -91,23 +105,46 @@ def fit_into(image: Image, width: int, height: int, how: str) -> NDArray[np.uint
 
 
 def _colours(image: Image) -> Image:
-    """The first frame as RGB: the colours under transparency, the high bytes of 16-bit grey."""
+    """The frame as RGB: the colours under transparency, the high bytes of 16-bit grey."""
     image.load()
-    if image.mode.startswith("I"):  # Pillow would clip these to 255
-        grey = np.minimum(np.asarray(image).astype(np.uint32) >> 8, 255).astype(np.uint8)
+    if image.mode.startswith("I;16"):  # Pillow would clip these to 255
+        grey = (np.asarray(image) >> 8).astype(np.uint8)
         return pillow().fromarray(grey).convert("RGB")
-    image.info.pop("transparency", None)
+    if image.format == "GIF" and image.mode in ("L", "P"):
+        return _first_of_gif(image)
+    if "transparency" in image.info:
+        image = image.copy()  # it may be the caller's
+        del image.info["transparency"]
     return image.convert("RGB")
 
 
+def _first_of_gif(image: Any) -> Image:
+    """The first frame as llama.cpp's decoder gives it: transparent pixels are black. What a smaller frame leaves has the background's colour, red
+    and blue exchanged, but the first colour of the palette is black there."""
+    index, at = np.asarray(image), image.info.get("background", 0)
+    table = image.global_palette.palette if image.global_palette else bytes(i // 3 for i in range(768))
+    rgb = np.array(image.convert("RGB"))
+    left = np.ones(index.shape, bool)
+    x0, y0, x1, y1 = image.dispose_extent
+    left[y0:y1, x0:x1] = False
+    rgb[index == image.info.get("transparency", -1)] = 0
+    rgb[left] = [*table[3 * at :][2::-1]] if 0 < at < len(table) // 3 else 0
+    return pillow().fromarray(rgb)
+
+
 @contextmanager
-def _opened(data: bytes, limits: PictureLimits) -> Iterator[Image]:
+def _opened(source: Any, limits: PictureLimits) -> Iterator[Image]:
     """A picture whose header is within the limits; its pixels are not yet read. Pillow's errors inside become RequestError."""
     module = pillow()
-    if len(data) > limits.n_byte:
-        raise RequestError(f"the image has {len(data)} bytes; at most {limits.n_byte} are read")
+    has_bytes = isinstance(source, bytes)
+    if has_bytes and not source:
+        raise RequestError("the image is empty")
+    if has_bytes and len(source) > limits.n_byte:
+        raise RequestError(f"the image has {len(source)} bytes; at most {limits.n_byte} are read")
     try:
-        with module.open(io.BytesIO(data), formats=FORMATS) as image:
+        with (
+            module.open(io.BytesIO(source), formats=FORMATS) if has_bytes else nullcontext(source)
+        ) as image:
             _check_size(image.width, image.height, limits)
             yield image
     except PyspecError:

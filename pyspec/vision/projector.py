@@ -58,7 +58,7 @@ class Projector:
     act        activation: "gelu" (tanh), "silu", "quick" (x sigmoid(1.702 x))
     mean, std  of pixels / 255, by channel
     pattern    of qwen2.5vl: each pattern-th block sees the whole picture, the others windows; 0: all see it
-    low, high  lowest and highest number of tokens of a picture (`limited`)
+    least, most  fewest and most pixels of a picture (`limited`)
     n_matrix, n_vector  weights that are multiplied with in the file's precision, and in f32
     is_half    most of its matrices are F16
     """
@@ -82,8 +82,8 @@ class Projector:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     pattern: int
-    low: int
-    high: int
+    least: int
+    most: int
     n_matrix: int = 0
     n_vector: int = 0
     is_half: bool = False
@@ -97,6 +97,16 @@ class Projector:
     def step(self) -> int:
         """Pixels a side of a token."""
         return self.patch * self.merge
+
+    @property
+    def low(self) -> int:
+        """Lowest number of tokens of a picture."""
+        return -(-self.least // self.step**2)
+
+    @property
+    def high(self) -> int:
+        """Highest number of tokens of a picture: strips may pass it."""
+        return max(1, self.most // self.step**2)
 
     @property
     def width(self) -> int:
@@ -127,22 +137,22 @@ class Projector:
         choice. Raises ConfigError."""
         if self.kind.is_square:
             return self
-        low = min(self.low, self.low if high is None else high) if low is None else low
-        high = max(self.high, low) if high is None else high
         for flag, n in (("--image-min-tokens", low), ("--image-max-tokens", high)):
-            if flaw := MOST_TOKENS.flaw(n):
+            if n is not None and (flaw := MOST_TOKENS.flaw(n)):
                 raise ConfigError(f"{flag} {flaw}")
-        if low > high:
+        if low is not None and high is not None and low > high:
             raise ConfigError(f"--image-min-tokens {low} is more than --image-max-tokens {high}")
-        return replace(self, low=low, high=high)
+        area = self.step**2
+        most = max(self.most, area * (low or 0)) if high is None else area * high
+        least = min(self.least, most) if low is None else area * low
+        return replace(self, least=least, most=most)
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) in pixels that a picture of this width and height is scaled and padded to. RequestError if the projector has no
         positions for its shape."""
         if self.kind.is_square:
             return self.image_size, self.image_size
-        area = self.step * self.step
-        size = fitted(width, height, self.step, self.low * area, self.high * area)
+        size = fitted(width, height, self.step, self.least, self.most)
         if self.type.startswith("gemma4") and max(size) > self.n_position * self.patch:
             raise RequestError(
                 f"the image of {width} x {height} pixels becomes one of {size[0]} x {size[1]}; the projector has positions for"
@@ -302,6 +312,13 @@ def _described(file: GGUFFile, clip: Fields, v: Fields, type: str) -> Projector:
         act = "silu"
     if type == "gemma4uv":  # its patches are as large as tokens
         patch, merge = patch * merge, 1
+    area, pixels = (patch * merge) ** 2, Whole(1, 1 << 31)
+    least, most = kind.low * area, kind.high * area
+    if kind.has_limits:
+        least = v.integer("image_min_pixels", least, legal=pixels)
+        most = min(v.integer("image_max_pixels", most, legal=pixels), area << 14)
+    if least > most:
+        raise v.bad("image_min_pixels", f"is {least}; want {most} at most")
     deepstack = tuple(i for i in range(n_block) if f"v.deepstack.{i}.fc1.weight" in file.tensors)
     colour = Real(-100, 100)
     return Projector(
@@ -324,8 +341,8 @@ def _described(file: GGUFFile, clip: Fields, v: Fields, type: str) -> Projector:
         mean=tuple(v.numbers("image_mean", 3, legal=colour)),
         std=tuple(v.numbers("image_std", 3, legal=Real(1e-6, 100))),
         pattern=v.integer("n_wa_pattern", legal=Whole(1, 128)) if type == "qwen2.5vl_merger" else 0,
-        low=kind.low,
-        high=kind.high,
+        least=least,
+        most=most,
     )
 
 

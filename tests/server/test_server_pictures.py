@@ -310,7 +310,7 @@ def saved(image: Image.Image, kind: str, **more: Any) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "wanted"),
     [
-        ("", "the image is none of"),
+        ("", "the image is empty"),
         ("not base64!", "it is not base64"),
         ("data:image/png;base64,####", "it is not base64"),
         (url(ODD[: len(ODD) // 2]), "can not be decoded"),
@@ -334,6 +334,34 @@ def test_a_broken_picture_is_its_senders(app: App, engine: FakeEngine, sent: str
     said = answer.json()["error"]["message"]
     assert answer.status_code == 400 and said.startswith(AT) and wanted in said, said
     assert not engine.seen
+
+
+def test_a_broken_picture_is_named_by_its_place_in_the_body_that_was_sent(app: App) -> None:
+    """System prompts and results of tools are messages of their own in the form that all APIs are brought to."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "@"}}
+    calls = [{"type": "tool_use", "id": x, "name": "shot", "input": {}} for x in "ab"]
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "x"},
+        {"type": "tool_result", "tool_use_id": "b", "content": [image]},
+    ]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": calls}]
+    body = {"max_tokens": 2, "system": "s", "messages": [*turns, {"role": "user", "content": results}]}
+    at = "messages.2.content.1.content.0: it is not base64"
+    assert app.post("/v1/messages", body).json()["error"]["message"] == at
+    input_image = {"type": "input_image", "image_url": "data:image/png;base64,@"}
+    asked = [{"role": "user", "content": "q"}, {"role": "user", "content": [input_image]}]
+    body = {"instructions": "s", "input": asked}
+    assert refusal(app.post("/v1/responses", body)) == "input.1.content.0: it is not base64"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [f" {url(ODD)}", url(ODD).rstrip("="), f"{url(ODD)}==", f"data:image/png; base64,{b64(ODD)}"],
+    ids=range(4),
+)
+def test_forms_that_llama_server_or_browsers_take(app: App, engine: FakeEngine, sent: str) -> None:
+    assert app.post("/v1/chat/completions", chat(part(sent))).status_code == 200
+    assert engine.seen[-1].images[0].picture.n_row == N_ODD
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import sys
@@ -17,7 +18,7 @@ from PIL import Image
 
 from pyspec.errors import ConfigError, RequestError
 from pyspec.vision import pixels
-from pyspec.vision.pixels import PictureLimits, fit_into, prepared, size_from_header
+from pyspec.vision.pixels import PictureLimits, fit_into, from_base64, prepared, size_from_header
 from pyspec.vision.projector import Projector, read_projector
 
 
@@ -137,6 +138,78 @@ def test_colours_under_transparency_are_kept(qwen: Projector):
         np.testing.assert_array_equal(prepared(qwen, data).pixels, np.asarray(palette.convert("RGB")))
 
 
+def framed(gif: bytes, background: int, transparent: int | None = None) -> bytes:
+    """A GIF whose frame stands at (9, 7) of a canvas of 80 x 64."""
+    whole = bytearray(gif)
+    whole[6:10], whole[11] = struct.pack("<HH", 80, 64), background
+    at = whole.index(b",", 13 + (3 << (whole[10] & 7) + 1))
+    whole[at + 1 : at + 5] = struct.pack("<HH", 9, 7)
+    if transparent is not None:
+        whole[at:at] = bytes((0x21, 0xF9, 4, 1, 0, 0, transparent, 0))
+    return bytes(whole)
+
+
+@pytest.mark.parametrize("grey", [False, True])
+def test_transparent_and_missing_pixels_of_a_gif_are_as_in_llama_cpp(qwen: Projector, grey: bool):
+    """Black where it is transparent, and its background's colour, red and blue exchanged, where the first frame has none."""
+    image = scene(64, 48, "L") if grey else scene(64, 48).quantize(64)
+    index, colours = np.asarray(image), np.asarray(image.convert("RGB"))
+    number = int(index[5, 5])
+    black = np.where((index == number)[..., None], np.uint8(0), colours)
+    data = saved(image, "GIF", transparency=number, optimize=False)
+    np.testing.assert_array_equal(prepared(qwen, data).pixels, black)
+    data = saved(image, "GIF", optimize=False)
+    seven = np.full(3, 7) if grey else np.asarray(image.getpalette()[21:24])
+    for background, transparent in ((7, None), (7, number), (0, None), (0, number)):
+        want = np.tile(np.uint8(seven[::-1] * (background == 7)), (64, 80, 1))
+        want[7:55, 9:73] = colours if transparent is None else black
+        found = prepared(qwen, framed(data, background, transparent))
+        np.testing.assert_array_equal(found.pixels, want)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+def test_images_of_pillow_are_read_as_their_files(qwen: Projector, form: str):
+    data = saved(scene(60, 41, "P" if form == "GIF" else "RGB"), form)
+    opened = Image.open(io.BytesIO(data))
+    opened.info["transparency"] = 3
+    assert prepared(qwen, opened).digest == prepared(qwen, opened).digest
+    assert opened.info["transparency"] == 3, "the caller's image stays as it was"
+    assert prepared(qwen, Image.open(io.BytesIO(data))).digest == prepared(qwen, data).digest
+    if form != "WEBP":  # of which Pillow opens no part
+        cut = Image.open(io.BytesIO(data[: len(data) * 2 // 3]))
+        with pytest.raises(RequestError, match="can not be decoded"):
+            prepared(qwen, cut)
+
+
+def test_images_of_pillow_of_any_mode(qwen: Projector):
+    grey = np.arange(48 * 64, dtype=np.uint16).reshape(48, 64) * 21
+    want = np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, 2)
+    for mode, order in (("I;16", "<u2"), ("I;16B", ">u2"), ("I;16L", "<u2")):
+        image = Image.frombytes(mode, (64, 48), grey.astype(order).tobytes())
+        np.testing.assert_array_equal(prepared(qwen, image).pixels, want)
+    closed = Image.new("RGB", (9, 9))
+    closed.close()
+    for image, flaw in (
+        (closed, "closed"),
+        (Image.new("RGB", (0, 5)), "0 x 5 pixels"),
+        (Image.new("LA", (9, 9)).convert("La"), "can not be decoded"),
+        (b"", "the image is empty"),
+    ):
+        with pytest.raises(RequestError, match=flaw):
+            prepared(qwen, image)
+
+
+def test_base64_is_read_as_llama_server_reads_it():
+    for n in range(1, 9):
+        data = bytes(range(n))
+        text = base64.b64encode(data).decode()
+        for odd in (text, text.rstrip("="), f"{text}==", f" {text[:3]}\r\n{text[3:]}\n"):
+            assert from_base64(odd) == data
+    for text in ("A", "A===", "????", "-_-_"):
+        with pytest.raises(RequestError, match="it is not base64"):
+            from_base64(text)
+
+
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "CMYK"])
 def test_modes_become_rgb(qwen: Projector, mode: str):
     image = scene(64, 48, mode)
@@ -188,7 +261,7 @@ HOSTILE = {
     "no width": (png(0, 5, b""), "image"),
     "a strip": (png(1, 20_000, bytes(4 * 20_000)), "1 x 20000 pixels.*200 times"),
     "not an image": (b"GET / HTTP/1.1\r\n" * 9, "none of PNG, JPEG"),
-    "nothing": (b"", "none of PNG, JPEG"),
+    "nothing": (b"", "the image is empty"),
     "too few rows": (png(64, 64, bytes(64)), "can not be decoded"),
     "of another format": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "none of PNG"),
     "a vector": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of PNG"),

@@ -118,6 +118,31 @@ def test_limits_of_tokens():
     assert square.limited(3, 4) == square
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "rows"),
+    [
+        (20000, None, [340, 338, 324, 950]),
+        (None, 1000, [12, 10, 9, 12]),
+        (20000, 40000, [340, 338, 324, 600]),
+        (500, 2000, [30, 24, 9, 24]),
+    ],
+)
+def test_numbers_of_pixels_that_a_file_names(
+    tmp_path: Path, low: int | None, high: int | None, rows: list[int]
+):
+    """Rows as llama.cpp's of October 2026 gives them, which reads these fields in Qwen's files only."""
+    fields = {"clip.vision.image_min_pixels": low, "clip.vision.image_max_pixels": high}
+    sizes = ((45, 37), (131, 61), (10, 10), (300, 200))
+    projector = read_projector(altered(tmp_path / "x.gguf", "qwen35", fields))
+    assert [projector.n_row(*projector.size_of(*size)) for size in sizes] == rows
+    assert max(rows) <= projector.most_rows and projector.low <= projector.high
+    few = projector.limited(100, 100)
+    assert few.n_row(*few.size_of(131, 61)) <= 100 <= few.most_rows, "flags go before the file"
+    pixtral = read_projector(altered(tmp_path / "y.gguf", "mistral3", fields))
+    plain = read_projector(mmproj("mistral3"))
+    assert [pixtral.size_of(*size) for size in sizes] == [plain.size_of(*size) for size in sizes]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_projector_fits_its_own_model(name: str):
     projector = read_projector(mmproj(name))
@@ -181,6 +206,8 @@ WRONG = {
     "clip.vision.image_mean": ([0.5, 0.5], [math.inf] * 3, 0.5),
     "clip.vision.image_std": ([0.0] * 3, [0.5] * 4),
     "clip.vision.spatial_merge_size": (0, 17),
+    "clip.vision.image_min_pixels": (0, 1 << 30),
+    "clip.vision.image_max_pixels": (0, -1),
     "clip.projector_type": (7, "x" * 70),
     "clip.use_gelu": (3, "yes"),
 }

@@ -232,12 +232,13 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":
-        return image_part(string_of(source, "url", f"{where}.source"))
+        return image_part(string_of(source, "url", f"{where}.source"), where)
     if kind == "base64":
         media = string_of(source, "media_type", f"{where}.source")
         if not MEDIA_TYPE.fullmatch(media):
             raise RequestError(f"{where}.source.media_type: want image/png, or the like")
-        return image_part(f"data:{media};base64,{string_of(source, 'data', f'{where}.source')}")
+        data = string_of(source, "data", f"{where}.source")
+        return image_part(f"data:{media};base64,{data}", where)
     raise NotSupported(f"{where}.source: an image's source is base64 or url, not {str(kind)[:40]!r}")
 
 

@@ -293,7 +293,7 @@ def _part(part: dict[str, Any], where: str, role: str, pictures: SentPictures) -
     if part["type"] == "text":
         return str(part["text"])
     if part["type"] == "image_url" and (role != "tool" or pictures.media is not None):
-        return pictures.add(image_url(part, where), where)
+        return pictures.add(*image_url(part, where))
     if "image" in part["type"] and role == "tool":
         return NO_IMAGE
     raise NotSupported(f"{where}: {_no_part(part['type'])}")

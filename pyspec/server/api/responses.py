@@ -250,7 +250,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": _text(part, where, TEXTS)}
     if _is_stored(part):
         raise NotSupported(f"{where}.file_id is not supported: nothing is stored here; send image_url")
-    return image_part(string_of(part, "image_url", where))
+    return image_part(string_of(part, "image_url", where), where)
 
 
 def _text(part: Any, where: str, kinds: tuple[str, ...]) -> str:

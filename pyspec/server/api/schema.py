@@ -8,7 +8,7 @@ Schema; 4.5 is not. The published OpenAPI document is built from these models. U
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -140,18 +140,27 @@ def _check_content(value: Any) -> Any:
     return value
 
 
-def image_url(part: dict[str, Any], where: str) -> str:
-    """The URL of a picture in a part of a message: a string, or `url` of an object. `detail` is ignored. Raises RequestError."""
+class MovedImage(NamedTuple):
+    """A picture of another API's body. where: its place there, which errors name; JSON can not hold one of these"""
+
+    url: str
+    where: str
+
+
+def image_url(part: dict[str, Any], where: str) -> MovedImage:
+    """The URL of a picture in a part of a message: a string, or `url` of an object; `detail` is ignored. Raises RequestError."""
     given = part.get("image_url")
+    if isinstance(given, MovedImage):
+        return given
     url = given.get("url") if isinstance(given, dict) else given
     if not isinstance(url, str):
         raise RequestError(f"{where}.image_url.url: a string is needed")
-    return url
+    return MovedImage(url, where)
 
 
-def image_part(url: str) -> dict[str, Any]:
-    """A picture as a part of a message of chat completions."""
-    return {"type": "image_url", "image_url": {"url": url}}
+def image_part(url: str, where: str) -> dict[str, Any]:
+    """A picture as a part of a message of chat completions. where: its place in the body of another API"""
+    return {"type": "image_url", "image_url": MovedImage(url, where)}
 
 
 def _any(*forms: dict[str, Any]) -> dict[str, Any]:
