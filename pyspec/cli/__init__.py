@@ -55,7 +55,7 @@ ELSEWHERE = {
     "search": "pyspec models",
     "benchmark": "pyspec bench MODEL",
     "detokenize": "pyspec tokenize MODEL TEXT --json",
-    **dict.fromkeys(("rm", "remove", "delete"), "your shell: pyspec list --json shows each path"),
+    **dict.fromkeys(("rm", "remove", "delete"), "your shell: pyspec list --json shows the paths"),
     "stop": "Ctrl-C, or the signal SIGTERM: a server ends when its process does",
     "create": "a GGUF file: pyspec server FILE",
     "quantize": "llama-quantize; pyspec runs the file that it writes",
