@@ -48,18 +48,14 @@ ELSEWHERE = {
     "chat": "pyspec run MODEL",
     "generate": 'pyspec run MODEL "TEXT"',
     "complete": "pyspec run MODEL -p TEXT",
-    "serve": "pyspec server MODEL",
-    "start": "pyspec server MODEL",
-    "show": "pyspec inspect MODEL, or pyspec fit MODEL for its memory",
-    "info": "pyspec inspect MODEL",
+    **dict.fromkeys(("serve", "start"), "pyspec server MODEL"),
+    **dict.fromkeys(("show", "info"), "pyspec inspect MODEL, or pyspec fit MODEL for its memory"),
     "ls": "pyspec list",
     "download": "pyspec pull MODEL",
     "search": "pyspec models",
     "benchmark": "pyspec bench MODEL",
     "detokenize": "pyspec tokenize MODEL TEXT --json",
-    "rm": "your shell: pyspec list --json shows the path of each file",
-    "remove": "your shell: pyspec list --json shows the path of each file",
-    "delete": "your shell: pyspec list --json shows the path of each file",
+    **dict.fromkeys(("rm", "remove", "delete"), "your shell: pyspec list --json shows the paths"),
     "stop": "Ctrl-C, or the signal SIGTERM: a server ends when its process does",
     "create": "a GGUF file: pyspec server FILE",
     "quantize": "llama-quantize; pyspec runs the file that it writes",
@@ -67,6 +63,7 @@ ELSEWHERE = {
     "help": "pyspec --help, or pyspec COMMAND --help",
 }
 """Commands of other programs, and what to use instead."""
+click.IntRange.name, click.FloatRange.name = "integer", "number"  # no word is "a valid integer range"
 INTERRUPTED = 130  # the exit status that a shell reports for Ctrl-C
 
 

@@ -14,7 +14,7 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
     try:
         return [int(part) for part in value.replace(",", " ").split()]
     except ValueError as e:
-        raise click.BadParameter(f"want numbers between commas: {e}") from e
+        raise click.BadParameter(f"want numbers between commas, got {value!r}") from e
 
 
 @click.command()

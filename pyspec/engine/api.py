@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import Literal, Unpack, cast, overload
+from typing import Literal, NoReturn, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 from pyspec.config import EngineSettings, LoadOptions
@@ -57,7 +57,7 @@ from pyspec.engine.result import (
 )
 from pyspec.engine.served import ServedEngine
 from pyspec.engine.sight import SHOWN, Shown, Sight, Sighted, placed
-from pyspec.errors import ConfigError, PyspecError, QueueFull, RequestError
+from pyspec.errors import BadTokenizer, ConfigError, PyspecError, QueueFull, RequestError
 from pyspec.ranges import SWITCH, shown
 from pyspec.request import Delta, Done, Event, Failed, Request
 from pyspec.slot_action import SlotAction, SlotAnswer, SlotReport
@@ -69,6 +69,14 @@ from pyspec.text.tokenizer import Tokenizer
 class Engine(ServedEngine):
     """A loaded model with its slots. Use as a context manager; safe to call from any thread."""
 
+    def __new__(cls, *parts: object, **named: object) -> Engine:
+        if len(parts) < 3:
+            raise TypeError('an engine is loaded: `pyspec.Engine.load("demo")`')
+        return super().__new__(cls)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine can not be pickled or copied; each process loads its own")
+
     def __init__(
         self,
         core: Core,
@@ -78,9 +86,8 @@ class Engine(ServedEngine):
     ) -> None:
         super().__init__(core, tokenizer, template, publishers)
         self._sight = Sight(self.info)
-        self._says: Callable[[], AbstractContextManager[None]] = (
-            nullcontext  # wraps calls that may raise
-        )
+        # wraps calls that may raise
+        self._says: Callable[[], AbstractContextManager[None]] = nullcontext
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     def __enter__(self) -> Engine:
@@ -176,10 +183,11 @@ class Engine(ServedEngine):
             )
             try:
                 begun(supervisor)
-                tokenizer, template = (
-                    supervisor.tokenizer,
-                    supervisor.template,
-                )  # while the other process loads
+                try:  # while the other process loads
+                    tokenizer, template = supervisor.tokenizer, supervisor.template
+                except BadTokenizer:
+                    supervisor.wait()  # it reads the whole file, and may know that it is no model
+                    raise
                 if template is not None:
                     template.warm()
                 supervisor.wait()

@@ -261,3 +261,9 @@ def test_a_token_of_3000_bytes_costs_no_load(tmp_path: Path) -> None:
 def test_norms_need_an_epsilon(value: float, tmp_path: Path) -> None:
     with pytest.raises(BadGGUF, match=r"layer_norm_rms_epsilon is .*; want a number above 0"):
         plain_rig(changed(tmp_path, llama__attention__layer_norm_rms_epsilon=value))
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_projector_as_a_model_is_called_one(isolated: bool) -> None:
+    with pytest.raises(ModelError, match="is a projector for images, no model that answers"):
+        Engine.load(FIXTURES / "images" / "mmproj-gemma3.gguf", device="cpu", isolated=isolated)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import logging
 import multiprocessing
 import os
+import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -312,6 +314,15 @@ def test_a_fresh_engine_in_a_forked_child_is_refused_at_once(here: Engine) -> No
 
 
 # -- small things ----------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_is_made_by_load_and_stays_in_its_process(here: Engine) -> None:
+    for make in (lambda: Engine("demo"), lambda: Engine(), lambda: Engine(model_path="demo", n_ctx=256)):  # type: ignore[arg-type,call-arg]
+        with pytest.raises(TypeError, match="is loaded"):
+            make()
+    for share in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="each process loads its own"):
+            share(here)
 
 
 def test_several_prompts_are_a_list(here: Engine) -> None:
