@@ -209,9 +209,7 @@ def model_of(
 
 def words_of(command: click.Command, setting: Setting, preset: Preset) -> list[str]:
     """A line of a preset as words of the command line. Raises ConfigError with its line."""
-    key = setting.key.lstrip("-")
-    key = key if key.isupper() else key.replace("_", "-")
-    own, others = option_flags(command), llama_flags()
+    key, own, others = setting.key, option_flags(command), llama_flags()
     by_variable = {
         v: p.opts[0] for p in own.values() for v in (p.envvar if isinstance(p.envvar, list) else ())
     }

@@ -19,7 +19,8 @@ from pyspec.config import EngineSettings
 from pyspec.engine.children import how_ended, is_stopped
 from pyspec.engine.messages import Fatal, Heartbeat, Link, Load, LoadRefused, Question, Ready, Reply
 from pyspec.engine.process.ahead import END_S, started
-from pyspec.errors import DeviceError, HostLost, NoDevice, PyspecError, RankLost
+from pyspec.errors import DeviceError, HostLost, ModelError, NoDevice, PyspecError, RankLost
+from pyspec.gguf.reader import fingerprint
 from pyspec.slot_action import SlotAction
 
 log = logging.getLogger(__name__)
@@ -256,11 +257,14 @@ class Launcher:
         self._failures: list[float] = []  # times of device failures
         self._load_s = 0.0  # seconds of the first load
         self._ctx = 0  # context length of the first engine: a later one may see less free memory while the old one still frees its own
+        self._files: dict[str, str] = {}  # fingerprints of what the first engine has loaded
 
     def launch(
         self, news: threading.Condition, is_closing: Callable[[], bool]
     ) -> EngineProcess | PyspecError:
         """Start and load an engine; return it, or the reason for the failure. `news` is notified of each message."""
+        if other := [file for file, known in self._files.items() if _contents(file) not in (known, "")]:
+            return ModelError(f"{other[0]} is another file than the one that was loaded")
         self.is_examined = self._wants_examination()
         if self.is_examined:
             log.warning(
@@ -286,7 +290,11 @@ class Launcher:
             child.answer, Ready
         ):  # checked again: Ready may have been the process's last message
             self._load_s = self._load_s or time.monotonic() - child.began
-            self._ctx = self._ctx or child.answer.info.n_ctx
+            info = child.answer.info
+            self._ctx = self._ctx or info.n_ctx
+            if not self._files:
+                every = (info.model_path, info.mmproj)  # drafts change no text
+                self._files = {file: known for file in every if (known := _contents(file))}
             return child
         return self._give_up(child)
 
@@ -324,3 +332,10 @@ class Launcher:
             return False
         self._failures.clear()
         return True
+
+
+def _contents(file: str) -> str:
+    """A name for what is in a file; "" if it can not be read, which its load says."""
+    with suppress(OSError, PyspecError):
+        return fingerprint(Path(file)) if file else ""
+    return ""

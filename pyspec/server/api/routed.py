@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pyspec.errors import PyspecError, RequestError
 from pyspec.server.api.openapi import Endpoint
 from pyspec.server.http.body import ClientGone, parse_object, read_body
-from pyspec.server.http.envelope import dumps
+from pyspec.server.http.envelope import error_event
 from pyspec.server.models.router import Router
 from pyspec.server.resume import ReplayStream, session_key
 from pyspec.server.service import LARGE_BODY
@@ -174,15 +174,10 @@ class WaitingStream:
             if not task.done():
                 return
             app = task.result()
-        except (PyspecError, ClientGone) as e:
-            error = {
-                "error": {
-                    "code": getattr(e, "status", 500),
-                    "message": str(e),
-                    "type": getattr(e, "kind", ""),
-                }
-            }
-            await send(part(f"data: {dumps(error)}\n\n".encode(), is_last=True))
+        except PyspecError as e:
+            await send(part(error_event(scope["path"], e), is_last=True))
+        except ClientGone:  # nobody reads an answer
+            pass
         finally:
             await stop_task(left)
             if app is None:

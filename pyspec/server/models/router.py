@@ -616,17 +616,21 @@ class Router:
     def _is_downloaded(self, name: str, failed: PyspecError | None) -> None:
         del self.downloads[name]
         self._cancelled.discard(name)
-        if failed is not None:
+        assert self._loop is not None
+        self._showing = self._loop.create_task(self._show(name, failed))
+
+    async def _show(self, name: str, failed: PyspecError | None) -> None:
+        """List what was downloaded, and tell how it ended."""
+        try:
+            if failed is None:
+                await self.reload()
+        except Exception as e:  # noqa: BLE001 - readers of events wait for an end
+            failed = _as_error(e, "reading the sources")
+        if failed is None:
+            self.tell("download_finished", name, {})
+        else:
             log.error("the download of %s failed: %s", name, failed)
             self.tell("download_failed", name, {"error": str(failed)})
-            return
-
-        async def show() -> None:
-            await self.reload()
-            self.tell("download_finished", name, {})
-
-        assert self._loop is not None
-        self._showing = self._loop.create_task(show())
 
     # -- what is shown -----------------------------------------------------------------------------------------------
 
