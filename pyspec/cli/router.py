@@ -47,9 +47,7 @@ ALSO = (
     "--help",
     "--version",
 )
-HOST_SPARE = (
-    4 << 30
-)  # bytes of host memory that are left to other programs, or an eighth of what is free
+HOST_SPARE = 4 << 30  # bytes of the host that are left to other programs, or an eighth of what is free
 CACHE_SHARE = 4  # prefix caches of all models together take this part of the host's budget, unless --cache-ram says more
 
 
@@ -133,10 +131,8 @@ class RowReader:
             return ConfigError(f"{preset.path}: {why}") if line is None else preset.error(line.line, why)
 
         try:
-            more: dict[str, Any] = {
-                "obj": RowOptions,
-                "help_option_names": ["-h", "--help"],
-            }  # click keeps the latter
+            # click keeps the names
+            more: dict[str, Any] = {"obj": RowOptions, "help_option_names": ["-h", "--help"]}
             with self.command.make_context("server", [*words, *self.words], **more) as within:
                 row = self.command.invoke(within)
                 for note in within.meta.get("pyspec.notes", ()):

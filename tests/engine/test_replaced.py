@@ -52,9 +52,7 @@ from pyspec.request import (
 
 
 @contextmanager
-def start(
-    plants: Plants, path: Path = PATH, **settings: object
-) -> Iterator[tuple[Engine, Supervisor]]:
+def start(plants: Plants, path: Path = PATH, **settings: object) -> Iterator[tuple[Engine, Supervisor]]:
     values = {"np": 8, "hang_timeout": 1.0} | settings
     supervisor = Supervisor(
         path, EngineSettings(**values), command=(sys.executable, str(CHILD), str(plants.folder))

@@ -30,6 +30,7 @@ from pyspec.server.models.schedule import ModelRow
 from pyspec.server.stream import HEADERS, send_parts, while_connected
 
 DONE = {"success": True}
+YEAR_S = 365 * 86400.0  # the longest that ollama's list says of a model
 
 
 class ModelBody(Body):
@@ -53,11 +54,9 @@ def sees(router: Router, name: str) -> bool:
 def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
     """One row of `/models`. tells: paths and flags, too"""
     row, model, need = router.table.rows[name], router.models[name], router.needs.get(name)
-    status = router.status(name)
+    hidden = () if tells else ("args", "reason")
     view = views.model_head(name, model.aliases, model.settings.tags, router.started) | {
-        "status": status
-        if tells
-        else {key: value for key, value in status.items() if key not in ("args", "reason")},
+        "status": {key: value for key, value in router.status(name).items() if key not in hidden},
         "architecture": {
             "input_modalities": ["text", "image"] if sees(router, name) else ["text"],
             "output_modalities": ["text"],
@@ -103,15 +102,7 @@ async def _models(router: Router, request: Request) -> Response:
         return JSON(views.anthropic_models(router.names, router.started))
     rows = [row_view(router, name, request.scope.get(HAS_KEY, True)) for name in router.names]
     rows += [coming_view(router, name) for name in router.downloads if name not in router.models]
-    named = [
-        {
-            "name": name,
-            "model": name,
-            "type": "model",
-            "capabilities": ["completion", "multimodal"] if sees(router, name) else ["completion"],
-        }
-        for name in router.names
-    ]
+    named = [views.named(name, sees(router, name)) for name in router.names]
     return JSON({"object": "list", "data": rows, "models": named})
 
 
@@ -246,11 +237,8 @@ async def _ps(router: Router, request: Request) -> Response:
     found = []
     for name, service in router.services.items():
         row, need = router.table.rows[name], router.needs[name]
-        left_s = (
-            row.idle_s - (0.0 if row.claims else time.monotonic() - row.used)
-            if row.idle_s >= 0
-            else 365 * 86400.0
-        )
+        rested_s = 0.0 if row.claims else time.monotonic() - row.used
+        left_s = min(max(0.0, row.idle_s - rested_s), YEAR_S) if row.idle_s >= 0 else YEAR_S
         info = service.engine.info
         found.append(
             {
@@ -260,7 +248,7 @@ async def _ps(router: Router, request: Request) -> Response:
                 "size_vram": sum(n for place, n in need.bytes.items() if place != "host"),
                 "context_length": info.n_ctx,
                 "details": {"format": "gguf", "family": info.arch, "quantization_level": info.file_type},
-                "expires_at": (datetime.now(UTC) + timedelta(seconds=max(0.0, left_s))).isoformat(),
+                "expires_at": (datetime.now(UTC) + timedelta(seconds=left_s)).isoformat(),
             }
         )
     return JSON({"models": found})

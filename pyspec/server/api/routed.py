@@ -115,23 +115,18 @@ class Coming:
 
 def again(request: Request, raw: bytes, receive: Receive) -> Request:
     """A request whose body was read before."""
-    return Request(request.scope, replaying(raw, receive))
+    first: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return Request(request.scope, replay)
 
 
 async def never() -> Message:
     """Receive nothing more: the client may leave unnoticed."""
     await asyncio.Event().wait()
     raise AssertionError
-
-
-def replaying(raw: bytes, receive: Receive) -> Receive:
-    """The messages of a request whose body was read before."""
-    first: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay
 
 
 class Claimed:

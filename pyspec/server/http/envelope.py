@@ -109,7 +109,13 @@ def error_event(path: str, error: PyspecError) -> bytes:
     if path.endswith(ANTHROPIC_PATH):
         body = anthropic_error(error)[1]
     elif path.endswith("/responses"):
-        body |= {"type": "error", "sequence_number": 0, "param": None, "code": error.kind, "message": str(error)}
+        body |= {
+            "type": "error",
+            "sequence_number": 0,
+            "param": None,
+            "code": error.kind,
+            "message": str(error),
+        }
     name = "event: error\n" if "type" in body else ""
     return f"{name}data: {dumps(body)}\n\n{end}".encode()
 

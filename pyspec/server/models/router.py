@@ -330,10 +330,9 @@ class Router:
         self.begin()
         self._look_at(name)
         row = self.table.rows[name]
-        if row.state not in ("unloaded", "stopping", "parking", "parked") or row.asked is not None:
-            raise RequestError(
-                f"model {name} is {'loading' if row.state != 'loaded' else 'loaded'} already"
-            )
+        if row.state in ("loading", "loaded", "waking") or row.asked is not None:
+            state = "loaded" if row.state == "loaded" else "loading"
+            raise RequestError(f"model {name} is {state} already")
         self._do(self.table.load(name, time.monotonic()))
 
     def unload(self, name: str) -> None:
