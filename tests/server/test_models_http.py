@@ -315,7 +315,16 @@ def test_a_stream_that_waits_gets_comments_and_then_its_answer(monkeypatch: pyte
         text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"])
         assert text.strip() == ("I am a. " * 4).strip() and answer.text.endswith("data: [DONE]\n\n")
         failed = c.post("/v1/chat/completions", body | {"model": "bad"})
-        assert "it is damaged" in failed.text and failed.status_code == 200
+        assert "it is damaged" in failed.text and failed.text.endswith("data: [DONE]\n\n")
+        for path, sign in (
+            ("/v1/messages", '"type":"api_error"'),
+            ("/v1/responses", '"sequence_number":0'),
+        ):
+            c.post(
+                "/models/load", {"model": "bad"}
+            )  # at once: requests fail without a load for a second
+            failed = c.post(path, body | {"model": "bad", "input": "a", "max_tokens": 4})
+            assert "event: error\ndata: {" in failed.text and sign in failed.text
         wait_for(lambda: c.rows()["a"]["n_running"] == 0)
 
 
@@ -335,6 +344,8 @@ def test_keep_alive_and_idle_models() -> None:
     with serving(world) as c:
         c.text("a", keep_alive=0)
         c.wait("a", "unloaded")
+        c.text("a", keep_alive="999999999999h")
+        assert c.get("/api/ps").json()["models"][0]["expires_at"] > "2027"
         c.text("a", keep_alive="10m")
         c.text("b")
         time.sleep(0.5)
@@ -595,6 +606,10 @@ def test_a_download_that_fails_in_any_way_can_be_tried_again() -> None:
             assert said in str(told[-1]["download_failed"]), told
         assert c.post("/models", {"model": "u/r:Q4_K"}).status_code == 200
         wait_for(lambda: "download_finished" in told[-1])
+        c.world.more["a"] = {"aliases": ("b",)}
+        c.world.needs["b"] = 1  # the sources have two models of one name meanwhile
+        assert c.post("/models", {"model": "u/r:Q4_K"}).status_code == 200
+        wait_for(lambda: "both called" in str(told[-1].get("download_failed")))
 
 
 def test_a_download_takes_no_models_place_and_its_events_end_with_its_row() -> None:

@@ -613,13 +613,13 @@ class Router:
             await asyncio.sleep(TICK_S)
 
     def _is_downloaded(self, name: str, failed: PyspecError | None) -> None:
-        del self.downloads[name]
-        self._cancelled.discard(name)
         assert self._loop is not None
         self._showing = self._loop.create_task(self._show(name, failed))
 
     async def _show(self, name: str, failed: PyspecError | None) -> None:
         """List what was downloaded, and tell how it ended."""
+        del self.downloads[name]
+        self._cancelled.discard(name)
         try:
             if failed is None:
                 await self.reload()
