@@ -36,17 +36,8 @@ log = logging.getLogger(__name__)
 OF_ROUTER = (LISTENING, MODELS, "Logs")
 """Groups of options that a section of a preset can not have: they are the server's."""
 ALSO = (
-    "--threads-http",
-    "--metrics",
-    "--slots",
-    "--props",
-    "--ui",
-    "--in-process",
-    "--timeout",
-    "--drain-timeout",
-    "--help",
-    "--version",
-)
+    "--threads-http", "--metrics", "--slots", "--props", "--ui", "--in-process", "--timeout", "--drain-timeout", "--help", "--version",
+)  # fmt: skip
 HOST_SPARE = 4 << 30  # bytes of the host that are left to other programs, or an eighth of what is free
 CACHE_SHARE = 4  # prefix caches of all models together take this part of the host's budget, unless --cache-ram says more
 

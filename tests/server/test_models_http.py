@@ -29,6 +29,7 @@ from pyspec import progress
 from pyspec.cli import main
 from pyspec.cli.ps import reread
 from pyspec.cli.running import enter, leave
+from pyspec.engine.plan.apart import LoadNeed
 from pyspec.errors import DoesNotFit, DownloadError, ModelError, RequestError
 from pyspec.server.api import routed as routed_module
 from pyspec.server.api.routed import keep_alive_of
@@ -468,6 +469,32 @@ def test_a_reload_finds_new_models_and_unloads_those_that_are_gone() -> None:
         assert c.complete("a").status_code == 404 and "I am c" in c.text("c")
         assert world.n_load["b"] == 1 and c.value("b") == "loaded"
         wait_for(lambda: "a" not in c.router.table.rows)
+
+
+def test_a_reload_during_a_plan_is_not_answered_by_the_old_plan() -> None:
+    world, held = World({"a": 1, "b": 1}), threading.Event()
+    bytes_of, made = {"old": 30, "new": 70}, world.model
+
+    def model(name: str, words: str) -> Any:
+        def plan(budget: object) -> LoadNeed:
+            held.wait(10)
+            return LoadNeed({"host": bytes_of[words]}, 512, "a plan")
+
+        return replace(made(name), plan=plan, words=(words,))
+
+    listed = [model(name, "old") for name in "ab"]
+    world.models = lambda: listed  # type: ignore[method-assign]
+    with serving(world) as c:
+        a, b = Background(lambda: c.complete("a")), Background(lambda: c.get("/models/plan?model=b"))
+        wait_for(lambda: len(c.router.stamps) == 2)
+        listed[:] = [model("a", "new")]
+        assert c.get("/models?reload=1").status_code == 200
+        again = c.asked("a", "n_waiting")
+        held.set()
+        again.ok()
+        wait_for(lambda: a.is_over and b.is_over)
+        assert a.answer and a.answer.status_code == 503 and b.answer and b.answer.status_code == 404
+        assert c.get("/props").json()["memory_used"] == {"host": 70}
 
 
 def test_files_elsewhere_are_not_deleted_and_nothing_is_downloaded_without_a_hub() -> None:

@@ -174,10 +174,10 @@ async def _delete(router: Router, request: Request) -> Response:
         router.tell("model_remove", said, {})
         return JSON(DONE)
     name = router.find(said)
-    if not router.models[name].repo[0]:
+    if not (repo := router.models[name].repo)[0]:
         raise RequestError(f"{name} is not in the cache of downloads; files elsewhere are not deleted")
     await while_connected(router.gone(name), request.receive)
-    await asyncio.to_thread(router.erase, *router.models[name].repo)
+    await asyncio.to_thread(router.erase, *repo)
     await router.reload()
     return JSON(DONE)
 

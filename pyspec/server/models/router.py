@@ -361,6 +361,8 @@ class Router:
         if self.table.rows[name].need is None:
             self.stamps[name] = self.models[name].stamp
             need = await asyncio.to_thread(self.models[name].plan, dict(self.table.budget))
+            if name not in self.table.rows:
+                raise NotFound(f"the model {name!r} is gone")
             self._is_planned(name, need)
         return self.needs[name]
 
@@ -449,7 +451,8 @@ class Router:
             self._has_failed(name, need)
         elif name in self.table.rows:  # else its source is gone
             self.needs[name] = need
-            self._do(self.table.planned(name, need.bytes, time.monotonic(), need.rest))
+            found = need.bytes if name in self.stamps else None  # it has other flags since it was asked
+            self._do(self.table.planned(name, found, time.monotonic(), need.rest))
 
     def _load(self, name: str, model: Model, need: LoadNeed, loading: Loading) -> Engine | None:
         """Load on a thread. If the load is ended, or fails, nothing of it stays."""
@@ -720,12 +723,12 @@ class Router:
             if (core := loading.end()) is not None:
                 core.close(0.0)
         ends: list[bool] = []
-        threads = [
-            threading.Thread(
-                target=lambda engine=engine: ends.append(engine.close(limit_s)), daemon=True
-            )
-            for engine in self._engines.values()
-        ]
+
+        def end(engine: Engine) -> None:
+            ends.append(engine.close(limit_s))
+
+        engines = self._engines.values()
+        threads = [threading.Thread(target=end, args=(engine,), daemon=True) for engine in engines]
         for thread in threads:
             thread.start()
         for thread in threads:

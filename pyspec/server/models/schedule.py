@@ -275,8 +275,10 @@ class Schedule:
             row.then_park = True
         return self._settled(now)
 
-    def planned(self, name: str, need: Bytes, now: float, rest: Bytes | None = None) -> list[Action]:
-        """The bytes of a model are known. rest: while it is parked, if it may be"""
+    def planned(
+        self, name: str, need: Bytes | None, now: float, rest: Bytes | None = None
+    ) -> list[Action]:
+        """The bytes of a model are known; None: they have changed meanwhile. rest: while it is parked, if it may be"""
         row = self.rows[name]
         row.need, row.rest, row.is_planning = need, rest, False
         return self._settled(now)
