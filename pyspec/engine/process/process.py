@@ -257,14 +257,15 @@ class Launcher:
         self._failures: list[float] = []  # times of device failures
         self._load_s = 0.0  # seconds of the first load
         self._ctx = 0  # context length of the first engine: a later one may see less free memory while the old one still frees its own
-        self._files: dict[str, str] = {}  # fingerprints of what the first engine has loaded
+        self._files: dict[Path, str] = {}  # fingerprints of what the first engine has loaded
 
     def launch(
         self, news: threading.Condition, is_closing: Callable[[], bool]
     ) -> EngineProcess | PyspecError:
         """Start and load an engine; return it, or the reason for the failure. `news` is notified of each message."""
-        if other := [file for file, known in self._files.items() if _contents(file) not in (known, "")]:
-            return ModelError(f"{other[0]} is another file than the one that was loaded")
+        for file, known in self._files.items() if self._load_s else ():
+            if _contents(file) not in (known, ""):
+                return ModelError(f"{file} is another file than the one that was loaded")
         self.is_examined = self._wants_examination()
         if self.is_examined:
             log.warning(
@@ -280,6 +281,9 @@ class Launcher:
         child.send(
             Load(self.path, settings, logging.getLogger("pyspec").getEffectiveLevel(), self.is_examined)
         )
+        if not self._load_s:  # while it loads; drafters change no text
+            files = [file for file in (self.path, settings.mmproj) if file is not None]
+            self._files = {file: known for file in files if (known := _contents(file))}
         limit = max(LOAD_S, LOAD_FACTOR * self._load_s) if self._load_s else float("inf")
         with news:
             while child.answer is None and not child.is_gone and not is_closing():
@@ -290,11 +294,7 @@ class Launcher:
             child.answer, Ready
         ):  # checked again: Ready may have been the process's last message
             self._load_s = self._load_s or time.monotonic() - child.began
-            info = child.answer.info
-            self._ctx = self._ctx or info.n_ctx
-            if not self._files:
-                every = (info.model_path, info.mmproj)  # drafts change no text
-                self._files = {file: known for file in every if (known := _contents(file))}
+            self._ctx = self._ctx or child.answer.info.n_ctx
             return child
         return self._give_up(child)
 
@@ -334,8 +334,8 @@ class Launcher:
         return True
 
 
-def _contents(file: str) -> str:
+def _contents(file: Path) -> str:
     """A name for what is in a file; "" if it can not be read, which its load says."""
     with suppress(OSError, PyspecError):
-        return fingerprint(Path(file)) if file else ""
+        return fingerprint(file)
     return ""

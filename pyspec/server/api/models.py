@@ -54,7 +54,7 @@ def sees(router: Router, name: str) -> bool:
 def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
     """One row of `/models`. tells: paths and flags, too"""
     row, model, need = router.table.rows[name], router.models[name], router.needs.get(name)
-    hidden = () if tells else ("args", "reason")
+    hidden, is_idle = () if tells else ("args", "reason"), row.state == "loaded" and not row.claims
     view = views.model_head(name, model.aliases, model.settings.tags, router.started) | {
         "status": {key: value for key, value in router.status(name).items() if key not in hidden},
         "architecture": {
@@ -68,9 +68,7 @@ def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
             "host": need.bytes.get("host", 0) if need else None,
             "parked": dict(need.rest) if need and need.rest is not None else None,
         },
-        "idle_s": round(time.monotonic() - row.used, 1)
-        if row.state == "loaded" and not row.claims
-        else 0,
+        "idle_s": round(time.monotonic() - row.used, 1) if is_idle else 0,
         "pinned": row.pinned,
         "n_running": len(row.claims),
         "n_waiting": len(row.waiting),
@@ -141,11 +139,8 @@ def _named(
     router: Router, said: str, do: Callable[[str], None], may: Callable[[ModelRow], bool]
 ) -> Response:
     """Do it to the model of a name; "*" for all that may, but pinned ones."""
-    rows = router.table.rows
-    names = (
-        [router.find(said)] if said != "*" else [n for n, r in rows.items() if may(r) and not r.pinned]
-    )
-    for name in names:
+    every = [name for name, row in router.table.rows.items() if may(row) and not row.pinned]
+    for name in every if said == "*" else [router.find(said)]:
         do(name)
     return JSON(DONE)
 
@@ -266,10 +261,8 @@ async def _health(router: Router, request: Request) -> Response:
 async def _ready(router: Router, request: Request) -> Response:
     """Would new work be taken."""
     router.begin()
-    view: dict[str, Any] = {
-        "status": "draining" if router.is_draining else "ready",
-        "draining": router.is_draining,
-    }
+    word = "draining" if router.is_draining else "ready"
+    view: dict[str, Any] = {"status": word, "draining": router.is_draining}
     view |= {"requests_processing": router.n_jobs, "requests_queued": router.table.n_waiting}
     if not router.is_draining:
         return JSON(view)
