@@ -171,7 +171,7 @@ class WaitingStream:
             app = task.result()
         except PyspecError as e:
             await send(part(error_event(scope["path"], e), is_last=True))
-        except ClientGone:  # nobody reads an answer
+        except ClientGone:  # the client has left
             pass
         finally:
             await stop_task(left)

@@ -620,7 +620,7 @@ class Router:
         self._showing = self._loop.create_task(self._show(name, failed))
 
     async def _show(self, name: str, failed: PyspecError | None) -> None:
-        """List what was downloaded, and tell how it ended."""
+        """List the files of a download and send its last event."""
         del self.downloads[name]
         self._cancelled.discard(name)
         try:

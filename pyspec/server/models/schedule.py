@@ -26,7 +26,7 @@ Bytes = Mapping[str, int]
 State = Literal["unloaded", "loading", "loaded", "draining", "stopping", "parking", "parked", "waking"]
 
 PATIENCE_S = 30.0  # then busy models are drained for the one that waits
-SOON_S = 8.0  # models that load within that are equally cheap: their times tell of other work
+SOON_S = 8.0  # models that load within that are equally cheap: their times depend on other work
 YOUNG_S = 2.0  # a model without a request stays that long after its load
 BACKOFF_S = (1.0, 5.0, 30.0, 60.0)  # in which a model that failed to load fails its requests at once
 MOST_PARKED = 4  # each keeps a process, with a context on its card
@@ -326,7 +326,7 @@ class Schedule:
         """Time has passed."""
         return self._settled(now)
 
-    # -- what follows ------------------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _settled(self, now: float) -> list[Action]:
         for row in self.rows.values():
