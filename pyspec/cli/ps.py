@@ -153,7 +153,7 @@ def _show(found: list[dict[str, Any]]) -> None:
     t = table("url", "pid", "state", "model", "busy", "tokens", "drafts", right=("pid", "tokens"))
     for one in found:
         busy = [s for s in one["slots"] if s.get("is_processing")]
-        n_slot = len(one["slots"]) or one.get("total_slots", "?")
+        n_slot = len(one["slots"]) or one.get("total_slots") or "?"
         count = f"{len(busy) if one['slots'] else '?'} of {n_slot}"
         pid, model = str(one.get("pid", "-")), one["model"] or "-"
         row(t, one["url"], pid, _state(one), model, count, _tokens(busy), _drafts(one))

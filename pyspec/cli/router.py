@@ -36,20 +36,9 @@ log = logging.getLogger(__name__)
 OF_ROUTER = (LISTENING, MODELS, "Logs")
 """Groups of options that a section of a preset can not have: they are the server's."""
 ALSO = (
-    "--threads-http",
-    "--metrics",
-    "--slots",
-    "--props",
-    "--ui",
-    "--in-process",
-    "--timeout",
-    "--drain-timeout",
-    "--help",
-    "--version",
-)
-HOST_SPARE = (
-    4 << 30
-)  # bytes of host memory that are left to other programs, or an eighth of what is free
+    "--threads-http", "--metrics", "--slots", "--props", "--ui", "--in-process", "--timeout", "--drain-timeout", "--help", "--version",
+)  # fmt: skip
+HOST_SPARE = 4 << 30  # bytes of the host that are left to other programs, or an eighth of what is free
 CACHE_SHARE = 4  # prefix caches of all models together take this part of the host's budget, unless --cache-ram says more
 
 
@@ -133,10 +122,8 @@ class RowReader:
             return ConfigError(f"{preset.path}: {why}") if line is None else preset.error(line.line, why)
 
         try:
-            more: dict[str, Any] = {
-                "obj": RowOptions,
-                "help_option_names": ["-h", "--help"],
-            }  # click keeps the latter
+            # click keeps the names
+            more: dict[str, Any] = {"obj": RowOptions, "help_option_names": ["-h", "--help"]}
             with self.command.make_context("server", [*words, *self.words], **more) as within:
                 row = self.command.invoke(within)
                 for note in within.meta.get("pyspec.notes", ()):
@@ -209,9 +196,7 @@ def model_of(
 
 def words_of(command: click.Command, setting: Setting, preset: Preset) -> list[str]:
     """A line of a preset as words of the command line. Raises ConfigError with its line."""
-    key = setting.key.lstrip("-")
-    key = key if key.isupper() else key.replace("_", "-")
-    own, others = option_flags(command), llama_flags()
+    key, own, others = setting.key, option_flags(command), llama_flags()
     by_variable = {
         v: p.opts[0] for p in own.values() for v in (p.envvar if isinstance(p.envvar, list) else ())
     }

@@ -38,6 +38,8 @@ def folder(tmp_path: Path) -> Path:
     (models / "large-00001-of-00002.gguf").touch()
     (models / "large-00002-of-00002.gguf").touch()
     (models / "notes.txt").touch()
+    (models / "half").mkdir()
+    (models / "half" / "m-00002-of-00002.gguf").touch()  # the other part is still to come
     return models
 
 
@@ -162,11 +164,18 @@ def test_two_models_of_one_name_are_refused(folder: Path) -> None:
 
 def test_a_preset_keeps_quotes_comments_and_switches_apart(folder: Path) -> None:
     read = read_preset(
-        preset(folder, '# c\n[a] ; c\nmodel = "a b.gguf"\njinja = true\nno-mmap = 1\nfa = on\n')
+        preset(
+            folder,
+            '# c\n[ a ] ; not [b]\nmodel = "a ; b.gguf" # c\njinja = true ; c\nno-mmap = 1\nfa = on#\nversion = 1\n--hf_repo = u/r\n',
+        )
     )
     assert [(s.key, s.value, s.line) for s in read.sections["a"]] == [
-        ("model", "a b.gguf", 3), ("jinja", "true", 4), ("no-mmap", "1", 5), ("fa", "on", 6),
+        ("model", "a ; b.gguf", 3), ("jinja", "true", 4), ("no-mmap", "1", 5), ("fa", "on#", 6), ("hf-repo", "u/r", 8),
     ]  # fmt: skip
+    found = {one.name: one.words for one in all_models(None, preset(folder, "[b]\n--hf_repo = u/r\n"))}
+    assert found["b"] == (), "its line names it"
+    with pytest.raises(ConfigError, match=r"models.ini:1: '\[ \]' is no section"):
+        read_preset(preset(folder, "[ ]\n"))
     with pytest.raises(ConfigError, match="can not be read"):
         read_preset(folder / "none.ini")
 

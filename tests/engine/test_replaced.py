@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fake_engine_main import token_at
@@ -50,10 +52,10 @@ from pyspec.request import (
 
 
 @contextmanager
-def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervisor]]:
+def start(plants: Plants, path: Path = PATH, **settings: object) -> Iterator[tuple[Engine, Supervisor]]:
     values = {"np": 8, "hang_timeout": 1.0} | settings
     supervisor = Supervisor(
-        PATH, EngineSettings(**values), command=(sys.executable, str(CHILD), str(plants.folder))
+        path, EngineSettings(**values), command=(sys.executable, str(CHILD), str(plants.folder))
     )  # type: ignore[arg-type]
     try:
         supervisor.wait()
@@ -105,6 +107,25 @@ def test_eight_streams_go_on_when_their_engine_is(plants: Plants, disaster: str)
         counts = engine.metrics()
         assert counts.restarts == 1 and counts.requests_failed == 0 and engine.state() == "ok"
         assert counts.tokens_replayed >= sum(len(ear.request.prompt) + 10 for ear in ears)
+
+
+def test_no_request_goes_on_with_another_model(plants: Plants, tmp_path: Path) -> None:
+    """The file was replaced since its load. Its requests are told so, and the same bytes, put back, serve again."""
+    path = tmp_path / "m.gguf"
+    shutil.copy(PATH, path)
+    with start(plants, path) as (engine, supervisor):
+        (ear, *others) = eight(engine, plants)
+        shutil.copy(PATH.with_name("gemma3.gguf"), tmp_path / "new")
+        os.replace(tmp_path / "new", path)
+        DISASTERS["killed"](plants, supervisor)
+        for one in (ear, *others):
+            failed = one.wait()
+            assert isinstance(failed, Failed) and "m.gguf is another file" in str(failed.error)
+        assert engine.state() == "stopped"
+        plants.heal("hold")
+        shutil.copy(PATH, path)
+        again(engine, supervisor, 1)
+        Ear(engine).check()
 
 
 def test_a_host_that_is_late_again_and_again_is_no_kernels_fault_and_no_requests(

@@ -29,6 +29,7 @@ from pyspec import progress
 from pyspec.cli import main
 from pyspec.cli.ps import reread
 from pyspec.cli.running import enter, leave
+from pyspec.engine.plan.apart import LoadNeed
 from pyspec.errors import DoesNotFit, DownloadError, ModelError, RequestError
 from pyspec.server.api import routed as routed_module
 from pyspec.server.api.routed import keep_alive_of
@@ -315,7 +316,16 @@ def test_a_stream_that_waits_gets_comments_and_then_its_answer(monkeypatch: pyte
         text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"])
         assert text.strip() == ("I am a. " * 4).strip() and answer.text.endswith("data: [DONE]\n\n")
         failed = c.post("/v1/chat/completions", body | {"model": "bad"})
-        assert "it is damaged" in failed.text and failed.status_code == 200
+        assert "it is damaged" in failed.text and failed.text.endswith("data: [DONE]\n\n")
+        for path, sign in (
+            ("/v1/messages", '"type":"api_error"'),
+            ("/v1/responses", '"sequence_number":0'),
+        ):
+            c.post(
+                "/models/load", {"model": "bad"}
+            )  # at once: requests fail without a load for a second
+            failed = c.post(path, body | {"model": "bad", "input": "a", "max_tokens": 4})
+            assert "event: error\ndata: {" in failed.text and sign in failed.text
         wait_for(lambda: c.rows()["a"]["n_running"] == 0)
 
 
@@ -335,6 +345,8 @@ def test_keep_alive_and_idle_models() -> None:
     with serving(world) as c:
         c.text("a", keep_alive=0)
         c.wait("a", "unloaded")
+        c.text("a", keep_alive="999999999999h")
+        assert c.get("/api/ps").json()["models"][0]["expires_at"] > "2027"
         c.text("a", keep_alive="10m")
         c.text("b")
         time.sleep(0.5)
@@ -457,6 +469,32 @@ def test_a_reload_finds_new_models_and_unloads_those_that_are_gone() -> None:
         assert c.complete("a").status_code == 404 and "I am c" in c.text("c")
         assert world.n_load["b"] == 1 and c.value("b") == "loaded"
         wait_for(lambda: "a" not in c.router.table.rows)
+
+
+def test_a_reload_during_a_plan_is_not_answered_by_the_old_plan() -> None:
+    world, held = World({"a": 1, "b": 1}), threading.Event()
+    bytes_of, made = {"old": 30, "new": 70}, world.model
+
+    def model(name: str, words: str) -> Any:
+        def plan(budget: object) -> LoadNeed:
+            held.wait(10)
+            return LoadNeed({"host": bytes_of[words]}, 512, "a plan")
+
+        return replace(made(name), plan=plan, words=(words,))
+
+    listed = [model(name, "old") for name in "ab"]
+    world.models = lambda: listed  # type: ignore[method-assign]
+    with serving(world) as c:
+        a, b = Background(lambda: c.complete("a")), Background(lambda: c.get("/models/plan?model=b"))
+        wait_for(lambda: len(c.router.stamps) == 2)
+        listed[:] = [model("a", "new")]
+        assert c.get("/models?reload=1").status_code == 200
+        again = c.asked("a", "n_waiting")
+        held.set()
+        again.ok()
+        wait_for(lambda: a.is_over and b.is_over)
+        assert a.answer and a.answer.status_code == 503 and b.answer and b.answer.status_code == 404
+        assert c.get("/props").json()["memory_used"] == {"host": 70}
 
 
 def test_files_elsewhere_are_not_deleted_and_nothing_is_downloaded_without_a_hub() -> None:
@@ -595,6 +633,10 @@ def test_a_download_that_fails_in_any_way_can_be_tried_again() -> None:
             assert said in str(told[-1]["download_failed"]), told
         assert c.post("/models", {"model": "u/r:Q4_K"}).status_code == 200
         wait_for(lambda: "download_finished" in told[-1])
+        c.world.more["a"] = {"aliases": ("b",)}
+        c.world.needs["b"] = 1  # the sources have two models of one name meanwhile
+        assert c.post("/models", {"model": "u/r:Q4_K"}).status_code == 200
+        wait_for(lambda: "both called" in str(told[-1].get("download_failed")))
 
 
 def test_a_download_takes_no_models_place_and_its_events_end_with_its_row() -> None:

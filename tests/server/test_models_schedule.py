@@ -461,6 +461,31 @@ def test_a_call_to_load_is_tried_at_once_after_a_failure() -> None:
     assert loaded_in(w) == {"a"} and w.table.rows["a"].failed is None
 
 
+def test_a_plan_that_takes_long_holds_up_nobody_and_is_told_to_those_that_give_up() -> None:
+    """A model may be downloaded for its plan."""
+    w = world(10, ("a", 5), ("b", 5))
+    w.table.wait_s, w.planned = (
+        20.0,
+        lambda name: w.table.planned(name, w.needs[name], w.now) if name == "b" else [],
+    )  # type: ignore[method-assign]
+    a, b = w.ask("a"), w.ask("b")
+    w.run(21)
+    assert w.granted == [b] and "still on its way" in str(w.refused[a])
+
+
+def test_a_load_that_is_asked_for_during_a_drain_follows_it() -> None:
+    w = world(10, ("a", 10), ("b", 10))
+    a = w.ask("a")
+    w.run(2)
+    w.do(w.table.unload("a", w.now))
+    w.do(w.table.load("a", w.now))
+    assert w.table.rows["a"].state == "draining"
+    w.end(a)
+    w.run(5)
+    assert loaded_in(w) == {"a"} and w.up["a"] == 1 and len(w.started) == 2
+    assert w.table.rows["a"].asked is None
+
+
 def test_the_queue_and_the_wait_have_limits() -> None:
     w = world(10, ("a", 10), ("b", 10))
     w.table.queue, w.table.wait_s = 2, 20.0

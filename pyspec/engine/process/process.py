@@ -19,7 +19,8 @@ from pyspec.config import EngineSettings
 from pyspec.engine.children import how_ended, is_stopped
 from pyspec.engine.messages import Fatal, Heartbeat, Link, Load, LoadRefused, Question, Ready, Reply
 from pyspec.engine.process.ahead import END_S, started
-from pyspec.errors import DeviceError, HostLost, NoDevice, PyspecError, RankLost
+from pyspec.errors import DeviceError, HostLost, ModelError, NoDevice, PyspecError, RankLost
+from pyspec.gguf.reader import fingerprint
 from pyspec.slot_action import SlotAction
 
 log = logging.getLogger(__name__)
@@ -256,11 +257,15 @@ class Launcher:
         self._failures: list[float] = []  # times of device failures
         self._load_s = 0.0  # seconds of the first load
         self._ctx = 0  # context length of the first engine: a later one may see less free memory while the old one still frees its own
+        self._files: dict[Path, str] = {}  # fingerprints of what the first engine has loaded
 
     def launch(
         self, news: threading.Condition, is_closing: Callable[[], bool]
     ) -> EngineProcess | PyspecError:
         """Start and load an engine; return it, or the reason for the failure. `news` is notified of each message."""
+        for file, known in self._files.items() if self._load_s else ():
+            if _contents(file) not in (known, ""):
+                return ModelError(f"{file} is another file than the one that was loaded")
         self.is_examined = self._wants_examination()
         if self.is_examined:
             log.warning(
@@ -276,6 +281,9 @@ class Launcher:
         child.send(
             Load(self.path, settings, logging.getLogger("pyspec").getEffectiveLevel(), self.is_examined)
         )
+        if not self._load_s:  # while it loads; drafters change no text
+            files = [file for file in (self.path, settings.mmproj) if file is not None]
+            self._files = {file: known for file in files if (known := _contents(file))}
         limit = max(LOAD_S, LOAD_FACTOR * self._load_s) if self._load_s else float("inf")
         with news:
             while child.answer is None and not child.is_gone and not is_closing():
@@ -324,3 +332,10 @@ class Launcher:
             return False
         self._failures.clear()
         return True
+
+
+def _contents(file: Path) -> str:
+    """A name for what is in a file; "" if it can not be read, which its load says."""
+    with suppress(OSError, PyspecError):
+        return fingerprint(file)
+    return ""

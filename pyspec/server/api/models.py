@@ -30,6 +30,7 @@ from pyspec.server.models.schedule import ModelRow
 from pyspec.server.stream import HEADERS, send_parts, while_connected
 
 DONE = {"success": True}
+YEAR_S = 365 * 86400.0  # the longest that ollama's list says of a model
 
 
 class ModelBody(Body):
@@ -53,11 +54,9 @@ def sees(router: Router, name: str) -> bool:
 def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
     """One row of `/models`. tells: paths and flags, too"""
     row, model, need = router.table.rows[name], router.models[name], router.needs.get(name)
-    status = router.status(name)
+    hidden, is_idle = () if tells else ("args", "reason"), row.state == "loaded" and not row.claims
     view = views.model_head(name, model.aliases, model.settings.tags, router.started) | {
-        "status": status
-        if tells
-        else {key: value for key, value in status.items() if key not in ("args", "reason")},
+        "status": {key: value for key, value in router.status(name).items() if key not in hidden},
         "architecture": {
             "input_modalities": ["text", "image"] if sees(router, name) else ["text"],
             "output_modalities": ["text"],
@@ -69,9 +68,7 @@ def row_view(router: Router, name: str, tells: bool) -> dict[str, Any]:
             "host": need.bytes.get("host", 0) if need else None,
             "parked": dict(need.rest) if need and need.rest is not None else None,
         },
-        "idle_s": round(time.monotonic() - row.used, 1)
-        if row.state == "loaded" and not row.claims
-        else 0,
+        "idle_s": round(time.monotonic() - row.used, 1) if is_idle else 0,
         "pinned": row.pinned,
         "n_running": len(row.claims),
         "n_waiting": len(row.waiting),
@@ -103,15 +100,7 @@ async def _models(router: Router, request: Request) -> Response:
         return JSON(views.anthropic_models(router.names, router.started))
     rows = [row_view(router, name, request.scope.get(HAS_KEY, True)) for name in router.names]
     rows += [coming_view(router, name) for name in router.downloads if name not in router.models]
-    named = [
-        {
-            "name": name,
-            "model": name,
-            "type": "model",
-            "capabilities": ["completion", "multimodal"] if sees(router, name) else ["completion"],
-        }
-        for name in router.names
-    ]
+    named = [views.named(name, sees(router, name)) for name in router.names]
     return JSON({"object": "list", "data": rows, "models": named})
 
 
@@ -150,11 +139,8 @@ def _named(
     router: Router, said: str, do: Callable[[str], None], may: Callable[[ModelRow], bool]
 ) -> Response:
     """Do it to the model of a name; "*" for all that may, but pinned ones."""
-    rows = router.table.rows
-    names = (
-        [router.find(said)] if said != "*" else [n for n, r in rows.items() if may(r) and not r.pinned]
-    )
-    for name in names:
+    every = [name for name, row in router.table.rows.items() if may(row) and not row.pinned]
+    for name in every if said == "*" else [router.find(said)]:
         do(name)
     return JSON(DONE)
 
@@ -183,10 +169,10 @@ async def _delete(router: Router, request: Request) -> Response:
         router.tell("model_remove", said, {})
         return JSON(DONE)
     name = router.find(said)
-    if not router.models[name].repo[0]:
+    if not (repo := router.models[name].repo)[0]:
         raise RequestError(f"{name} is not in the cache of downloads; files elsewhere are not deleted")
     await while_connected(router.gone(name), request.receive)
-    await asyncio.to_thread(router.erase, *router.models[name].repo)
+    await asyncio.to_thread(router.erase, *repo)
     await router.reload()
     return JSON(DONE)
 
@@ -246,11 +232,8 @@ async def _ps(router: Router, request: Request) -> Response:
     found = []
     for name, service in router.services.items():
         row, need = router.table.rows[name], router.needs[name]
-        left_s = (
-            row.idle_s - (0.0 if row.claims else time.monotonic() - row.used)
-            if row.idle_s >= 0
-            else 365 * 86400.0
-        )
+        rested_s = 0.0 if row.claims else time.monotonic() - row.used
+        left_s = min(max(0.0, row.idle_s - rested_s), YEAR_S) if row.idle_s >= 0 else YEAR_S
         info = service.engine.info
         found.append(
             {
@@ -260,7 +243,7 @@ async def _ps(router: Router, request: Request) -> Response:
                 "size_vram": sum(n for place, n in need.bytes.items() if place != "host"),
                 "context_length": info.n_ctx,
                 "details": {"format": "gguf", "family": info.arch, "quantization_level": info.file_type},
-                "expires_at": (datetime.now(UTC) + timedelta(seconds=max(0.0, left_s))).isoformat(),
+                "expires_at": (datetime.now(UTC) + timedelta(seconds=left_s)).isoformat(),
             }
         )
     return JSON({"models": found})
@@ -278,10 +261,8 @@ async def _health(router: Router, request: Request) -> Response:
 async def _ready(router: Router, request: Request) -> Response:
     """Would new work be taken."""
     router.begin()
-    view: dict[str, Any] = {
-        "status": "draining" if router.is_draining else "ready",
-        "draining": router.is_draining,
-    }
+    word = "draining" if router.is_draining else "ready"
+    view: dict[str, Any] = {"status": word, "draining": router.is_draining}
     view |= {"requests_processing": router.n_jobs, "requests_queued": router.table.n_waiting}
     if not router.is_draining:
         return JSON(view)

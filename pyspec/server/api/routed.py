@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pyspec.errors import PyspecError, RequestError
 from pyspec.server.api.openapi import Endpoint
 from pyspec.server.http.body import ClientGone, parse_object, read_body
-from pyspec.server.http.envelope import dumps
+from pyspec.server.http.envelope import error_event
 from pyspec.server.models.router import Router
 from pyspec.server.resume import ReplayStream, session_key
 from pyspec.server.service import LARGE_BODY
@@ -115,23 +115,18 @@ class Coming:
 
 def again(request: Request, raw: bytes, receive: Receive) -> Request:
     """A request whose body was read before."""
-    return Request(request.scope, replaying(raw, receive))
+    first: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return Request(request.scope, replay)
 
 
 async def never() -> Message:
     """Receive nothing more: the client may leave unnoticed."""
     await asyncio.Event().wait()
     raise AssertionError
-
-
-def replaying(raw: bytes, receive: Receive) -> Receive:
-    """The messages of a request whose body was read before."""
-    first: list[Message] = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay
 
 
 class Claimed:
@@ -174,15 +169,10 @@ class WaitingStream:
             if not task.done():
                 return
             app = task.result()
-        except (PyspecError, ClientGone) as e:
-            error = {
-                "error": {
-                    "code": getattr(e, "status", 500),
-                    "message": str(e),
-                    "type": getattr(e, "kind", ""),
-                }
-            }
-            await send(part(f"data: {dumps(error)}\n\n".encode(), is_last=True))
+        except PyspecError as e:
+            await send(part(error_event(scope["path"], e), is_last=True))
+        except ClientGone:  # the client has left
+            pass
         finally:
             await stop_task(left)
             if app is None:

@@ -55,10 +55,14 @@ def model_view(service: Service) -> dict[str, Any]:
 def models_view(service: Service) -> dict[str, Any]:
     """`/v1/models`: OpenAI's list, and the list that clients of Ollama read."""
     details = {"format": "gguf", "family": service.engine.info.arch}
-    named: dict[str, Any] = {"name": service.model, "model": service.model, "type": "model"}
-    named["capabilities"] = ["completion", "multimodal"] if service.media else ["completion"]
-    models = [named | {"details": details}]
+    models = [named(service.model, bool(service.media)) | {"details": details}]
     return {"object": "list", "data": [model_view(service)], "models": models}
+
+
+def named(name: str, sees: bool) -> dict[str, Any]:
+    """A row for clients of Ollama."""
+    able = ["completion", "multimodal"] if sees else ["completion"]
+    return {"name": name, "model": name, "type": "model", "capabilities": able}
 
 
 def anthropic_model(name: str, started: float) -> dict[str, Any]:

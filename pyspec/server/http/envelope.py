@@ -102,6 +102,24 @@ def error_response(
     return JSON(error_body(error), status_code=error.status, headers=headers)
 
 
+def error_event(path: str, error: PyspecError) -> bytes:
+    """An error as the only event of a stream, in the form of the API that the path belongs to."""
+    is_openai = path.endswith(("/v1/completions", "/chat/completions"))
+    body, end = error_body(error), "data: [DONE]\n\n" if is_openai else ""
+    if path.endswith(ANTHROPIC_PATH):
+        body = anthropic_error(error)[1]
+    elif path.endswith("/responses"):
+        body |= {
+            "type": "error",
+            "sequence_number": 0,
+            "param": None,
+            "code": error.kind,
+            "message": str(error),
+        }
+    name = "event: error\n" if "type" in body else ""
+    return f"{name}data: {dumps(body)}\n\n{end}".encode()
+
+
 async def on_error(request: Request, error: Exception) -> Response:
     """Answer a PyspecError."""
     assert isinstance(error, PyspecError)

@@ -68,8 +68,8 @@ def read_preset(path: Path) -> Preset:
         line = written.strip()
         if not line or line[0] in "#;":
             continue
-        if found := re.fullmatch(r"\[(.+)\]\s*(?:[#;].*)?", line):
-            current = found[1].strip()
+        if found := re.fullmatch(r"\[\s*([^]]*[^]\s])\s*\]\s*(?:[#;].*)?", line):
+            current = found[1]
             if current in sections:
                 raise preset.error(n, f"there are two sections [{current}]")
             sections[current] = []
@@ -77,15 +77,18 @@ def read_preset(path: Path) -> Preset:
         key, equals, value = line.partition("=")
         if not equals or not key.strip():
             raise preset.error(n, f"{line[:60]!r} is no section and no `key = value`")
-        if not current:
-            if key.strip() != "version":  # of the format; there is one
-                raise preset.error(n, f"{key.strip()!r} stands before the first section")
+        key = key.strip().lstrip("-")
+        key = key if key.isupper() else key.replace("_", "-")
+        if key == "version":  # of the format; there is one
             continue
-        sections[current].append(Setting(key.strip(), _plain(value.strip()), n))
+        if not current:
+            raise preset.error(n, f"{key!r} stands before the first section")
+        sections[current].append(Setting(key, _plain(value.strip()), n))
     return Preset(path, {name: tuple(lines) for name, lines in sections.items()})
 
 
 def _plain(value: str) -> str:
-    """A value without the quotes around it."""
-    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-    return value[1:-1] if is_quoted else value
+    """A value without the comment behind it and the quotes around it."""
+    if quoted := re.fullmatch(r"""(["'])(.*?)\1(?:\s+[#;].*)?""", value):
+        return quoted[2]
+    return re.sub(r"(?:^|\s+)[#;].*", "", value)

@@ -330,10 +330,9 @@ class Router:
         self.begin()
         self._look_at(name)
         row = self.table.rows[name]
-        if row.state not in ("unloaded", "stopping", "parking", "parked") or row.asked is not None:
-            raise RequestError(
-                f"model {name} is {'loading' if row.state != 'loaded' else 'loaded'} already"
-            )
+        if row.state in ("loading", "loaded", "waking") or row.asked is not None:
+            state = "loaded" if row.state == "loaded" else "loading"
+            raise RequestError(f"model {name} is {state} already")
         self._do(self.table.load(name, time.monotonic()))
 
     def unload(self, name: str) -> None:
@@ -362,6 +361,8 @@ class Router:
         if self.table.rows[name].need is None:
             self.stamps[name] = self.models[name].stamp
             need = await asyncio.to_thread(self.models[name].plan, dict(self.table.budget))
+            if name not in self.table.rows:
+                raise NotFound(f"the model {name!r} is gone")
             self._is_planned(name, need)
         return self.needs[name]
 
@@ -450,7 +451,8 @@ class Router:
             self._has_failed(name, need)
         elif name in self.table.rows:  # else its source is gone
             self.needs[name] = need
-            self._do(self.table.planned(name, need.bytes, time.monotonic(), need.rest))
+            found = need.bytes if name in self.stamps else None  # it has other flags since it was asked
+            self._do(self.table.planned(name, found, time.monotonic(), need.rest))
 
     def _load(self, name: str, model: Model, need: LoadNeed, loading: Loading) -> Engine | None:
         """Load on a thread. If the load is ended, or fails, nothing of it stays."""
@@ -614,19 +616,23 @@ class Router:
             await asyncio.sleep(TICK_S)
 
     def _is_downloaded(self, name: str, failed: PyspecError | None) -> None:
+        assert self._loop is not None
+        self._showing = self._loop.create_task(self._show(name, failed))
+
+    async def _show(self, name: str, failed: PyspecError | None) -> None:
+        """List the files of a download and send its last event."""
         del self.downloads[name]
         self._cancelled.discard(name)
-        if failed is not None:
+        try:
+            if failed is None:
+                await self.reload()
+        except Exception as e:  # noqa: BLE001 - readers of events wait for an end
+            failed = _as_error(e, "reading the sources")
+        if failed is None:
+            self.tell("download_finished", name, {})
+        else:
             log.error("the download of %s failed: %s", name, failed)
             self.tell("download_failed", name, {"error": str(failed)})
-            return
-
-        async def show() -> None:
-            await self.reload()
-            self.tell("download_finished", name, {})
-
-        assert self._loop is not None
-        self._showing = self._loop.create_task(show())
 
     # -- what is shown -----------------------------------------------------------------------------------------------
 
@@ -717,12 +723,12 @@ class Router:
             if (core := loading.end()) is not None:
                 core.close(0.0)
         ends: list[bool] = []
-        threads = [
-            threading.Thread(
-                target=lambda engine=engine: ends.append(engine.close(limit_s)), daemon=True
-            )
-            for engine in self._engines.values()
-        ]
+
+        def end(engine: Engine) -> None:
+            ends.append(engine.close(limit_s))
+
+        engines = self._engines.values()
+        threads = [threading.Thread(target=end, args=(engine,), daemon=True) for engine in engines]
         for thread in threads:
             thread.start()
         for thread in threads:

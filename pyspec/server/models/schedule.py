@@ -26,17 +26,11 @@ Bytes = Mapping[str, int]
 State = Literal["unloaded", "loading", "loaded", "draining", "stopping", "parking", "parked", "waking"]
 
 PATIENCE_S = 30.0  # then busy models are drained for the one that waits
-SOON_S = (
-    8.0  # models that load within that are equally cheap: their times tell of the machine's other work
-)
+SOON_S = 8.0  # models that load within that are equally cheap: their times depend on other work
 YOUNG_S = 2.0  # a model without a request stays that long after its load
 BACKOFF_S = (1.0, 5.0, 30.0, 60.0)  # in which a model that failed to load fails its requests at once
 MOST_PARKED = 4  # each keeps a process, with a context on its card
-START_S, LOAD_RATE, WAKE_RATE = (
-    4.0,
-    1e9,
-    2e10,
-)  # of a process, and bytes/s of loads and wakes, until one was measured
+START_S, LOAD_RATE, WAKE_RATE = 4.0, 1e9, 2e10  # of a process; bytes/s, until one was measured
 
 
 @dataclass(frozen=True)
@@ -153,13 +147,9 @@ class ModelRow:
     @property
     def later(self) -> Bytes:
         """What it takes once it has left, if it is about to."""
-        return (
-            {}
-            if self.state == "stopping"
-            else (self.rest or {})
-            if self.state == "parking"
-            else self.held
-        )
+        if self.state == "stopping":
+            return {}
+        return (self.rest or {}) if self.state == "parking" else self.held
 
     @property
     def wanted(self) -> Bytes:
@@ -186,10 +176,8 @@ def rank(row: ModelRow, now: float) -> tuple[bool, bool, int, int, float]:
     """Which models leave first, the smallest first: parked ones, those that are drained already, those unused for longest (minutes, each class
     twice as long as the one before), those that serve again soonest (in SOON_S, likewise), and the one used longest ago."""
     minutes = max(0.0, now - row.used) / 60.0
-    age, cost = (
-        int(log2(1.0 + minutes)),
-        0 if row.state == "parked" else int(log2(1.0 + row.cost_s / SOON_S)),
-    )
+    age = int(log2(1.0 + minutes))
+    cost = 0 if row.state == "parked" else int(log2(1.0 + row.cost_s / SOON_S))
     return row.state != "parked", row.state != "draining", -age, cost, row.used
 
 
@@ -263,7 +251,7 @@ class Schedule:
     def load(self, name: str, now: float) -> list[Action]:
         """A load without a request. It is tried at once, whatever failed before."""
         row = self.rows[name]
-        if row.state in ("unloaded", "stopping", "parking", "parked"):
+        if row.state not in ("loading", "loaded", "waking"):
             row.asked, row.retry = now, 0.0
         return self._settled(now)
 
@@ -287,8 +275,10 @@ class Schedule:
             row.then_park = True
         return self._settled(now)
 
-    def planned(self, name: str, need: Bytes, now: float, rest: Bytes | None = None) -> list[Action]:
-        """The bytes of a model are known. rest: while it is parked, if it may be"""
+    def planned(
+        self, name: str, need: Bytes | None, now: float, rest: Bytes | None = None
+    ) -> list[Action]:
+        """The bytes of a model are known; None: they have changed meanwhile. rest: while it is parked, if it may be"""
         row = self.rows[name]
         row.need, row.rest, row.is_planning = need, rest, False
         return self._settled(now)
@@ -336,12 +326,13 @@ class Schedule:
         """Time has passed."""
         return self._settled(now)
 
-    # -- what follows ------------------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _settled(self, now: float) -> list[Action]:
         for row in self.rows.values():
             self._drop_late(row, now)
             if row.state == "draining" and row.drained_for and not self._is_wanted(row.drained_for):
+                row.asked = None
                 self._to(row, "loaded")
                 self._grant_all(row, now)
             is_idle = row.state == "loaded" and not row.claims and not row.pinned
@@ -360,26 +351,27 @@ class Schedule:
         late = [ticket for ticket, began in row.waiting.items() if now - began >= self.wait_s]
         for ticket in late:
             del row.waiting[ticket], self._of[ticket]
-            why = f"{row.name} could not be loaded within {self.wait_s:g} s: other models are busy"
-            self._out.append(Refuse(ticket, Unavailable(why)))
+            is_on_its_way = row.is_planning or row.state in ("loading", "waking")
+            why = "it is still on its way" if is_on_its_way else "other models are busy"
+            message = f"{row.name} could not be loaded within {self.wait_s:g} s: {why}"
+            self._out.append(Refuse(ticket, Unavailable(message)))
 
     def _is_wanted(self, name: str) -> bool:
         row = self.rows.get(name)
         return row is not None and row.state in ("unloaded", "parked") and row.since < inf
 
     def _head(self) -> ModelRow | None:
-        """The model that has waited longest. Those whose bytes are unknown are planned meanwhile, all of them."""
+        """The model that has waited longest, of those whose bytes are known. The others are planned, which for one that is downloaded takes long."""
         wanted = [row for row in self.rows.values() if self._is_wanted(row.name)]
         for row in wanted:
             if row.need is None and not row.is_planning:
                 row.is_planning = True
                 self._out.append(AskNeed(row.name))
-        return min(wanted, key=lambda row: row.since, default=None)
+        known = (row for row in wanted if row.need is not None)
+        return min(known, key=lambda row: row.since, default=None)
 
     def _admit(self, head: ModelRow, now: float) -> bool:
         """Load a model, make room for it, or refuse it; False if nothing can be done for it now, so that those behind it wait, too."""
-        if head.need is None:
-            return False
         if why := self.never(head):
             self._fail(head, DoesNotFit(why), now)
             return True

@@ -17,10 +17,10 @@ from pyspec.vision.projector import read_projector
 
 log = logging.getLogger(__name__)
 
-REPOSITORY = ("hf-repo", "hf", "hfr", "LLAMA_ARG_HF_REPO")
+REPOSITORY = ("hf-repo", "hf", "hfr", "LLAMA_ARG_HF_REPO", "PYSPEC_HF_REPO")
 FILE = ("hf-file", "hff", "LLAMA_ARG_HF_FILE")
 DRAFTER = ("spec-draft-hf", "hf-repo-draft", "hfd", "hfrd", "LLAMA_ARG_SPEC_DRAFT_HF_REPO")
-NAMES_MODEL = ("model", "m", "LLAMA_ARG_MODEL", *REPOSITORY)
+NAMES_MODEL = ("model", "m", "LLAMA_ARG_MODEL", "PYSPEC_MODEL", *REPOSITORY)
 """Keys of a section that say which file it is."""
 CACHE, FOLDER, PRESET = "cache", "models_dir", "preset"
 
@@ -64,7 +64,11 @@ def of_folder(folder: Path) -> Iterator[ListedModel]:
     for inner in (path for path in entries if path.is_dir()):
         names = [path.relative_to(inner).as_posix() for path in inner.rglob("*.gguf")]
         if models_of(names):
-            target = choose(names, repo=str(inner))[0]
+            try:
+                target = choose(names, repo=str(inner))[0]
+            except ConfigError as e:  # parts are missing, or still to come
+                log.warning("%s is left out: %s", inner.name, e)
+                continue
             drafter = next((("-md", str(inner / one.file)) for one in sidecars(names, target)), ())
             projector = _projector(inner, choose_projector(target, names))
             words = "-m", str(inner / target), *drafter, *projector
