@@ -15,7 +15,7 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, PartSpec
-from pyspec.models.rope import RopeSpec, read_scaling
+from pyspec.models.rope import NOT_STRETCHED, RopeSpec, read_scaling
 from pyspec.models.wants import EMBEDDING
 from pyspec.ranges import Whole
 
@@ -76,12 +76,21 @@ def read_axes(file: GGUFFile, rope: RopeSpec) -> RopeSpec:
     return replace(rope, axes=tuple(sections[:3]))
 
 
+def has_axes(file: GGUFFile) -> bool:
+    """Whether the rope has sections of time and rows, as texts of models with pictures have it: it then pairs halves, also where
+    the architecture's others pair neighbours."""
+    h, key = file.hparams, "rope.dimension_sections"
+    return key in h and all(h.each(key, 4)[:2])
+
+
 def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0) -> RopeSpec:
-    """The rope of blocks with a window, which nothing stretches. base: where the file has none; 0.0: that of the others"""
+    """The rope of blocks with a window, of which nothing but a file's length is stretched. base: where the file has none; 0.0: that of the
+    others"""
     h, far = file.hparams, read_rope(file, shape, neox=neox)
     n_rot = h.integer("rope.dimension_count_swa", far.n_rot)
     check_rope(n_rot, shape.head_dim)
-    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox, divisors="")
+    scaling = replace(NOT_STRETCHED, extra=far.scaling.extra)
+    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox, scaling, divisors="")
 
 
 def read_windows(
