@@ -195,7 +195,8 @@ def trunk_layers(file: GGUFFile) -> tuple[int, int]:
         raise ModelError(
             f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)"
         )
-    last = (f"blk.{n_block - 1}.{x}.weight" in file.tensors for x in ("attn_norm", "hc_attn_norm"))
+    norms = "attn_norm", "hc_attn_norm", "post_attention_norm"
+    last = (f"blk.{n_block - 1}.{x}.weight" in file.tensors for x in norms)
     if n_nextn and not file.has_mtp and any(last):
         return n_block, 0
     return n_block - n_nextn, n_nextn

@@ -24,9 +24,7 @@ FAR_ROPE = replace(NO_ROPE, queries=QueryTemperature(0.1, CHUNK, offset=1))
 def read(file: GGUFFile) -> ModelSpec:
     h, shape = file.hparams, read_attention(file)
     n_inner = h.integer("expert_feed_forward_length")
-    experts = read_experts(
-        file, "sigmoid", n_ff_shared=n_inner, renorm=False, scale=1.0, weighs_input=True
-    )
+    experts = read_experts(file, "sigmoid", n_ff_shared=n_inner, renorm=False, weighs_input=True)
     norms = experts.n_expert != MAVERICK
     rope = read_rope(file, shape, neox=False)
     near_rope = replace(rope, base=h.number("rope.freq_base_swa", rope.base))
