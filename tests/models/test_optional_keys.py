@@ -248,19 +248,22 @@ def attentions(path: Path) -> list[Attention]:
     return [part for part in parts if isinstance(part, Attention)]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "llama4", "gemma3", "muse-glimmer", "step35", "laguna"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "llama4", "gemma3", "gpt-oss", "muse-glimmer", "step35", "laguna"]
+)
 def test_blocks_with_windows_have_a_base_of_their_own_and_the_files_length(
     name: str, tmp_path: Path
 ) -> None:
     own = {f"{name}.rope.freq_base_swa": 3000.0, f"{name}.rope.scaling.attn_factor": 1.25}
     found = attentions(rewrite(FIXTURES / f"{name}.gguf", tmp_path / "m.gguf", change=own))
-    length = 1.0 if name == "laguna" else 1.25
-    assert {(x.rope.base, x.rope.scaling.length) for x in found if x.window} == {(3000.0, length)}
+    ((base, length),) = {(x.rope.base, x.rope.scaling.length) for x in found if x.window}
+    want = {"laguna": 1.0, "gpt-oss": 1.25 * (1 + 0.1 * np.log(32))}.get(name, 1.25)
+    assert base == 3000.0 and length == pytest.approx(want)
     assert 3000.0 not in {x.rope.base for x in found if not x.window}
 
 
 @pytest.mark.parametrize(
-    "name", ["llama4", "ernie4_5-moe", "hunyuan-moe", "qwen2moe", "granitemoe", "granitehybrid-moe"]
+    "name", ["llama4", "ernie4_5-moe", "hunyuan-moe", "qwen2moe", "qwen3next", "granitemoe"]
 )
 def test_keys_of_routers_count_where_llama_cpp_reads_them(name: str, tmp_path: Path) -> None:
     """These architectures fix how experts are scored and weighed."""
