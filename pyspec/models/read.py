@@ -15,7 +15,7 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import AttentionShape, PartSpec
-from pyspec.models.rope import NOT_STRETCHED, RopeSpec, read_scaling
+from pyspec.models.rope import RopeSpec, read_scaling
 from pyspec.models.wants import EMBEDDING
 from pyspec.ranges import Whole
 
@@ -77,20 +77,17 @@ def read_axes(file: GGUFFile, rope: RopeSpec) -> RopeSpec:
 
 
 def has_axes(file: GGUFFile) -> bool:
-    """Whether the rope has sections of time and rows, as texts of models with pictures have it: it then pairs halves, also where
-    the architecture's others pair neighbours."""
-    h, key = file.hparams, "rope.dimension_sections"
-    return key in h and all(h.each(key, 4)[:2])
+    """Whether the rope has sections, as models with pictures do: it then pairs halves, also where the architecture's others pair neighbours."""
+    key = "rope.dimension_sections"
+    return key in file.hparams and all(file.hparams.each(key, 4)[:2])
 
 
 def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0) -> RopeSpec:
-    """The rope of blocks with a window, of which nothing but a file's length is stretched. base: where the file has none; 0.0: that of the
-    others"""
+    """The rope of blocks with a window, which nothing stretches. base: where the file has none; 0.0: that of the others"""
     h, far = file.hparams, read_rope(file, shape, neox=neox)
     n_rot = h.integer("rope.dimension_count_swa", far.n_rot)
     check_rope(n_rot, shape.head_dim)
-    scaling = replace(NOT_STRETCHED, extra=far.scaling.extra)
-    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox, scaling, divisors="")
+    return RopeSpec(n_rot, h.number("rope.freq_base_swa", base or far.base), neox, divisors="")
 
 
 def read_windows(
@@ -195,8 +192,8 @@ def trunk_layers(file: GGUFFile) -> tuple[int, int]:
         raise ModelError(
             f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)"
         )
-    norms = "attn_norm", "hc_attn_norm", "post_attention_norm"
-    last = (f"blk.{n_block - 1}.{x}.weight" in file.tensors for x in norms)
+    norms = "attn", "hc_attn", "post_attention"
+    last = (f"blk.{n_block - 1}.{x}_norm.weight" in file.tensors for x in norms)
     if n_nextn and not file.has_mtp and any(last):
         return n_block, 0
     return n_block - n_nextn, n_nextn

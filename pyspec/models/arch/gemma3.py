@@ -26,8 +26,7 @@ def read(file: GGUFFile) -> ModelSpec:
     h = file.hparams
     shape = read_scaled(file, BLOCKS_27B)
     rope = read_rope(file, shape, neox=True)
-    plain = replace(NOT_STRETCHED, extra=rope.scaling.extra)
-    near = replace(rope, base=h.number("rope.freq_base_swa", NEAR_BASE), scaling=plain)
+    near = replace(rope, base=h.number("rope.freq_base_swa", NEAR_BASE), scaling=NOT_STRETCHED)
     windows = read_windows(file, block_count(file), PATTERN, 0)
     mixers = [Attention(shape, near if n else rope, n, qk_norm=True) for n in windows]
     model = read_gemma(file, mixers, h.number("final_logit_softcapping", 0.0))

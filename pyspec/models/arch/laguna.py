@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import pair
 from pyspec.models.blocks.attention import GATE, Attention
@@ -18,7 +16,6 @@ from pyspec.models.read import (
     read_windows,
     trunk_layers,
 )
-from pyspec.models.rope import NOT_STRETCHED
 
 PATTERN = 4  # the first of four sees all
 
@@ -31,9 +28,7 @@ def read(file: GGUFFile) -> ModelSpec:
 
     def attention(i: int, n_head: int, n_kv: int, window: int) -> Attention:
         shape = attention_shape(file, n_head, n_kv)
-        rope = read_rope(file, shape, neox=True)
-        if window:
-            rope = replace(read_near_rope(file, shape, neox=True), scaling=NOT_STRETCHED)
+        rope = (read_near_rope if window else read_rope)(file, shape, neox=True)
         gates = file.tensors.get(f"blk.{i}.{GATE}")
         gate = ("softplus", 1 if gates is None or gates.shape[0] <= n_head else shape.head_dim)
         return Attention(shape, rope, window, qk_norm=True, gate=gate)
