@@ -270,3 +270,12 @@ def test_keys_of_routers_count_where_llama_cpp_reads_them(name: str, tmp_path: P
     keys |= {"expert_weights_norm": not own.renorm}
     changed = {f"{arch}.{key}": value for key, value in keys.items()}
     assert set(experts(rewrite(source, tmp_path / "m.gguf", change=changed))) == {own}
+
+
+def test_gated_feed_forwards_may_have_biases(tmp_path: Path) -> None:
+    """As Granite Code's. The numbers are llama.cpp's (xllamacpp 2026.10)."""
+    source, ends = FIXTURES / "granite.gguf", tuple(f"ffn_{x}.weight" for x in ("gate", "up", "down"))
+    found = {n: x.shape[0] for n, x in tensors_of(source).items() if n.endswith(ends)}
+    new = {n.replace("weight", "bias"): np.linspace(-0.5, 0.6, size) for n, size in found.items()}
+    got = logits_of(rewrite(source, tmp_path / "m.gguf", add=new), list(range(5, 17)))[-1, :4]
+    assert got.tolist() == pytest.approx([-0.0706, 0.663, -0.23855, -0.14989], abs=ATOL)

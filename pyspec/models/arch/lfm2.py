@@ -30,7 +30,7 @@ def read(file: GGUFFile) -> ModelSpec:
                 ShortConvShape(h.integer("embedding_length"), h.integer("shortconv.l_cache"))
             )
         shape = attention_shape(file, h.integer("attention.head_count"), n_kv)
-        window = h.integer("attention.sliding_window", 0) if file.architecture == "lfm2" else 0
+        window = h.integer("attention.sliding_window", 0)
         return Attention(shape, read_rope(file, shape, neox=True), window, qk_norm=True)
 
     def feed(i: int) -> PartSpec:
