@@ -213,6 +213,8 @@ def _read_info(cursor: Cursor, name: str) -> TensorInfo:
     if ne[0] % block_size:
         flaw = f"a row of {ne[0]} is not a multiple of {kind.name}'s block of {block_size}"
         raise cursor.bad(f"tensor {quoted(name)}: {flaw}")
+    while n_dims == MAX_DIMS and len(ne) > 2 and ne[-1] == 1:  # as converters have convolutions of KDA
+        ne = ne[:-1]
     return TensorInfo(name, kind, ne[::-1], offset, n // block_size * type_size, 0)
 
 

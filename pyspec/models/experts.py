@@ -35,13 +35,12 @@ def read_router(file: GGUFFile, default: Router) -> Router:
 
 
 def read_experts(file: GGUFFile, router: Router = "softmax", **own: Any) -> Experts:
-    """The experts that a file's keys describe. router: where the file does not say; own: fields of `Experts` that the architecture fixes."""
+    """The experts that a file's keys describe. router, own: fields of `Experts` that the architecture fixes."""
     h = file.hparams
     read = {
         "n_expert": h.integer("expert_count"),
         "n_used": h.integer("expert_used_count"),
-        "router": read_router(file, router),
-        "scale": h.number("expert_weights_scale", 0.0) or 1.0,
+        "router": router,
         "groups": read_groups(file),
     }
     if "n_ff" not in own:
@@ -51,9 +50,14 @@ def read_experts(file: GGUFFile, router: Router = "softmax", **own: Any) -> Expe
 
 
 def read_routed(file: GGUFFile, router: Router = "softmax", **own: Any) -> Experts:
-    """Experts beside a shared one, whose weights are divided by their sum where the file says so. Arguments as of `read_experts`."""
-    renorm = file.hparams.flag("expert_weights_norm", False)
-    return read_experts(file, router, **{"n_ff_shared": shared_width(file), "renorm": renorm, **own})
+    """Experts beside a shared one, whose scores and weights are as the file says. router: where it does not; own: as of `read_experts`."""
+    h = file.hparams
+    read = {
+        "n_ff_shared": shared_width(file),
+        "renorm": h.flag("expert_weights_norm", False),
+        "scale": h.number("expert_weights_scale", 0.0) or 1.0,
+    }
+    return read_experts(file, read_router(file, router), **{**read, **own})
 
 
 def shared_width(file: GGUFFile) -> int:

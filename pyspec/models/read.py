@@ -76,6 +76,12 @@ def read_axes(file: GGUFFile, rope: RopeSpec) -> RopeSpec:
     return replace(rope, axes=tuple(sections[:3]))
 
 
+def has_axes(file: GGUFFile) -> bool:
+    """Whether the rope has sections, as models with pictures do: it then pairs halves, also where the architecture's others pair neighbours."""
+    key = "rope.dimension_sections"
+    return key in file.hparams and all(file.hparams.each(key, 4)[:2])
+
+
 def read_near_rope(file: GGUFFile, shape: AttentionShape, *, neox: bool, base: float = 0.0) -> RopeSpec:
     """The rope of blocks with a window, which nothing stretches. base: where the file has none; 0.0: that of the others"""
     h, far = file.hparams, read_rope(file, shape, neox=neox)
@@ -186,7 +192,8 @@ def trunk_layers(file: GGUFFile) -> tuple[int, int]:
         raise ModelError(
             f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)"
         )
-    last = (f"blk.{n_block - 1}.{x}.weight" in file.tensors for x in ("attn_norm", "hc_attn_norm"))
+    norms = "attn", "hc_attn", "post_attention"
+    last = (f"blk.{n_block - 1}.{x}_norm.weight" in file.tensors for x in norms)
     if n_nextn and not file.has_mtp and any(last):
         return n_block, 0
     return n_block - n_nextn, n_nextn

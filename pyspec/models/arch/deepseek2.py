@@ -40,7 +40,8 @@ def read_mla(file: GGUFFile, *, turns: bool = True) -> Mla:
     n_rot, key = h.integer("rope.dimension_count"), h.integer("attention.key_length_mla")
     if n_rot % 2 or not n_rot < key:
         raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {key}")
-    rope = RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), False, read_scaling(file, is_level=True))
+    scaling = read_scaling(file, is_level=arch == "deepseek2")
+    rope = RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), False, scaling)
     has_q_rank = any(name.endswith(".attn_q_a.weight") for name in file.tensors)
     return Mla(
         n_head=h.integer("attention.head_count"),

@@ -18,7 +18,8 @@ PATTERN, WINDOW, CAP, FINAL_CAP = 2, 4096, 50.0, 30.0  # where a file does not s
 def read(file: GGUFFile) -> ModelSpec:
     h, shape = file.hparams, read_scaled(file, BLOCKS_27B)
     cap = h.number("attn_logit_softcapping", CAP, legal=Real(0, 1e6))
-    attention = Attention(shape, read_rope(file, shape, neox=True), cap=cap)
+    far = Attention(shape, read_rope(file, shape, neox=True), cap=cap)
+    near = replace(far, rope=replace(far.rope, base=h.number("rope.freq_base_swa", far.rope.base)))
     windows = read_windows(file, block_count(file), PATTERN, WINDOW)
-    mixers = [replace(attention, window=n) for n in windows]
+    mixers = [replace(near if n else far, window=n) for n in windows]
     return read_gemma(file, mixers, h.number("final_logit_softcapping", FINAL_CAP))

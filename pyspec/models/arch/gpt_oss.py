@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.block import BlockSpec, pair
@@ -18,9 +20,10 @@ PATTERN = 2  # where a file does not say: each second block sees all
 def read(file: GGUFFile) -> ModelSpec:
     shape, n_block = read_attention(file), block_count(file)
     rope, experts = read_rope(file, shape, neox=True), _experts(file)
+    near = replace(rope, base=file.hparams.number("rope.freq_base_swa", rope.base))
 
     def block(window: int) -> BlockSpec:
-        attention = Attention(shape, rope, window, biased=True, sinks=True)
+        attention = Attention(shape, near if window else rope, window, biased=True, sinks=True)
         return pair(attention, experts, "post_attention_norm")
 
     blocks = map(block, read_windows(file, n_block, PATTERN, 0))
@@ -39,7 +42,6 @@ def _experts(file: GGUFFile) -> Experts:
         n_ff=h.integer("expert_feed_forward_length"),
         router="chosen",
         renorm=False,
-        scale=h.number("expert_weights_scale", 0.0) or 1.0,
         act="swiglu_oai",
         shifted=True,
         limit=LIMIT,

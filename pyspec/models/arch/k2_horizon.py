@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from pyspec.errors import ModelError
@@ -29,6 +30,7 @@ def read(file: GGUFFile) -> ModelSpec:
     if h.integer("embedding_length") % n_slice:
         raise ModelError(f"{n_slice} slices do not divide a width of {h.integer('embedding_length')}")
     rope = read_rope(file, shape, neox=True, reads_ramp=True)
+    rope = replace(rope, scaling=replace(rope.scaling, multiplier=0.0))  # which llama.cpp does not read
     kind, n_layer, experts = NormKind(n_slice=n_slice), block_count(file), None
     if h.integer("expert_count", 0):
         experts = read_routed(file, "sigmoid")

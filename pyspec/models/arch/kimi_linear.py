@@ -17,7 +17,7 @@ from pyspec.models.block import pair
 from pyspec.models.blocks.kda import Kda
 from pyspec.models.experts import cut_behind_silu, feeds, read_routed
 from pyspec.models.model import ModelSpec
-from pyspec.models.read import read_decoder, read_kv_heads, read_limits, trunk_layers
+from pyspec.models.read import has_axes, read_decoder, read_kv_heads, read_limits, trunk_layers
 
 MTP_NORM = "layer_output_norm.weight"
 
@@ -27,7 +27,9 @@ def read(file: GGUFFile) -> ModelSpec:
     is_ling = file.architecture == "bailingmoe3"
     experts = read_routed(file, "sigmoid", **{} if is_ling else {"renorm": True})
     delta = Kda(read_state(file, h.number("kda.gate_lower_bound") if is_ling else 0.0))
-    mla = replace(read_mla(file, turns=is_ling), gates=int(is_ling))
+    mla = read_mla(file, turns=is_ling)
+    rope = replace(mla.rope, neox=is_ling and has_axes(file))
+    mla = replace(mla, rope=rope, gates=int(is_ling), stretches=not is_ling)
     kv_heads, forwards = read_kv_heads(file, n_layer + n_nextn), feeds(file, n_layer, experts)
     limits = read_limits(file, n_layer + n_nextn) if is_ling else [(0.0, 0.0)] * n_layer
     given = zip(kv_heads, forwards, limits, strict=False)

@@ -12,7 +12,7 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.blocks.moe import Experts
 from pyspec.models.blocks.short_conv import ShortConv
-from pyspec.models.experts import read_experts
+from pyspec.models.experts import read_experts, read_router
 from pyspec.models.model import ModelSpec
 from pyspec.models.part import PartSpec
 from pyspec.models.read import attention_shape, block_count, read_decoder, read_rope
@@ -45,4 +45,4 @@ def _experts(file: GGUFFile) -> Experts | None:
     h = file.hparams
     if not h.integer("expert_count", 0):
         return None
-    return read_experts(file, "sigmoid", biased=True)
+    return read_experts(file, read_router(file, "sigmoid"), biased=True)

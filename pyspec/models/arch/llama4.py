@@ -24,14 +24,14 @@ FAR_ROPE = replace(NO_ROPE, queries=QueryTemperature(0.1, CHUNK, offset=1))
 def read(file: GGUFFile) -> ModelSpec:
     h, shape = file.hparams, read_attention(file)
     n_inner = h.integer("expert_feed_forward_length")
-    experts = read_experts(
-        file, "sigmoid", n_ff_shared=n_inner, renorm=False, scale=1.0, weighs_input=True
-    )
+    experts = read_experts(file, "sigmoid", n_ff_shared=n_inner, renorm=False, weighs_input=True)
     norms = experts.n_expert != MAVERICK
-    near = Attention(shape, read_rope(file, shape, neox=False), -CHUNK, norm_behind=norms)
+    rope = read_rope(file, shape, neox=False)
+    near_rope = replace(rope, base=h.number("rope.freq_base_swa", rope.base))
+    near = Attention(shape, near_rope, -CHUNK, norm_behind=norms)
     far = Attention(shape, FAR_ROPE)
     if h.integer("attention.sliding_window", CHUNK) == 0:  # the whole text and a rope in all blocks
-        near = far = replace(near, window=0)
+        near = far = replace(near, window=0, rope=rope)
     dense = Mlp(h.integer("feed_forward_length"))
     every = h.integer("interleave_moe_layer_step", legal=Whole(1, 1 << 16))
     blocks = (

@@ -1,7 +1,7 @@
 """`olmo2` (OLMo 2 and 3), `exaone4`: no norms before parts, but behind them; q and k are normed.
 
 OLMo norms all heads of q at once, and all of k. OLMo 3 has windows, whose rope is not stretched. EXAONE 4 norms each head; of its 64 blocks
-(32B) three of four have a window, and the others no rope, which no key says.
+(32B, and 33B of 4.5 before its MTP block) three of four have a window, and the others no rope, which no key says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pyspec.models.block import BlockSpec, Part
 from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.mlp import Mlp
 from pyspec.models.model import ModelSpec
-from pyspec.models.read import block_count, read_attention, read_decoder, read_rope, read_windows
+from pyspec.models.read import read_attention, read_decoder, read_rope, read_windows, trunk_layers
 from pyspec.models.rope import NO_ROPE, NOT_STRETCHED
 
 PATTERN = 4  # where windows are, each fourth block sees all
@@ -21,7 +21,7 @@ EXAONE_32B, WINDOW = 64, 4096
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    h, shape, n_block = file.hparams, read_attention(file), block_count(file)
+    h, shape, (n_block, _) = file.hparams, read_attention(file), trunk_layers(file)
     is_olmo, n_ff = file.architecture == "olmo2", h.integer("feed_forward_length")
     rope = read_rope(file, shape, neox=True)
     near, far = (replace(rope, scaling=NOT_STRETCHED), rope) if is_olmo else (rope, NO_ROPE)

@@ -1,7 +1,7 @@
 """`qwen35moe` (Qwen3.5, 3.6 with experts): as `qwen35`, and every feed-forward, the MTP block's too, is one of experts.
 
 The router is fixed by the architecture, not by metadata: softmax over all experts, weights of the chosen ones divided by
-their sum, no bias, no groups. The shared expert has a gate of its own.
+their sum, no bias. The shared expert has a gate of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.arch.qwen35 import read_hybrid, read_state
 from pyspec.models.blocks.gdn import DeltaNet
 from pyspec.models.blocks.moe import Experts
+from pyspec.models.experts import read_groups
 from pyspec.models.model import ModelSpec
 
 
@@ -38,5 +39,6 @@ def read_experts(file: GGUFFile) -> Experts:
         n_used=n_used,
         n_ff=_same(file, "expert_feed_forward_length", n_ff // max(n_used, 1)),
         n_ff_shared=_same(file, "expert_shared_feed_forward_length", n_ff),
+        groups=read_groups(file),
         shared_gate=True,
     )

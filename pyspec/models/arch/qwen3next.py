@@ -12,7 +12,6 @@ from pyspec.models.model import ModelSpec
 
 
 def read(file: GGUFFile) -> ModelSpec:
-    scale = file.hparams.number("expert_weights_scale", 0.0) or 1.0
-    experts = replace(read_experts(file), scale=scale)
+    experts = read_experts(file)
     mixer = DeltaNet(replace(read_state(file), grouped=True))
     return read_hybrid(file, experts, experts.n_inner, mixer, has_axes=False)

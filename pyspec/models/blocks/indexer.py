@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,8 +51,11 @@ class Indexer:
         x, pool = self.shape, f.kept(KEYS)
         freq = f.read(frequencies, rope=self.rope, dim=x.dim)
         k = f.product(h, "indexer.attn_k.weight", n_out=x.dim)
-        k = f.norm_apart(k, f.vector("indexer.k_norm.weight"), eps=EPS, takes_mean=True)
-        k = f.view(f.biased(k, f.vector("indexer.k_norm.bias")), "[:, None]", (1, x.dim))
+        norm, bias = (
+            f.read(lengthened, f"indexer.k_norm.{y}", rope=self.rope) for y in ("weight", "bias")
+        )
+        k = f.norm_apart(k, norm, eps=EPS, takes_mean=True)
+        k = f.view(f.biased(k, bias), "[:, None]", (1, x.dim))
         tail = RopeTailSpec(f.device, x.dim, x.dim, False, f.eps)
         k = f.op("rope_tail", tail, k, f.positions, freq, shape=k.shape)
         f.op("write_keys", None, pool, f.kv_rows(f.pool()), k, shape=())
@@ -74,3 +77,10 @@ def frequencies(w: Any, *, rope: RopeSpec, dim: int) -> Tensor:
     freq = torch.zeros(dim // 2, dtype=torch.float64)
     freq[: own.n_rot // 2] = tail.freq()
     return freq.to(w.device)
+
+
+def lengthened(w: Any, name: str, *, rope: RopeSpec) -> Tensor:
+    """Numbers [dim] of keys, of those that turn with the length that the rope gives keys and queries, which products have twice."""
+    own, x = rope.flagged(w.rope), w.vector(name).clone()
+    x[: own.n_rot] *= own.scaling.length**2
+    return cast(Tensor, x)

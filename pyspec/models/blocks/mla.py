@@ -35,6 +35,7 @@ class Mla(Plain):
     gates    of a head's result, which is multiplied with their sigmoids: one, or one for each dimension; 0: none
     indexer  chooses the keys that rows see; None: they see all
     follows  rows see the keys that the last block with an indexer chose
+    stretches  scores, by what rope's scaling does to them
     """
 
     n_head: int
@@ -47,6 +48,7 @@ class Mla(Plain):
     gates: int = 0
     indexer: Indexer | None = None
     follows: bool = False
+    stretches: bool = True
 
     @property
     def row(self) -> int:
@@ -56,7 +58,7 @@ class Mla(Plain):
     @property
     def scale(self) -> float:
         """Of scores."""
-        return self.plain_scale * self.rope.scaling.score_factor
+        return self.plain_scale * (self.rope.scaling.score_factor if self.stretches else 1.0)
 
     @property
     def attends(self) -> AttentionShape:

@@ -29,7 +29,7 @@ def spec_of(mlp: Mlp, at: Site) -> MoeSpec:
         n_expert=1,
         limit=mlp.limit,
         gate=None if gate is up else gate,
-        biased=mlp.act == "relu2" and (at.has("ffn_up.bias") or at.has("ffn_down.bias")),
+        biased=mlp.is_biased(at.has),
         slots=0,
         betas=mlp.betas,
     )
