@@ -855,6 +855,7 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ('[AVAILABLE_TOOLS] [TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "..."}]', "mistral"),
         ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
         ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments }}", "mistral_args"),
+        ('<|header_start|>system<|header_end|> [func_name1(params_name1=params_value1)] {"name": "f", "parameters": {}}<|eot|>', "llama4"),
         ("<|start_header_id|> <function={{ name }}>{{ arguments }}</function>", "functionary_v31"),
         ("<|start|>assistant<|channel|>analysis<|message|>{{ m }}<|end|> <|call|>", "harmony"),
         ("<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call> <seed:think>", "seed_oss"),

@@ -404,6 +404,10 @@ def tags(
     """
     begin, end = (' name="', '">') if is_named else ("=", ">")
     calls, keys = ([p + word for p in prefixes for word in words] for words in (call, key))
+    open_, close = (
+        tuple(dict.fromkeys(mark.replace(prefixes[0], prefix) for prefix in prefixes for mark in marks))
+        for marks in (open_, close)
+    )
     closed = [_NAMESPACE.sub(r"\1", mark) for mark in close] + list(close)
     return Elements(
         open=open_,
@@ -425,11 +429,7 @@ def tags(
             *(f"<{prefix}{key[0]}{sign}" for prefix in prefixes for sign in (">", "/>")),
         ),
         call_ends=(*(f"</{each}" for each in calls), *(["</func>"] if "function" in call else [])),
-        close_ends=tuple(
-            dict.fromkeys(
-                mark.replace(prefixes[0], prefix).rstrip("s>") for prefix in prefixes for mark in closed
-            )
-        ),
+        close_ends=tuple(dict.fromkeys(mark.rstrip("s>") for mark in closed)),
     )
 
 
