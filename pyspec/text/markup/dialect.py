@@ -128,7 +128,6 @@ ALIASES = {
     "deepseek_v4": "deepseek_v32",
     "qwen": "hermes",
     "llama3": "llama3_json",
-    "llama4_json": "llama4",
     "llama4_pythonic": "llama4",
     "glm46": "glm45",
     "poolside_v1": "glm45",
@@ -188,9 +187,8 @@ def dialect_reason(template: str, parser: str) -> str:
     return f"tool calls are written as {found.name}: the chat template says so"
 
 
-_THINKING: tuple[
-    tuple[tuple[str, ...], ThinkMarks], ...
-] = (  # the first whose signs are in a template is used
+# the first whose signs are in a template is used
+_THINKING: tuple[tuple[tuple[str, ...], ThinkMarks], ...] = (
     ((harmony.START, harmony.CHANNEL, harmony.MESSAGE), harmony.HARMONY),
     ((OPEN, CLOSE, SEP), reasoning.KIMI_K3_THINK),
     ((reasoning.MISTRAL_THINK.start, reasoning.MISTRAL_THINK.end), reasoning.MISTRAL_THINK),

@@ -73,9 +73,8 @@ class NamedCalls(Syntax):
         marks = self.mark or (*self.open, *self.starts)
         marks = ("",) if opened in marks else marks
         found = yield from reader.take(*self._forms(Names(tools), marks))
-        if (
-            not found and is_open and (opened or self.id)
-        ):  # behind the mark of all calls, or behind a call
+        # behind the mark of all calls, or behind a call
+        if not found and is_open and (opened or self.id):
             known = self._forms(Names(tools), ("",))
             found = yield from reader.take(*(known if opened else known[:2]))
         if not found and is_open:

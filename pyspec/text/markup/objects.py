@@ -186,9 +186,7 @@ class _Call:
         self.reader, self.tools, self.is_known, self.key = reader, tools, is_known, key
         self.has_begun = self.is_whole = False
         self.arguments: str | None = None  # arguments that precede the name
-        self.more: dict[
-            str, str
-        ] = {}  # values beside the name, which are the arguments if there are no others
+        self.more: dict[str, str] = {}  # values beside the name: the arguments if there are no others
         self.name = ""
 
     def begin(self, name: object) -> None:
