@@ -174,7 +174,8 @@ def read_objects(reader: AnswerReader, tools: Tools, *, is_known: bool, key: str
         while (char := (yield from reader.peek())) and char in BETWEEN:
             reader.skip(1)
         reader.hold()
-    if reader.n_calls == n_calls and is_list and (yield from reader.take_mark("]")):
+    is_empty = is_list and reader.n_calls == n_calls and not is_known
+    if is_empty and (yield from reader.take_mark("]")):
         reader.hold()  # no calls
     return reader.held()
 
