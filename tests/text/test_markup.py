@@ -408,6 +408,18 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         'I see <|python_tag|>{"name": "other", "parameters": {"a": "{"}}',
         [Content("I see"), *call(0, "other", {"a": "{"})],
     ),
+    "llama4, Python's form, and a bare object": (
+        markup("llama4"),
+        'So.\n[weather(city="Rom", days=2), write()]\nAnd <|python_start|>{"name": "write", "parameters": {"text": "a"}}<|python_end|>.',
+        [
+            Content("So."),
+            *call(0, "weather", {"city": "Rom", "days": 2}),
+            *call(1, "write", "{}"),
+            Content("And"),
+            *call(2, "write", {"text": "a"}),
+            Content("."),
+        ],
+    ),
     "llama3_json, JSON that is no call": (
         markup("llama3_json"),
         '{"name": "nobody", "parameters": {}} {"name": "write", "parameters": {}}',

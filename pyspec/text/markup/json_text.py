@@ -21,15 +21,16 @@ WORD_CHARS = 512  # of a number
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 
 
-def _inside(quote: str) -> LookaheadTree:
-    """What stands behind a quote inside a string only: models forget to escape them."""
+def _inside(quote: str, *, has_names: bool) -> LookaheadTree:
+    """What stands behind a quote inside a string only: models forget to escape them. has_names: bare names may follow a comma."""
     mark, word = (quote,), (GAP, WORD)
     behind: tuple[Lookahead, ...] = (word, (mark,), (GAP, tuple("/\\|&$%!?+*;")))
-    behind += tuple((GAP, (",",), *word, *more) for more in (word, (GAP, mark)))
+    words: tuple[Lookahead, ...] = () if has_names else (word, (*word, *word))
+    behind += tuple((GAP, (",",), *each, GAP, mark) for each in words)
     return LookaheadTree((mark, *each) for each in behind)
 
 
-_INSIDE = {quote: _inside(quote) for quote in _PLAIN}
+_INSIDE = {(quote, has): _inside(quote, has_names=has) for quote in _PLAIN for has in (False, True)}
 _WORD = re.compile(r"[-+._0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _PYTHON_NUMBER = re.compile(
@@ -149,7 +150,7 @@ def _scalar(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None) 
             pass
         emit('"')
     elif char in _PLAIN:
-        yield from read_string(reader, emit)
+        yield from read_string(reader, emit, has_names=bool(style and not quote))
     elif quote:
         word, pattern = "", _BARE_IN_ROUND if open_[-1][0] == ")" else _BARE
         while more := (yield from reader.take_while(pattern, WORD_CHARS - len(word))):
@@ -169,8 +170,8 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
-    """Read a string with its quotes, single or double."""
+def read_string(reader: AnswerReader, emit: Emit, *, has_names: bool = False) -> Steps[None]:
+    """Read a string with its quotes, single or double. has_names: a bare name may follow a comma behind it."""
     quote = yield from reader.peek()
     if quote not in _PLAIN:
         raise NotJson
@@ -178,7 +179,9 @@ def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
     emit('"')
     while True:
         char = yield from _need(reader)
-        if char == quote and (reader.is_constrained or not (yield from reader.sees(_INSIDE[quote]))):
+        if char == quote and (
+            reader.is_constrained or not (yield from reader.sees(_INSIDE[quote, has_names]))
+        ):
             break
         if char == "\\":
             reader.skip(1)
