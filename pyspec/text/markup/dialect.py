@@ -128,7 +128,6 @@ ALIASES = {
     "deepseek_v4": "deepseek_v32",
     "qwen": "hermes",
     "llama3": "llama3_json",
-    "llama4_pythonic": "llama4",
     "glm46": "glm45",
     "poolside_v1": "glm45",
     "step3p5": "qwen3_coder",

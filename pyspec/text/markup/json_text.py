@@ -177,11 +177,10 @@ def read_string(reader: AnswerReader, emit: Emit, *, has_names: bool = False) ->
         raise NotJson
     reader.skip(1)
     emit('"')
+    inside = _INSIDE[quote, has_names]
     while True:
         char = yield from _need(reader)
-        if char == quote and (
-            reader.is_constrained or not (yield from reader.sees(_INSIDE[quote, has_names]))
-        ):
+        if char == quote and (reader.is_constrained or not (yield from reader.sees(inside))):
             break
         if char == "\\":
             reader.skip(1)

@@ -50,8 +50,7 @@ class AnswerReader:
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
         self._text, self._at = "", 0
-        self._held: list[str] | None = None
-        self._from = 0  # in the text: the part of it that is held
+        self._held, self._from = list[str](), -1  # text that is held, and where it goes on; -1: nowhere
         self.is_over = False
         self.marks: tuple[str, ...] = ()
         self.is_constrained = self.is_line = False
@@ -68,9 +67,10 @@ class AnswerReader:
     # -- text in -------------------------------------------------------------------------------------------------
 
     def push(self, text: str) -> None:
-        if self._held is not None:
+        if self._from >= 0:
             self._held.append(self._text[self._from : self._at])
-        self._text, self._at, self._from = self._text[self._at :] + text, 0, 0
+            self._from = 0
+        self._text, self._at = self._text[self._at :] + text, 0
 
     def hold(self) -> None:
         """Keep the text from here on, because it may turn out to be no call."""
@@ -78,9 +78,9 @@ class AnswerReader:
 
     def held(self) -> str:
         """That text, as the model wrote it, up to here. It is no longer kept."""
-        text = "".join([*(self._held or ()), self._text[self._from : self._at]])
-        self._held = None
-        return text
+        text = self._text[self._from : self._at] if self._from >= 0 else ""
+        self._from = -1
+        return "".join([*self._held, text])
 
     def peek(self) -> Steps[str]:
         """The next character, not consumed; "" at the end of the answer, or without room for more."""
