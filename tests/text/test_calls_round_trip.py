@@ -55,7 +55,7 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "null": (None,),
 }
 Call = tuple[str, dict[str, Any]]
-SINGLE = ("llama3_json", "harmony")  # one call an answer
+SINGLE = ("llama3_json", "llama4", "harmony")  # one call an answer
 
 
 def _xml(call: Call, line: str = "\n") -> str:
@@ -134,8 +134,8 @@ def written(name: str, calls: list[Call]) -> str:
         "seed_oss": lambda: "\n".join(f"<seed:tool_call>{_xml(c, '')}</seed:tool_call>" for c in calls),
         "glm45": lambda: "<tool_call>" + "\n<tool_call>".join(map(_glm, calls)),
         "deepseek_v32": lambda: DSML.open[0] + "".join(map(_dsml, calls)) + "\n" + DSML.close[0],
-        "deepseek_v3": lambda: DEEPSEEK.open[0] + "".join(f"{DEEPSEEK.mark}{c[0]}{DEEPSEEK.separators[0]}{_arguments(c)}{DEEPSEEK.end[0]}" for c in calls) + DEEPSEEK.close[0],
-        "kimi_k2": lambda: KIMI.open[0] + "".join(f"{KIMI.mark}functions.{c[0]}:{i}{KIMI.separators[0]}{_arguments(c)}{KIMI.end[0]}" for i, c in enumerate(calls)) + KIMI.close[0],
+        "deepseek_v3": lambda: DEEPSEEK.open[0] + "".join(f"{DEEPSEEK.mark[0]}{c[0]}{DEEPSEEK.separators[0]}{_arguments(c)}{DEEPSEEK.end[0]}" for c in calls) + DEEPSEEK.close[0],
+        "kimi_k2": lambda: KIMI.open[0] + "".join(f"{KIMI.mark[0]}functions.{c[0]}:{i}{KIMI.separators[0]}{_arguments(c)}{KIMI.end[0]}" for i, c in enumerate(calls)) + KIMI.close[0],
         "kimi_k3": lambda: begins("tools") + "".join(_xtml(i, c) for i, c in enumerate(calls, 1)) + ends("tools"),
         "hermes": lambda: "<tool_call>" + "\n<tool_call>".join(f"\n{_object(c)}\n</tool_call>" for c in calls),
         "nemotron_v2": lambda: "<TOOLCALL>[" + ", ".join(map(_object, calls)) + "]</TOOLCALL>",
@@ -150,6 +150,7 @@ def written(name: str, calls: list[Call]) -> str:
         "lfm2": lambda: "<|tool_call_start|>[" + ", ".join(map(_python, calls)) + "]<|tool_call_end|>",
         "gemma4": lambda: GEMMA4.open[0] + GEMMA4.open[0].join(map(_gemma4, calls)),
         "llama3_json": lambda: _object(first, "parameters"),
+        "llama4": lambda: _object(first, "parameters"),
         "harmony": lambda: f" to=functions.{first[0]}<|channel|>commentary <|constrain|>json<|message|>{_arguments(first)}",
     }["hermes" if name == "generic" else name]()  # fmt: skip
 

@@ -195,6 +195,7 @@ def test_several_calls_of_elements_and_text_around_them(name: str) -> None:
             calls,
             "Well.Done.",
         )
+        check(name, f"{open_}\n{one}\n{close} Done.", calls[:1], "Done.")
         if form["end"]:
             check(name, f"{open_}\n{one}\n{two}\n{close}", calls)
             no_end = one.removesuffix(form["end"])
@@ -453,6 +454,7 @@ def written(name: str, call: Call) -> str:
         "functionary_v31": f"<function={call[0]}>{body}</function>",
         "firefunction_v2": f"functools[{as_object(call)}]",
         "llama3_json": f'<|python_tag|>{json.dumps({"name": call[0], "parameters": call[1]})}',
+        "llama4": f"<|python_start|>[{call[0]}({python})]<|python_end|>",
     }[name]  # fmt: skip
 
 
@@ -470,6 +472,7 @@ LOST = {
     "kimi_k3": set(),
     "lfm2": {"<|tool_call_start|>"},
     "llama3_json": {"<|python_tag|>"},
+    "llama4": {"<|python_start|>"},
     "minimax_m2": set(),
     "mistral": {"[TOOL_CALLS]"},
     "mistral_args": {"[TOOL_CALLS]", "[ARGS]"},
@@ -566,6 +569,70 @@ def test_a_tool_and_an_argument_may_have_any_word_as_a_name(name: str, word: str
             assert read(markup, f"Write {other}", 5)[0] in ([], [("other", {"other": "Bern"})]), other
 
 
+TOKENS = {"missing": "", "twice": "TT", "with spaces": " T ", "between lines": "\nT\n", "cut": "CUT"}
+
+
+@pytest.mark.parametrize("how", TOKENS)
+def test_tokens_of_kimi_k3_that_are_missing_twice_or_with_spaces(how: str) -> None:
+    text = in_tags(("look", {"place": "Bern", "days": 3}))
+    for found in re.finditer(r"<\|(open|close|sep)\|>", text):
+        token, end = found.group(), text[found.end() :]
+        is_needed = token != "<|sep|>" or text[: found.start()].endswith('"')
+        if found.start() < len("<|open|>tools<|sep|>") or (how == "missing" and is_needed):
+            continue  # docs/agents.md: without it a mark is text
+        other = TOKENS[how].replace("CUT", token[:-1]).replace("T", token)
+        said = text[: found.start()] + other + end
+        (call,), content = read(AnswerMarkup(calls=dialects.dialect("kimi_k3"), tools=TOOLS), said, 3)
+        values = {k: v.strip() if isinstance(v, str) else v for k, v in call[1].items()}
+        assert (call[0], values) == ("look", {"place": "Bern", "days": 3}), said
+        assert content.strip() in ("", "<|sep|>"), said
+
+
+NO_CALLS = (
+    "{'place': 'it\\'s',  \"deep\": True}", '{"a":[1,2,{"b":  3}],\n "c" :None}', "{'name': 'nobody', 'arguments': {}}", "[ {'a': .5,} ]", "[{]", "{",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_CALLS)
+@pytest.mark.parametrize(
+    "name", [*OBJECTS, "llama3_json", "llama4", "deepseek_v3", "kimi_k2", "glm45", "lfm2"]
+)
+def test_an_object_that_is_no_call_stays_as_it_was_written(name: str, text: str) -> None:
+    mark = "" if name.startswith("llama") else dialects.dialect(name).syntax.open[0]
+    for begin, end in (("", ""), ("```json\n", "\n```")):
+        if "nobody" not in text or not mark:
+            check(name, f"{mark}{begin}{text}{end}", [], f"{mark}{begin}{text}{end}")
+
+
+INNER = (
+    'echo "hi"', '"a" b', 'sed "s/a/b/" | grep "x y" && ls', 'say "no", then leave', '"q"', 'x="$y"', "it's", "the 'a' b", 'a="b c"; d',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", INNER)
+def test_quotes_in_a_string_that_are_not_escaped(text: str) -> None:
+    for before, behind in (("", ', "deep": true'), ('"deep": true, ', "")):
+        body = f'{{{before}"place": "{text}"{behind}}}'
+        said = f'<tool_call>\n{{"name": "look", "arguments": {body}}}\n</tool_call>'
+        check("hermes", said, [("look", {"place": text, "deep": True})])
+    if '"' not in text:
+        said = f"<tool_call>{{'name': 'look', 'arguments': {{'place': '{text}'}}}}</tool_call>"
+        check("hermes", said, [("look", {"place": text})])
+
+
+def test_a_schema_of_one_type_counts_more_than_the_mark_of_a_value() -> None:
+    """The marks of DeepSeek and Kimi K3 say whether a value is a string; models write the wrong one."""
+    values = {"place": "3", "days": 3, "deep": "soon"}
+    rows = "".join(
+        f'<｜DSML｜parameter name="{k}" string="{kind}">{bare(v)}</｜DSML｜parameter>\n'
+        for (k, v), kind in zip(values.items(), ("false", "true", "true"), strict=True)
+    )
+    text = f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look">\n{rows}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    check("deepseek_v32", text, [("look", values)])
+    text = '<|open|>tools<|sep|><|open|>call tool="look" index="1"<|sep|><|open|>argument key="days" type="string"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+    check("kimi_k3", text, [("look", {"days": 3})])
+
+
 BERN, BERN_3 = {"place": "Bern"}, {"place": "Bern", "days": 3}
 XML = "<tool_call>\n<function=look>\n<parameter=place>\nBern\n</parameter>\n</function>\n</tool_call>"
 OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
@@ -604,6 +671,24 @@ OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
     ("mistral_args", '[TOOL_CALLS]look[ARGS][ARGS]{"place": "Bern", "days": 3}now[ARGS]{}', [("look", BERN_3), ("now", {})]),
     ("lfm2", '<|tool_call_start|>[look({"place": "Bern"}); now()]<|tool_call_end|>', [("look", BERN), ("now", {})]),
     ("lfm2", '<|tool_call_start|>[look("place"="Bern")]<|tool_call_end|>', [("look", BERN)]),
+    *(("hermes", f'<tool_call>{{"name": "now", "arguments": {none}}}</tool_call>', [("now", {})]) for none in ("[]", '""', "null", "{},")),
+    ("hermes", '<tool_call>{"name": "look", "arguments": {"days": NaN}}</tool_call>', [("look", {"days": None})]),
+    *(("granite", f'{open_}[{{"name": "look", "arguments": {{"place": "Bern"}}}}]{close}', [("look", BERN)]) for open_, close in (("<tool_call>", "</tool_call>"), ("<tool_call>", ""))),
+    *(("deepseek_v3", written("deepseek_v3", ("look", BERN)).replace("look", f"function{sep}look").replace("▁", sign), [("look", BERN)]) for sign in "▁_ " for sep in (
+        DEEPSEEK[2], 2 * DEEPSEEK[2], f" {DEEPSEEK[2]} ", f"\n{DEEPSEEK[2]}\n",
+    )),
+    *(("mistral_args", f'[TOOL_CALLS]look{between}{{"place": "Bern"}}', [("look", BERN)]) for between in (
+        "[CALL_ID]abcDEF123[ARGS][ARGS]", " [CALL_ID] abcDEF123 [ARGS] ", "[CALL_ID][CALL_ID]abcDEF123[ARGS]", "[CALL_ID]abcDEF123\n[ARGS]\n", "[CALL_ID][ARGS]",
+    )),
+    ("functionary_v31", '<function=look>\n<function=look>{"place": "Bern"}</function>', [("look", BERN)]),
+    *((name, '<function_calls>\n<invoke name="look">\n<parameter name="place">Bern</parameter>\n</invoke>\n</function_calls>', [("look", BERN)]) for name in ("deepseek_v32", "muse")),
+    *(("gemma4", f"<|tool_call>call:look{{place:{text},days:3}}<tool_call|>", [("look", BERN_3)]) for text in ('<|"|><|"|>Bern<|"|>', '<|"|>Bern<|"|><|"|>', 'Bern<|"|>')),
+    ("gemma4", "<|tool_call>call:look{place:'a 'b', then c'}<tool_call|>", [("look", {"place": "a 'b', then c"})]),
+    ("gemma4", 'call:look{place:<|"|>Bern<|"|>}<tool_call|>call:now{}', [("look", BERN), ("now", {})]),
+    *((name, f"{begin}[look(place='Bern'), now()]", [("look", BERN), ("now", {})]) for name, begin in (
+        ("llama3_json", ""), ("llama3_json", "<|python_tag|>"), ("llama4", ""), ("llama4", "<|python_start|>"),
+    )),
+    ("llama3_json", '[{"name": "look", "parameters": {"place": "Bern"}}, {"name": "now", "parameters": {}}]', [("look", BERN), ("now", {})]),
     *(("harmony", f'<|channel|>commentary {to}<|message|>{{"place": "Bern"}}<|call|>', [("look", BERN)]) for to in (
         "to= functions.look", 'to="functions.look"', "to=function.look", "to=functions.functions.look", "to=functions.look:0", "to=functions_look", "functions.look",
     )),
@@ -613,6 +698,24 @@ OTHERWISE: tuple[tuple[str, str, list[Call]], ...] = (
 @pytest.mark.parametrize(("name", "text", "calls"), OTHERWISE)
 def test_calls_of_offered_tools_in_other_forms(name: str, text: str, calls: list[Call]) -> None:
     check(name, text, calls, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "Write call:look{place:x} there."),
+        ("gemma4", "call:look{here}"),
+        ("gemma4", "- call:now{}"),
+        ("gemma4", "call:nobody{a:1}"),
+        ("llama4", "[look(here)] and [now]"),
+        ("llama4", "So: [now()](link)"),
+        ("llama4", "[nobody(a=1)]"),
+        ("llama3_json", "[1, 2]"),
+        ("llama3_json", "[]"),
+    ],
+)
+def test_calls_without_their_marks_begin_a_line_and_name_an_argument(name: str, text: str) -> None:
+    check(name, text, [], text)
 
 
 MARK = re.compile(r"<[^<>]*>|\[TOOL_CALLS\]|\[ARGS\]|functools\[")

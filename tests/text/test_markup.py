@@ -408,6 +408,18 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         'I see <|python_tag|>{"name": "other", "parameters": {"a": "{"}}',
         [Content("I see"), *call(0, "other", {"a": "{"})],
     ),
+    "llama4, Python's form, and a bare object": (
+        markup("llama4"),
+        'So.\n[weather(city="Rom", days=2), write()]\nAnd <|python_start|>{"name": "write", "parameters": {"text": "a"}}<|python_end|>.',
+        [
+            Content("So."),
+            *call(0, "weather", {"city": "Rom", "days": 2}),
+            *call(1, "write", "{}"),
+            Content("And"),
+            *call(2, "write", {"text": "a"}),
+            Content("."),
+        ],
+    ),
     "llama3_json, JSON that is no call": (
         markup("llama3_json"),
         '{"name": "nobody", "parameters": {}} {"name": "write", "parameters": {}}',
@@ -855,6 +867,7 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         ('[AVAILABLE_TOOLS] [TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "..."}]', "mistral"),
         ("[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", "mistral_args"),
         ("[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]{{ arguments }}", "mistral_args"),
+        ('<|header_start|>system<|header_end|> [func_name1(params_name1=params_value1)] {"name": "f", "parameters": {}}<|eot|>', "llama4"),
         ("<|start_header_id|> <function={{ name }}>{{ arguments }}</function>", "functionary_v31"),
         ("<|start|>assistant<|channel|>analysis<|message|>{{ m }}<|end|> <|call|>", "harmony"),
         ("<seed:tool_call>\n<function=f>\n<parameter=a>1</parameter>\n</function>\n</seed:tool_call> <seed:think>", "seed_oss"),

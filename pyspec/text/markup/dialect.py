@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pyspec.text.markup import harmony
+from pyspec.text.markup import harmony, reasoning
 from pyspec.text.markup.ahead import Lookahead
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
 from pyspec.text.markup.elements import DSML, GLM, MINIMAX, MUSE, QWEN, SEED
@@ -16,19 +16,7 @@ from pyspec.text.markup.objects import BareObjects, Objects, as_schema, in_list,
 from pyspec.text.markup.parts import AnswerParser, Content, Part
 from pyspec.text.markup.prose import Syntax, pass_stray, strays_of
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools, Trimmed, beginnings
-from pyspec.text.markup.reasoning import (
-    COHERE_THINK,
-    GEMMA4_THINK,
-    GRANITE_THINK,
-    KIMI_K3_THINK,
-    MISTRAL_THINK,
-    MUSE_THINK,
-    SEED_THINK,
-    THINK,
-    ThinkMarks,
-    ThoughtForm,
-    read_reasoning,
-)
+from pyspec.text.markup.reasoning import MUSE_THINK, THINK, ThinkMarks, ThoughtForm, read_reasoning
 from pyspec.text.markup.xtml import CLOSE, KIMI_K3, OPEN, SEP
 
 
@@ -84,7 +72,8 @@ class Dialect:
 _OBJECTS = Objects(is_known=True)
 _HERMES = Objects(open=("<tool_call>",), close=("</tool_call>",))
 _TOOLCALL = in_list(("<TOOLCALL>",), ("</TOOLCALL>",))
-_GRANITE = replace(in_list(("<|tool_call|>",), ("<|/tool_call|>",)), is_closed=False)
+_GRANITES = in_list(("<|tool_call|>", "<tool_call>"), ("<|/tool_call|>", "</tool_call>"))
+_GRANITE = replace(_GRANITES, is_closed=False)
 _COHERE = replace(
     in_list(("<|START_ACTION|>",), ("<|END_ACTION|>",)),
     keys=("tool_call_id", "tool_name", "parameters"),
@@ -94,13 +83,14 @@ _COHERE = replace(
 )
 _FUNCTOOLS = replace(in_list(("functools[",), ()), first="")
 _LISTS = replace(in_list(MISTRAL.open, ()), has_ids=True)
-_LLAMA3 = BareObjects(open=("<|python_tag|>",))
+_LLAMA3, _PYTHON = BareObjects(open=("<|python_tag|>",)), replace(LFM2, starts=("[",))
+_LLAMA4 = replace(_LLAMA3, open=("<|python_start|>",), close=("<|python_end|>",))
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is used
     Dialect("harmony", harmony.HARMONY_CALLS, (harmony.START, harmony.CHANNEL, harmony.MESSAGE)),
     Dialect("deepseek_v32", DSML, DSML.inner, (_OBJECTS,), is_bare=True),
     Dialect("deepseek_v3", DEEPSEEK, DEEPSEEK.open[:1], (_OBJECTS,)),
-    Dialect("kimi_k2", KIMI, (KIMI.mark, *KIMI.separators), (_OBJECTS,)),
+    Dialect("kimi_k2", KIMI, (*KIMI.mark, *KIMI.separators), (_OBJECTS,)),
     Dialect("kimi_k3", KIMI_K3, (OPEN, CLOSE, SEP), (_OBJECTS,), is_bare=True),
     Dialect("glm45", GLM, (*GLM.open, "<arg_key>", "<arg_value>"), (_OBJECTS, QWEN), is_bare=True),
     Dialect("qwen3_coder", QWEN, (*QWEN.open, "<function=", "<parameter="), (_OBJECTS, GLM), is_bare=True),
@@ -108,17 +98,18 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs are in a template is 
     Dialect("mistral_args", MISTRAL, (*MISTRAL.open, ARGS), (_LISTS,), new_id=new_id),
     Dialect("mistral", _LISTS, MISTRAL.open, (MISTRAL,), new_id=new_id),
     Dialect("minimax_m2", MINIMAX, (*MINIMAX.open, '<invoke name="'), (_OBJECTS,), is_bare=True),
-    Dialect("muse", MUSE, (*MUSE.open, MUSE_THINK.end), (_OBJECTS,), is_bare=True),
+    Dialect("muse", MUSE, (MUSE.open[0], MUSE_THINK.end), (_OBJECTS,), is_bare=True),
     Dialect("gemma4", GEMMA4, (*GEMMA4.open, GEMMA4.quote), (_OBJECTS,), is_bare=True),
     Dialect("lfm2", LFM2, ("List of tools: ", "<|im_start|>"), (Objects(),)),
-    Dialect("granite", _GRANITE, _GRANITE.open),
+    Dialect("granite", _GRANITE, _GRANITE.open[:1]),
     Dialect("nemotron_v2", _TOOLCALL, _TOOLCALL.open),
     Dialect("cohere", _COHERE, _COHERE.open),
     # GLM's family and MiniMax use the same marks with another content
     Dialect("hermes", _HERMES, (*_HERMES.marks, "arguments"), (QWEN, GLM), lacks=("<arg_key>", "minimax")),
     Dialect("functionary_v31", FUNCTIONARY, (*FUNCTIONARY.starts, "</function>"), lacks=("<parameter=",)),
     Dialect("firefunction_v2", _FUNCTOOLS, _FUNCTOOLS.open),
-    Dialect("llama3_json", _LLAMA3, ("<|start_header_id|>", '"parameters"'), as_schema=as_schema),
+    Dialect("llama3_json", _LLAMA3, ("<|start_header_id|>", '"parameters"'), (_PYTHON,), as_schema=as_schema),
+    Dialect("llama4", _LLAMA4, ("<|header_start|>", '"parameters"'), (_PYTHON,), as_schema=as_schema),
 )  # fmt: skip
 GENERIC = replace(
     next(each for each in DIALECTS if each.name == "hermes"),
@@ -195,19 +186,18 @@ def dialect_reason(template: str, parser: str) -> str:
     return f"tool calls are written as {found.name}: the chat template says so"
 
 
-_THINKING: tuple[
-    tuple[tuple[str, ...], ThinkMarks], ...
-] = (  # the first whose signs are in a template is used
+# the first whose signs are in a template is used
+_THINKING: tuple[tuple[tuple[str, ...], ThinkMarks], ...] = (
     ((harmony.START, harmony.CHANNEL, harmony.MESSAGE), harmony.HARMONY),
-    ((OPEN, CLOSE, SEP), KIMI_K3_THINK),
-    ((MISTRAL_THINK.start, MISTRAL_THINK.end), MISTRAL_THINK),
-    (GEMMA4.inner[1:], GEMMA4_THINK),
-    ((SEED_THINK.start, SEED_THINK.end), SEED_THINK),
-    ((COHERE_THINK.start, COHERE_THINK.end), COHERE_THINK),
-    ((*MUSE.open, MUSE_THINK.end), MUSE_THINK),
+    ((OPEN, CLOSE, SEP), reasoning.KIMI_K3_THINK),
+    ((reasoning.MISTRAL_THINK.start, reasoning.MISTRAL_THINK.end), reasoning.MISTRAL_THINK),
+    (GEMMA4.inner[1:], reasoning.GEMMA4_THINK),
+    ((reasoning.SEED_THINK.start, reasoning.SEED_THINK.end), reasoning.SEED_THINK),
+    ((reasoning.COHERE_THINK.start, reasoning.COHERE_THINK.end), reasoning.COHERE_THINK),
+    ((MUSE.open[0], MUSE_THINK.end), MUSE_THINK),
     # other templates have <response> around the results of tools
-    ((THINK.start, THINK.end, "<response>", "<|start_of_role|>"), GRANITE_THINK),
-    ((THINK.start, "<response>", "<global_setting>"), GRANITE_THINK),
+    ((THINK.start, THINK.end, "<response>", "<|start_of_role|>"), reasoning.GRANITE_THINK),
+    ((THINK.start, "<response>", "<global_setting>"), reasoning.GRANITE_THINK),
     ((THINK.start, THINK.end), THINK),
 )
 

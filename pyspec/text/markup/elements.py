@@ -288,9 +288,8 @@ class Elements(Syntax):
         every = (*self.value_ends, *self.key_starts, *self.call_ends, *self.close_ends, *self.open)
         if not any(a.startswith(b) or b.startswith(a) for a in own for b in every):
             every = (*every, *own)
-        inside = (
-            () if self.value_end.startswith("\n") else self.value_ends
-        )  # a line's end before is the value's
+        # a line's end before these is the value's
+        inside = () if self.value_end.startswith("\n") else self.value_ends
         every += tuple("\n" + mark for mark in every if mark not in inside)
         return beginnings(every)
 
@@ -311,9 +310,8 @@ class Elements(Syntax):
         calls = self.calls(Names(tools))
         keys = self.keys(NAME if expected is None else Names(expected))
         end: Lookahead = (self.value_ends, TAIL)
-        whole: Lookahead = (
-            tuple(mark.rstrip(">") + end for mark in self.value_ends for end in ">\n"),
-        )  # a line's end stands for a bracket
+        # a line's end stands for a bracket
+        whole: Lookahead = (tuple(mark.rstrip(">") + end for mark in self.value_ends for end in ">\n"),)
         follow: list[Lookahead] = [(self._behind,), (self.open, GAP, *calls[-1])]
         follow += [calls[-1], keys[1]] if self._has_tags else []
         twice: Lookahead = (*end, GAP, (*self.value_ends, *by_name), TAIL)
@@ -404,6 +402,10 @@ def tags(
     """
     begin, end = (' name="', '">') if is_named else ("=", ">")
     calls, keys = ([p + word for p in prefixes for word in words] for words in (call, key))
+    open_, close = (
+        tuple(dict.fromkeys(mark.replace(prefixes[0], prefix) for prefix in prefixes for mark in marks))
+        for marks in (open_, close)
+    )
     closed = [_NAMESPACE.sub(r"\1", mark) for mark in close] + list(close)
     return Elements(
         open=open_,
@@ -425,11 +427,7 @@ def tags(
             *(f"<{prefix}{key[0]}{sign}" for prefix in prefixes for sign in (">", "/>")),
         ),
         call_ends=(*(f"</{each}" for each in calls), *(["</func>"] if "function" in call else [])),
-        close_ends=tuple(
-            dict.fromkeys(
-                mark.replace(prefixes[0], prefix).rstrip("s>") for prefix in prefixes for mark in closed
-            )
-        ),
+        close_ends=tuple(dict.fromkeys(mark.rstrip("s>") for mark in closed)),
     )
 
 

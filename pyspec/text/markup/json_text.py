@@ -12,13 +12,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import GAP, OVER, WORD, Found, Lookahead, Names, Step
+from pyspec.text.markup.ahead import AHEAD, GAP, WORD, Found, Lookahead, LookaheadTree, Names, Step
 from pyspec.text.markup.reader import AnswerReader, Emit, Steps
 
 DEPTH = 64  # of nested lists and objects
 WORD_CHARS = 512  # of a number
 
 _PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
+
+
+def _inside(quote: str, *, has_names: bool) -> LookaheadTree:
+    """What stands behind a quote inside a string only: models forget to escape them. has_names: bare names may follow a comma."""
+    mark, word = (quote,), (GAP, WORD)
+    behind: tuple[Lookahead, ...] = (word, (mark,), (GAP, tuple("/\\|&$%!?+*;")))
+    words: tuple[Lookahead, ...] = () if has_names else (word, (*word, *word))
+    behind += tuple((GAP, (",",), *each, GAP, mark) for each in words)
+    return LookaheadTree((mark, *each) for each in behind)
+
+
+_INSIDE = {(quote, has): _inside(quote, has_names=has) for quote in _PLAIN for has in (False, True)}
 _WORD = re.compile(r"[-+._0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _PYTHON_NUMBER = re.compile(
@@ -28,6 +40,7 @@ _PYTHON_NUMBER = re.compile(
 _BARE, _BARE_IN_ROUND = re.compile(r"[^,\[\]{}<\n]+"), re.compile(r"[^,\[\]{}()<\n]+")
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _HEX = frozenset("0123456789abcdefABCDEF")
 
 
@@ -127,18 +140,17 @@ def _scalar(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None) 
     """Read a text, a number or a word."""
     quote, char = style.quote if style else "", (yield from reader.peek())
     if quote and (yield from reader.take_mark(quote)):
+        yield from reader.take(((quote,), AHEAD, WORD))  # it is there twice
         ends = [bracket + mark for bracket in _CLOSING.values() for mark in reader.ends]
         emit('"')
         marks = (quote, *(() if reader.is_constrained else ends))
         if not (yield from reader.find(marks, lambda text: emit(_escaped(text)))):
             raise NotJson
-        yield from reader.take_mark(quote)
+        while (yield from reader.take_mark(quote)):
+            pass
         emit('"')
-    elif quote and char == "'":
-        reader.skip(1)
-        yield from _quoted(reader, emit, open_[-1][0], quote)
     elif char in _PLAIN:
-        yield from read_string(reader, emit)
+        yield from read_string(reader, emit, has_names=bool(style and not quote))
     elif quote:
         word, pattern = "", _BARE_IN_ROUND if open_[-1][0] == ")" else _BARE
         while more := (yield from reader.take_while(pattern, WORD_CHARS - len(word))):
@@ -147,45 +159,33 @@ def _scalar(reader: AnswerReader, emit: Emit, open_: Open, style: Style | None) 
             emit(word)
             raise NotJson
         emit(as_json(word) or json.dumps(word.strip(), ensure_ascii=False))
+        yield from reader.take_mark(quote)  # the first one is missing
     else:
         yield from _word(reader, emit)
         if open_ and not (yield from reader.peek()):
             raise NotJson  # perhaps more of it was to come
 
 
-def _quoted(reader: AnswerReader, emit: Emit, end: str, quote: str) -> Steps[None]:
-    """Read a text in single quotes, which may contain such: it ends where another value or the end of all follows."""
-    quotes: Step = (quote, '"', "'", "")
-    key: Lookahead = () if end == "]" else (GAP, quotes, WORD, quotes, GAP, (":", "="))
-    forms: tuple[Lookahead, ...] = ((GAP, (end, *reader.ends)), (GAP, (",",), *key), (GAP, OVER))
-    emit('"')
-    while sign := (yield from reader.until(("\\", "'"), lambda text: emit(_escaped(text)))):
-        if sign == "\\":
-            yield from _escape(reader, emit)
-        elif (yield from reader.sees(*forms)):
-            emit('"')
-            return
-        else:
-            emit(sign)
-    raise NotJson
-
-
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def read_string(reader: AnswerReader, emit: Emit) -> Steps[None]:
-    """Read a string with its quotes, single or double."""
+def read_string(reader: AnswerReader, emit: Emit, *, has_names: bool = False) -> Steps[None]:
+    """Read a string with its quotes, single or double. has_names: a bare name may follow a comma behind it."""
     quote = yield from reader.peek()
     if quote not in _PLAIN:
         raise NotJson
     reader.skip(1)
     emit('"')
-    while (char := (yield from _need(reader))) != quote:
+    inside = _INSIDE[quote, has_names]
+    while True:
+        char = yield from _need(reader)
+        if char == quote and (reader.is_constrained or not (yield from reader.sees(inside))):
+            break
         if char == "\\":
             reader.skip(1)
             yield from _escape(reader, emit)
-        elif char < " " or char == '"':
+        elif char < " " or char in _PLAIN:
             reader.skip(1)
             emit(json.dumps(char)[1:-1])
         else:
@@ -218,13 +218,15 @@ def read_arguments(reader: AnswerReader) -> Steps[None]:
 
 
 def as_object(text: str) -> str:
-    """Arguments as an object: null is an empty one, and a string contains the object, or is its only value."""
+    """Arguments as an object: null, an empty list or an empty string is an empty one, and a string contains the object, or is its only value."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    if value in (None, [], ""):
+        return "{}"
     if not isinstance(value, str):
-        return "{}" if value is None else text
+        return text
     inner = as_json(value)
     return inner if inner is not None and inner.startswith("{") else json.dumps({"value": value})
 
@@ -269,8 +271,8 @@ def _word(reader: AnswerReader, emit: Emit) -> Steps[None]:
 
 def _mended(word: str) -> str | None:
     """The word in JSON; None if it has no JSON form."""
-    if word.lower() in _WORDS:
-        return _WORDS[word.lower()]
+    if word.lower() in _WORDS or word in _NOT_FINITE:
+        return _WORDS.get(word.lower(), "null")
     if _NUMBER.fullmatch(word):
         return word
     match = _PYTHON_NUMBER.fullmatch(word)

@@ -68,7 +68,8 @@ class Members(Syntax):
             yield from reader.take_mark(self.thought[2])
             yield from reader.until((self.thought[1],), Trimmed(reader.reasoning))
             return ""
-        if not is_open or not (name := (yield from self._name(reader, tools))):
+        name = yield from self._name(reader, tools) if is_open else self._unmarked(reader, tools)
+        if not name:
             return None
         reader.begin_call(name)
         try:
@@ -78,8 +79,20 @@ class Members(Syntax):
             return ""
         if self.last:
             yield from reader.take_spaces()
-            yield from reader.take_mark("]")
+            if not (yield from reader.take_mark("]")) and not is_open:
+                yield from self.call(reader, tools, opened=opened, is_open=True)
         return ""
+
+    def _unmarked(self, reader: AnswerReader, tools: Tools) -> Steps[str]:
+        """The same where no mark begins the call: it begins a line, and one of the tool's arguments follows, or none."""
+        (begin, end), before = self.brackets[0], tuple(set(self.starts) & set(self.before))
+        forms: list[Lookahead] = [
+            (before, Names([name]), AHEAD, (begin,), GAP, (*(key + self.colons[0] for key in names_of(schema)), end))
+            for name, schema in tools.items()
+            if before and reader.is_line
+        ]  # fmt: skip
+        found = yield from reader.take(*forms)
+        return found.name if found else ""
 
     def _name(self, reader: AnswerReader, tools: Tools) -> Steps[str]:
         """Take a call's text up to its bracket. Returns its name; "", with nothing taken, if it has none."""
@@ -202,7 +215,7 @@ class _Values:
 
 GEMMA4 = Members(
     open=(GEMMA4_CALL,),
-    starts=("<|channel>",),
+    starts=("<|channel>", "call:"),
     close=("<tool_call|>",),
     inner=('<|"|>', "<|channel>", "<channel|>"),
     lead="",

@@ -30,7 +30,7 @@ Written = Callable[[str], list[tuple[str, str]]]
 class NamedCalls(Syntax):
     """The marks of a dialect.
 
-    mark     before each call; "": one of `open` or `starts` stands there
+    mark     before each call; (): one of `open` or `starts` stands there
     before   what may stand between that and the name
     separators  marks between the name and the arguments
     end      marks behind the arguments
@@ -42,7 +42,7 @@ class NamedCalls(Syntax):
     end: Step
     separators: Step
     written: Written
-    mark: str = ""
+    mark: Step = ()
     before: Lookahead = ()
     id: str = ""
     prefix: str = ""
@@ -51,17 +51,17 @@ class NamedCalls(Syntax):
     def ends(self) -> Step:
         return (*self.end, *self.close)
 
+    @property
+    def _behind(self) -> Lookahead:
+        """The marks between the name and the arguments, once or twice."""
+        return (self.separators, GAP, (*self.separators, ""))
+
     def _forms(self, names: Step, marks: Step) -> tuple[Lookahead, ...]:
         number = (NUMBER,) if self.prefix else ()
         begin = (marks, GAP, *self.before, names, *number, GAP)
-        twice = (*self.separators, "")
-        marked: Lookahead = (
-            *begin,
-            self.separators,
-            GAP,
-            twice,
-            *((AHEAD, GAP, ("{",)) if self.starts else ()),
-        )
+        marked: Lookahead = (*begin, *self._behind, *((AHEAD, GAP, ("{",)) if self.starts else ()))
+        if self.starts:
+            return marked, (*begin, *self._behind, *marked), (*begin, AHEAD, ("{",))
         if self.id:
             return ((*begin, AHEAD, (self.id,)), marked, (*begin, AHEAD, ("{",)))
         behind = ("{", '"', "```", *(self.ends if isinstance(names, Names) else ()))
@@ -70,12 +70,11 @@ class NamedCalls(Syntax):
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
-        marks = (self.mark,) if self.mark else (*self.open, *self.starts)
+        marks = self.mark or (*self.open, *self.starts)
         marks = ("",) if opened in marks else marks
         found = yield from reader.take(*self._forms(Names(tools), marks))
-        if (
-            not found and is_open and (opened or self.id)
-        ):  # behind the mark of all calls, or behind a call
+        # behind the mark of all calls, or behind a call
+        if not found and is_open and (opened or self.id):
             known = self._forms(Names(tools), ("",))
             found = yield from reader.take(*(known if opened else known[:2]))
         if not found and is_open:
@@ -84,10 +83,10 @@ class NamedCalls(Syntax):
         if not found:
             return None
         name, id_ = offered(found.name, tools), ""
-        if self.id and (yield from reader.take_mark(self.id)):
-            own = yield from reader.take((NAME,))
-            id_ = own.name if own and _SHORT_ID.fullmatch(own.name) else ""
-            yield from reader.take_mark(*self.separators)
+        mark: Step = (self.id,)
+        if self.id and (own := (yield from reader.take((mark, GAP, (self.id, ""), GAP, NAME), (mark,)))):
+            id_ = own.name if _SHORT_ID.fullmatch(own.name) else ""
+            yield from reader.take((GAP, *self._behind))
         elif self.prefix:
             name, id_ = self._id(reader, found, tools)
         reader.begin_call(name, id_)
@@ -110,7 +109,7 @@ class NamedCalls(Syntax):
         return name, id_
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
-        forms = self._forms(Names(tools), (self.mark, "") if self.mark else ("",))
+        forms = self._forms(Names(tools), (*self.mark, ""))
         return tuple(((*self.open, *self.starts), GAP, *form) for form in forms)
 
     def bodies(self, lark: Lark, tools: Tools) -> list[str]:
@@ -121,26 +120,32 @@ class NamedCalls(Syntax):
         ]
 
 
-DEEPSEEK_SEP, DEEPSEEK_END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-DEEPSEEK_OPEN, DEEPSEEK_CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+def _spelled(words: str) -> Step:
+    """A mark of DeepSeek, and the same as distilled models write it, of whose tokens it is none."""
+    return tuple(f"<｜{words.replace(' ', sign)}｜>" for sign in ("▁", "_", " ", "\\_"))
+
+
+DEEPSEEK_CALL, DEEPSEEK_SEP = _spelled("tool call begin"), _spelled("tool sep")
+DEEPSEEK_END = _spelled("tool call end")
 
 
 def _deepseek(name: str) -> list[tuple[str, str]]:
     """Both forms of the arguments: each model knows its own."""
-    fenced = literal(f"function{DEEPSEEK_SEP}{name}\n```json\n"), literal(f"\n```{DEEPSEEK_END}")
-    return [(literal(f"{name}{DEEPSEEK_SEP}"), literal(DEEPSEEK_END)), fenced]
+    sep, end = DEEPSEEK_SEP[0], DEEPSEEK_END[0]
+    fenced = literal(f"function{sep}{name}\n```json\n"), literal(f"\n```{end}")
+    return [(literal(f"{name}{sep}"), literal(end)), fenced]
 
 
 _section = partial(NamedCalls, is_section=True, between="SPACE?", gap="")
 DEEPSEEK = _section(
-    open=(DEEPSEEK_OPEN, DEEPSEEK_CALL),
-    close=("<｜tool▁calls▁end｜>",),
-    end=(DEEPSEEK_END,),
-    inner=(DEEPSEEK_SEP, DEEPSEEK_END),
+    open=(*_spelled("tool calls begin"), *DEEPSEEK_CALL),
+    close=_spelled("tool calls end"),
+    end=DEEPSEEK_END,
+    inner=(*DEEPSEEK_SEP, *DEEPSEEK_END),
     mark=DEEPSEEK_CALL,
-    lead=literal(DEEPSEEK_CALL),
-    before=((f"function{DEEPSEEK_SEP}", ""), GAP),
-    separators=(DEEPSEEK_SEP,),
+    lead=literal(DEEPSEEK_CALL[0]),
+    before=((*(f"function{gap}{sep}" for sep in DEEPSEEK_SEP for gap in ("", " ", "\n")), ""), GAP, (*DEEPSEEK_SEP, ""), GAP),
+    separators=DEEPSEEK_SEP,
     written=_deepseek,
 )  # fmt: skip
 
@@ -154,7 +159,7 @@ KIMI = _section(
     close=("<|tool_calls_section_end|>",),
     end=(KIMI_END,),
     inner=(KIMI_SEP, KIMI_END),
-    mark=KIMI_CALL,
+    mark=(KIMI_CALL,),
     lead=literal(KIMI_CALL),
     before=(("functions", "function", ""), (".", "_", ":", "")),
     separators=(KIMI_SEP,),

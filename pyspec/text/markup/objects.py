@@ -12,7 +12,7 @@ import secrets
 import string
 from dataclasses import dataclass
 
-from pyspec.text.markup.ahead import AHEAD, GAP, WORD, Lookahead, Names, Step
+from pyspec.text.markup.ahead import GAP, WORD, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, concat, either, literal
 from pyspec.text.markup.json_text import NotJson, as_object, read_string, read_value, take
 from pyspec.text.markup.prose import Syntax
@@ -55,15 +55,17 @@ class Objects(Syntax):
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
-        if not opened and not self.bare:
+        fences: Step = ("```json", "```")
+        first: Lookahead = ((*fences, ""), GAP)
+        begins: tuple[Lookahead, ...] = ((*first, ("{",)), (*first, ("[",), GAP, ("{", "]")))
+        if not (opened or self.bare) or not (yield from reader.sees(*begins)):
             return None
-        fence = yield from reader.take((("```json", "```"), GAP, AHEAD, ("{", "[")))
-        if (yield from reader.peek()) not in ("{", "["):
-            return None
-        text = yield from reader.take_mark("[")
-        is_known = self.is_known or not opened
-        text = yield from read_objects(reader, tools, text, is_known=is_known, key=self.keys[1])
-        yield from reader.take(*((GAP, ("```",)) for _ in (fence,) if fence))
+        reader.hold()
+        fence = yield from reader.take((fences, GAP))
+        text = yield from read_objects(
+            reader, tools, is_known=self.is_known or not opened, key=self.keys[1]
+        )
+        yield from reader.take(*((GAP, ("```",)) for _ in (fence,) if fence and not text))
         return text
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
@@ -96,12 +98,12 @@ class Objects(Syntax):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareObjects(Objects):
-    """Llama 3: a call is an answer that is an object with "name" and "parameters", bare or behind a mark.
+    """Llama: a call is an answer that is an object with "name" and "parameters", or a list of such, bare or behind a mark.
 
     A bare object is a call only if it names an offered tool, because answers in JSON look alike.
     """
 
-    bare: Step = ("{",)
+    bare: Step = ("{", "[")
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         return ((self.open, GAP, self.bare),)
@@ -153,52 +155,40 @@ def object_head(tools: Tools, key: str = "name", number: str = "") -> Lookahead:
     return (("{",), GAP, *(first if number else ()), *name)
 
 
-def read_objects(
-    reader: AnswerReader, tools: Tools, text: str, *, is_known: bool, key: str
-) -> Steps[str]:
-    """Read objects, and what stands between and behind them. Returns text that is not a call, or "" if all of it was emitted.
+def read_objects(reader: AnswerReader, tools: Tools, *, is_known: bool, key: str) -> Steps[str]:
+    """Read objects, and what stands between and behind them. Returns held text that is not a call, or "" if all of it was emitted.
 
-    text      the text read so far: the list's bracket, or ""
     is_known  only offered tools are called
     key       of names
     A call that is malformed behind its name gets the model's text up to an end mark as its arguments.
     """
-    text += yield from reader.take_spaces()
+    is_list, n_calls = bool((yield from reader.take_mark("["))), reader.n_calls
+    yield from reader.take_spaces()
     while (yield from reader.peek()) == "{":
         try:
-            content = yield from read_call(reader, tools, is_known=is_known, key=key)
+            if not (yield from read_call(reader, tools, is_known=is_known, key=key)):
+                return reader.held()
         except NotJson:
             yield from reader.find(reader.ends, reader.arguments)
             return ""
-        if content is not None:
-            return text + content
-        text = ""
         while (char := (yield from reader.peek())) and char in BETWEEN:
             reader.skip(1)
-    if text.startswith("[") and (yield from reader.take_mark("]")):
-        return ""  # no calls
-    return text
+        reader.hold()
+    is_empty = is_list and reader.n_calls == n_calls and not is_known
+    if is_empty and (yield from reader.take_mark("]")):
+        reader.hold()  # no calls
+    return reader.held()
 
 
 class _Call:
-    """A call while its object is read. Nothing is emitted before its name is known.
-
-    held   the object's text so far, in case it is not a call
-    """
+    """A call while its object is read. Nothing is emitted before its name is known."""
 
     def __init__(self, reader: AnswerReader, tools: Tools, is_known: bool, key: str) -> None:
         self.reader, self.tools, self.is_known, self.key = reader, tools, is_known, key
-        self.held: list[str] = []
         self.has_begun = self.is_whole = False
         self.arguments: str | None = None  # arguments that precede the name
-        self.more: dict[
-            str, str
-        ] = {}  # values beside the name, which are the arguments if there are no others
+        self.more: dict[str, str] = {}  # values beside the name: the arguments if there are no others
         self.name = ""
-
-    def hold(self, text: str) -> None:
-        if not self.has_begun:
-            self.held.append(text)
 
     def begin(self, name: object) -> None:
         if self.has_begun:
@@ -207,14 +197,14 @@ class _Call:
         if not name or (self.is_known and name not in self.tools):
             raise NotJson
         self.has_begun, self.reader.room, self.name = True, NO_LIMIT, name
-        self.held.clear()
+        self.reader.held()
         self.reader.begin_call(name)
         if self.arguments is not None:
             self.reader.arguments(self.arguments)
 
 
-def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool, key: str) -> Steps[str | None]:
-    """Read the next object as a call. Returns None if it was emitted, or its text if it is not a call.
+def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool, key: str) -> Steps[bool]:
+    """Read the next object as a call. Returns False if it is not one, and its text is held.
 
     Raises NotJson if it is malformed between its name and its arguments, or in these.
     """
@@ -226,17 +216,17 @@ def read_call(reader: AnswerReader, tools: Tools, *, is_known: bool, key: str) -
             raise
     finally:
         reader.room = NO_LIMIT
-    return None if call.has_begun else "".join(call.held)
+    return call.has_begun
 
 
 def _object(call: _Call, *, is_inside: bool) -> Steps[None]:
     """is_inside: this is the object that OpenAI's form has in "function"."""
     reader = call.reader
-    yield from _sign(call, "{")
-    while True:
-        key = yield from _string(call)
-        call.hold((yield from reader.take_spaces()))
-        yield from _sign(call, ":")
+    yield from _sign(reader, "{")
+    while (yield from reader.peek()) != "}":
+        key = yield from _string(reader)
+        yield from reader.drop_spaces()
+        yield from _sign(reader, ":")
         is_object = (yield from reader.peek()) == "{"
         if key == "function" and is_object and not (is_inside or call.has_begun):
             yield from _object(call, is_inside=True)
@@ -244,22 +234,21 @@ def _object(call: _Call, *, is_inside: bool) -> Steps[None]:
             yield from _arguments(call)
             call.is_whole = True
         elif key in ("name", call.key):
-            call.begin((yield from _string(call)))
+            call.begin((yield from _string(reader)))
         elif key in NAMES and (yield from reader.peek()) == '"' and not call.has_begun:
-            name = yield from _string(call)
+            name = yield from _string(reader)
             if offered(name, call.tools) in call.tools:
                 call.begin(name)
         else:
             value: list[str] = []
-            yield from read_value(reader, value.append if call.has_begun else call.hold)
+            yield from read_value(reader, value.append)
             call.more[key] = "".join(value)
-        call.hold((yield from reader.take_spaces()))
+        yield from reader.drop_spaces()
         is_over = bool(reader.ends) and (yield from reader.look(*reader.ends))
         if is_over or (yield from reader.peek()) == "}":
-            reader.skip(0 if is_over else 1)
-            call.hold("" if is_over else "}")
             break
-        yield from _sign(call, ",")
+        yield from _sign(reader, ",")
+    yield from reader.take_mark("}")
     if call.has_begun and not call.is_whole:
         known = names_of(call.tools.get(call.name, {}))
         pairs = (f"{json.dumps(k)}: {v}" for k, v in call.more.items() if k in known and v)
@@ -267,19 +256,14 @@ def _object(call: _Call, *, is_inside: bool) -> Steps[None]:
         call.is_whole = True
 
 
-def _sign(call: _Call, sign: str) -> Steps[None]:
-    yield from take(call.reader, sign)
-    call.hold(sign + (yield from call.reader.take_spaces()))
+def _sign(reader: AnswerReader, sign: str) -> Steps[None]:
+    yield from take(reader, sign)
+    yield from reader.drop_spaces()
 
 
-def _string(call: _Call) -> Steps[str]:
+def _string(reader: AnswerReader) -> Steps[str]:
     text: list[str] = []
-
-    def emit(piece: str) -> None:
-        text.append(piece)
-        call.hold(piece)
-
-    yield from read_string(call.reader, emit)
+    yield from read_string(reader, text.append)
     return str(json.loads("".join(text)))
 
 
@@ -290,12 +274,7 @@ def _arguments(call: _Call) -> Steps[None]:
         yield from read_value(reader, reader.arguments)
         return
     taken: list[str] = []
-
-    def emit(piece: str) -> None:
-        taken.append(piece)
-        call.hold(piece)
-
-    yield from read_value(reader, emit)
+    yield from read_value(reader, taken.append)
     call.arguments = as_object("".join(taken))
     if call.has_begun:
         reader.arguments(call.arguments)

@@ -325,7 +325,7 @@ def _take_ends(reader: AnswerReader, own: Syntax, ends: Step) -> Steps[bool]:
     """
     ends = tuple(dict.fromkeys((*own.ends, *ends)))
     cut = tuple(mark for mark in ends if mark[-1] not in ">]|")
-    whole = (*(mark + ">" for mark in cut), *(mark for mark in ends if mark not in cut))
+    whole = (*own.close, *(mark + ">" for mark in cut), *(mark for mark in ends if mark not in cut))
     forms = ((GAP, AHEAD, whole), (GAP, AHEAD, cut, TAIL), (GAP, AHEAD, cut, WORD, OVER))
     again: Lookahead = (GAP, own.open, AHEAD, GAP)
     is_closed = False

@@ -50,6 +50,7 @@ class AnswerReader:
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
         self._text, self._at = "", 0
+        self._held, self._from = list[str](), -1  # text that is held, and where it goes on; -1: nowhere
         self.is_over = False
         self.marks: tuple[str, ...] = ()
         self.is_constrained = self.is_line = False
@@ -66,8 +67,20 @@ class AnswerReader:
     # -- text in -------------------------------------------------------------------------------------------------
 
     def push(self, text: str) -> None:
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        if self._from >= 0:
+            self._held.append(self._text[self._from : self._at])
+            self._from = 0
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def hold(self) -> None:
+        """Keep the text from here on, because it may turn out to be no call."""
+        self._held, self._from = [], self._at
+
+    def held(self) -> str:
+        """That text, as the model wrote it, up to here. It is no longer kept."""
+        text = self._text[self._from : self._at] if self._from >= 0 else ""
+        self._from = -1
+        return "".join([*self._held, text])
 
     def peek(self) -> Steps[str]:
         """The next character, not consumed; "" at the end of the answer, or without room for more."""

@@ -46,7 +46,7 @@ class ArgumentWriter:
         return [name for name in self.names if name not in self._written] if self.names else None
 
     def value(self, name: str, *, is_text: bool | None = None) -> ValueWriter | Wrapped:
-        """The next argument. is_text: True or False if the markup marks it as a string or not; None: the schema decides.
+        """The next argument. is_text: True or False if the markup marks it as a string or not, where the schema allows both; None: the schema decides.
 
         All arguments in one that the tool does not have are read as themselves.
         """
@@ -57,10 +57,10 @@ class ArgumentWriter:
     def writer(self, name: str, is_text: bool | None) -> ValueWriter:
         """Of the value of an argument with this name."""
         self.name(name)
-        if is_text is None:
-            return ValueWriter(self._reader.arguments, types_of(self._schema, name))
-        kinds = frozenset({"string"}) if is_text else ALL
-        return ValueWriter(self._reader.arguments, kinds, is_quoted=not is_text)
+        kinds = types_of(self._schema, name)
+        if is_text and "string" in kinds:
+            kinds = frozenset({"string"})
+        return ValueWriter(self._reader.arguments, kinds, is_quoted=is_text is False)
 
     def members(self, values: Mapping[str, Any]) -> None:
         """Several arguments with their values."""
@@ -92,7 +92,7 @@ class ValueWriter:
         self._emit, self._kinds, self._is_quoted = emit, kinds, is_quoted
         self._held: list[str] = []
         self._n_held = 0
-        self._is_string = kinds == {"string"}
+        self._is_string = kinds == {"string"} and not is_quoted
         if self._is_string:
             emit('"')
 

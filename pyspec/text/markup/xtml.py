@@ -31,15 +31,6 @@ OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
 MOST_ATTRIBUTES = 1024  # characters
 _QUOTE: Step = ("", '"', "'")
 _ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"']+))""")
-_TOKEN = re.compile(r"<\|\w+\|>")
-_JSON_TYPES = {
-    "integer": "number",
-    "number": "number",
-    "boolean": "boolean",
-    "null": "null",
-    "object": "object",
-    "array": "array",
-}
 
 
 def begins(word: str) -> str:
@@ -62,27 +53,34 @@ def _plain(text: str) -> str:
     return text.replace("&quot;", '"').replace("&amp;", "&")
 
 
-def loose(mark: str) -> Step:
-    """A mark, and the same without the last sign of one of its tokens."""
-    every = (mark, *(mark[: m.end() - 1] + mark[m.end() :] for m in _TOKEN.finditer(mark)))
-    return tuple(dict.fromkeys(every))
-
-
 def escaped(text: str) -> str:
     """A text as the value of an attribute."""
     return text.replace("&", "&amp;").replace('"', "&quot;")
 
 
+def _token(token: str) -> Lookahead:
+    """It may be there twice, lack its last sign, and have spaces behind it."""
+    return (token, token[:-1]), GAP, (token, ""), GAP
+
+
+_SEP: Lookahead = ((SEP, SEP[:-1]), (SEP, ""))
+
+
 def _head(names: Step) -> Lookahead:
     """The mark of a call of one of these tools."""
-    return (loose(f"{OPEN}call tool="), _QUOTE, names, _QUOTE, INSIDE, loose(SEP))
+    before: Lookahead = (GAP, (SEP, ""), GAP, *_token(OPEN), ("call",), GAP, ("tool",), GAP, ("=",), GAP)
+    return (*before, _QUOTE, names, _QUOTE, INSIDE, *_SEP)
 
 
-_KEYS = loose(f"{OPEN}argument")
+def _end(*words: str) -> Lookahead:
+    """The mark that ends such an element."""
+    return (GAP, *_token(CLOSE), words, GAP, (SEP, SEP[:-1], ""), (SEP, ""))
+
+
+_KEY: Lookahead = (*_token(OPEN), ("argument",))
 _AFTER = (  # what ends a value
-    *_KEYS,
-    *(form for word in ("argument", "call", "tools") for form in loose(f"{CLOSE}{word}")),
-    *loose(f"{OPEN}call tool="),
+    (*_token(CLOSE), ("argument", "call", "tools")),
+    (*_token(OPEN), ("argument", "call")),
 )
 
 
@@ -92,49 +90,57 @@ class Xtml(Syntax):
 
     @property
     def ends(self) -> Step:
-        every = (*map(ends, ("call", "argument", "json")), *self.close)
-        return tuple(form for mark in every for form in loose(mark))
+        return (*map(ends, ("call", "argument", "json")), *self.close)
 
     def call(
         self, reader: AnswerReader, tools: Tools, *, opened: str, is_open: bool
     ) -> Steps[str | None]:
         forms = [_head(Names(map(escaped, tools)))] + ([_head(NAME)] if is_open else [])
-        if not (yield from reader.sees(*forms)):
+        if not (found := (yield from reader.take(*forms))):
             return None
-        name = offered((yield from self._mark(reader, "call")).get("tool", ""), tools)
-        reader.begin_call(name)
+        reader.begin_call(name := offered(_plain(found.name), tools))
+        yield from self._arguments(reader, tools.get(name, {}))
+        while (yield from reader.take(_end("argument", "json", "call"))):
+            pass
         yield from reader.drop_spaces()
-        if (yield from reader.look(*loose(f"{OPEN}json"))):
-            yield from self._mark(reader, "json")
+        if not (yield from reader.look(*self.close)):
+            yield from reader.take(_end("tools"))
+        return ""
+
+    def _arguments(self, reader: AnswerReader, schema: Schema) -> Steps[None]:
+        yield from reader.drop_spaces()
+        is_json = (yield from self._mark(reader, (*_token(OPEN), ("json",)))) is not None
+        if is_json or (yield from reader.peek()) == "{":
             yield from read_arguments(reader)
-            return ""
-        if (yield from reader.peek()) == "{":
-            yield from read_arguments(reader)
-            return ""
-        arguments = ArgumentWriter(reader, tools.get(name, {}))
-        while (yield from reader.look(*_KEYS)):
-            own = yield from self._mark(reader, "argument")
+            return
+        arguments = ArgumentWriter(reader, schema)
+        while (own := (yield from self._mark(reader, _KEY))) is not None:
             kind = own.get("type")
             is_text = None if kind is None else kind == "string"
             value = arguments.value(own.get("key", ""), is_text=is_text)
-            if not (yield from reader.find(_AFTER, value)):
-                return ""  # cut off
+            while mark := (yield from reader.find((OPEN[:-1], CLOSE[:-1]), value)):
+                if (yield from reader.sees(*_AFTER, cut_fits=True)):
+                    break
+                value((yield from reader.take_mark(mark)))
+            else:
+                return  # cut off
             value.end()
-            yield from reader.take((loose(f"{CLOSE}argument"), loose(SEP)))
+            while (yield from reader.take(_end("argument"))):
+                pass
             yield from reader.drop_spaces()
         arguments.end()
-        return ""
 
-    def _mark(self, reader: AnswerReader, word: str) -> Steps[Mapping[str, str]]:
-        """Take the mark that begins an element."""
-        yield from reader.take_mark(*loose(f"{OPEN}{word}"))
+    def _mark(self, reader: AnswerReader, mark: Lookahead) -> Steps[Mapping[str, str] | None]:
+        """Take a mark that begins an element. Returns its attributes; None if another text follows."""
+        if not (yield from reader.take(mark)):
+            return None
         text, _ = yield from reader.take_until(SEP[:-1], most=MOST_ATTRIBUTES)
-        yield from reader.take_mark(SEP[-1])
+        yield from reader.take(((SEP[-1], ""), (SEP, "")))
         return attributes(text)
 
     def heads(self, tools: Tools) -> tuple[Lookahead, ...]:
         known = _head(Names(map(escaped, tools)))
-        return ((self.open, GAP, *known), known)
+        return ((self.open, *known), known[3:])
 
     def bodies(self, lark: Lark, tools: Tools) -> list[str]:
         end = literal(ends("call"))
@@ -143,13 +149,13 @@ class Xtml(Syntax):
                 literal(f'call tool="{escaped(name)}" index="'),
                 "/[0-9]{1,3}/",
                 literal(f'"{SEP}'),
-                self._arguments(lark, schema),
+                self._lark(lark, schema),
                 end,
             )
             for name, schema in tools.items()
         ]
 
-    def _arguments(self, lark: Lark, schema: Schema) -> str:
+    def _lark(self, lark: Lark, schema: Schema) -> str:
         """In the schema's order, and no others; JSON if the schema neither names nor forbids some."""
         if takes_any(schema):
             return concat(
@@ -163,7 +169,7 @@ class Xtml(Syntax):
             elif "string" in kinds:
                 kind, value = "string", lark.text_before(end)
             else:
-                kinds_ = sorted({_JSON_TYPES[each] for each in kinds})
+                kinds_ = sorted({"number" if each == "integer" else each for each in kinds})
                 kind, value = "", concat(lark.json(own), literal(end))
                 head = concat(
                     literal(head), either([literal(each) for each in kinds_]), literal(f'"{SEP}')
@@ -174,8 +180,8 @@ class Xtml(Syntax):
 
 
 KIMI_K3 = Xtml(
-    open=(begins("tools"),),
-    starts=loose(f"{OPEN}call tool="),
+    open=(begins("tools"), *(f"{OPEN}{gap}tools{SEP}" for gap in (" ", "\n", OPEN))),
+    starts=(f"{OPEN[:-1]}call", *(f"{OPEN}{gap}call" for gap in ("", " ", "\n", OPEN))),
     close=(ends("tools"),),
     inner=(OPEN, CLOSE, SEP),
     is_section=True,
