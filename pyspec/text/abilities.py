@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 HEAD = ("system", "developer")
@@ -25,6 +26,7 @@ READS_PARTS = re.compile(r"""\btext\b""")
 
 Chat = list[dict[str, Any]]
 PLAIN: Chat = [{"role": "user", "content": WORD}]
+HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
 Render = Callable[[Chat, Sequence[Mapping[str, Any]] | None], str]
 """Renders a chat with these tools. Returns "" if the template refuses it or fails. Raises Unavailable if the sandbox got no time."""
 
@@ -115,7 +117,7 @@ class Abilities:
             for name, id_ in ((FUNCTION, CALL_ID), (SECOND, CALL_ID[::-1]))
         ]
         chat: Chat = [
-            {"role": "user", "content": "hello"},
+            HELLO,
             {"role": "assistant", "content": "", "tool_calls": calls},
             *({"role": "tool", "content": RESULT, "tool_call_id": call["id"]} for call in calls),
         ]
@@ -138,7 +140,25 @@ class Abilities:
             return False
         result = {"name": FUNCTION, "response": RESULT}
         turn = {"role": "assistant", "content": "", "tool_responses": [result]}
-        return RESULT in self._written([{"role": "user", "content": "hello"}, turn])
+        return RESULT in self._written([HELLO, turn])
+
+    @cached_property
+    def aside(self) -> tuple[str, str, str] | None:
+        """Where a template that hides an answer's text beside a call, or the call beside it, has that text: what stands before and behind
+        it, and what begins the call. None if both are shown."""
+        given: Any = {} if self.takes_objects else "{}"
+        both = self._called(given, said=WORD)
+        if FUNCTION in both and WORD in (both.partition(FUNCTION)[0] if self.takes_responses else both):
+            return None
+        said, call = self._written([HELLO, {"role": "assistant", "content": WORD}]), self._called(given)
+        (lead, found, behind), name = said.partition(WORD), call.find(FUNCTION)
+        if not found or name < 0:
+            return None
+        first = len(commonprefix([said, call]))  # noqa: RUF071 - characters are meant
+        if is_apart := bool(lead[first:].strip()):  # the text is another turn than the call
+            first = min(first, len(self._written([HELLO])))
+        opening = call[first:name]
+        return lead[first:], behind * is_apart, opening.partition("{")[0].strip() or opening
 
     @cached_property
     def needs_turns(self) -> bool:
@@ -177,12 +197,12 @@ class Abilities:
             result["tool_call_id"] = id_
         return self._called({} if self.takes_objects else "{}", result, *behind, id_=id_)
 
-    def _called(self, arguments: Any, *behind: dict[str, Any], id_: str | None = CALL_ID) -> str:
+    def _called(self, arguments: Any, *behind: Any, id_: str | None = CALL_ID, said: str = "") -> str:
         """A chat with a call, then these messages."""
         function = {"name": FUNCTION, "arguments": arguments}
         call = {"type": "function", "function": function} | ({"id": id_} if id_ else {})
-        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return self._written([{"role": "user", "content": "hello"}, turn, *behind])
+        turn = {"role": "assistant", "content": said, "tool_calls": [call]}
+        return self._written([HELLO, turn, *behind])
 
     def _written(self, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """Render a chat, with its content in the form that the template reads."""

@@ -1,5 +1,5 @@
-"""Changes chats and tools to a form that the template can write. Nothing is dropped silently, and nothing is refused that has another
-form with the same meaning.
+"""Changes chats and tools to a form that the template can write. Nothing of these is dropped silently, and nothing is refused that has
+another form with the same meaning.
 
     null fields, empty lists of calls      left out
     developer                              system, unless the template knows the role
@@ -9,6 +9,7 @@ form with the same meaning.
     a role twice, where turns must change  one message; a user message behind a tool's result becomes part of it
     ids of calls                           added, shortened to nine letters and digits, or made of the call's name, if the template needs that
     reasoning of earlier answers           as `thinking`, if the template reads that; content beside it and a call becomes part of it
+    text beside a call                     before it in the rendered text, as the model wrote it, if the template hides one of the two
     several calls of an answer             one answer for each, its result behind it, if the template shows the first alone
     arguments of calls                     objects or texts, as the template writes them
     results of calls                       in the message with the calls, if the template has them there
@@ -21,20 +22,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from pyspec.ranges import no_number
 from pyspec.text.abilities import HEAD, Abilities, Chat
 
+log = logging.getLogger(__name__)
+
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 LISTENERS = ("user", "tool")
-SAME_TURN = f"\ue000aB{secrets.token_hex(8)}T\ue001"  # no text of a client can contain it
-GEMMA4_CALL = "<|tool_call>"  # the mark that begins a call, in the templates that `in_one_turn` is for
-_TURN_END = re.compile(f"{SAME_TURN}.*?(?={re.escape(GEMMA4_CALL)})", re.DOTALL)
+ASIDE = f"aB{secrets.token_hex(8)}T"  # no text of a client can contain it
+_SAID = re.compile(ASIDE + "([0-9a-f]*)Z")
 SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -45,29 +49,19 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
         chat = [_known(message, able) for message in chat]
         n_head = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
         chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
-    chat = _with_ids(_in_turns(chat, able), able)
-    chat = [
-        message | {"tool_calls": [_call(call, able) for call in calls]}
-        if isinstance(calls := message.get("tool_calls"), list | tuple)
-        else message
-        for message in chat
-    ]
+    chat = [_called(message, able) for message in _with_ids(_in_turns(chat, able), able)]
     has_results = any(message["role"] == "tool" for message in chat)
     return _with_responses(chat) if has_results and able.takes_responses else chat
 
 
 def _with_responses(messages: Chat) -> Chat:
-    """Results as a field of the message with their calls. Its text becomes a message before, because such templates write it behind, and a
-    mark for `in_one_turn`."""
+    """Results as a field of the message with their calls."""
     chat: Chat = []
     names: dict[str, str] = {}  # of the last calls by their ids
     for message in messages:
         if message["role"] != "tool":
             calls = message.get("tool_calls") or ()
-            names = {_id_of(call): _name_of(call) for call in calls}
-            if calls and (text := message.get("content")):
-                chat.append({"role": message["role"], "content": text + SAME_TURN})
-                message = message | {"content": ""}
+            names = {_id_of(call): _SAID.sub("", _name_of(call)) for call in calls}
             chat.append(message)
             continue
         name = names.get(str(message.get("tool_call_id"))) or message.get("name")
@@ -80,9 +74,38 @@ def _with_responses(messages: Chat) -> Chat:
     return chat
 
 
-def in_one_turn(text: str) -> str:
-    """A prompt in which a call follows the text of its answer: the template ended the turn between them."""
-    return _TURN_END.sub("", text).replace(SAME_TURN, "") if SAME_TURN in text else text
+def _called(message: dict[str, Any], able: Abilities) -> dict[str, Any]:
+    """An answer with its calls in the template's form. Text that the template hides beside them begins the first name, as a mark for
+    `with_texts`."""
+    if not isinstance(given := message.get("tool_calls"), list | tuple):
+        return message
+    calls, text = [_call(call, able) for call in given], message["content"].lstrip()
+    name = _name_of(calls[0]) if calls and text else ""
+    if not name or able.aside is None:
+        return message | {"tool_calls": calls}
+    mark = f"{ASIDE}{text.encode('utf-8', 'surrogatepass').hex()}Z"
+    calls[0] = {**calls[0], "function": {**calls[0]["function"], "name": mark + name}}
+    return message | {"content": "", "tool_calls": calls}
+
+
+def with_texts(prompt: str, able: Abilities) -> str:
+    """A prompt with the texts of answers in front of their calls."""
+    if ASIDE not in prompt or able.aside is None:
+        return prompt
+    (before, behind, opening), pieces = able.aside, _SAID.split(prompt)
+    for i in range(1, len(pieces), 2):
+        said, pieces[i] = bytes.fromhex(pieces[i]).decode("utf-8", "surrogatepass"), ""
+        at = pieces[i - 1].rfind(opening)
+        if at < 0:
+            _log_hidden()
+        else:
+            pieces[i - 1] = pieces[i - 1][:at] + before + said + behind + pieces[i - 1][at:]
+    return "".join(pieces)
+
+
+@cache
+def _log_hidden() -> None:
+    log.warning("texts beside calls are left out: the chat template hides them")
 
 
 def _name_of(call: Any) -> str:

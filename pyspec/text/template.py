@@ -16,7 +16,7 @@ from pyspec.errors import BadTemplate, RequestError, Unavailable
 from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
 from pyspec.text.abilities import HEAD, Abilities, in_parts
-from pyspec.text.fitting import fitted, fitted_tools, in_one_turn
+from pyspec.text.fitting import fitted, fitted_tools, with_texts
 from pyspec.text.marks import Hidden, spliced
 from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Part, Tokenizer
@@ -251,7 +251,8 @@ class ChatTemplate:
         if "failed" in answer:
             why = printable(answer["failed"], MESSAGE_CHARS)
             raise RequestError(f"the chat template {why}; {ANOTHER}")
-        return encodable(in_one_turn(answer["text"]))  # a template can write half a surrogate pair
+        text = with_texts(answer["text"], self._able)
+        return encodable(text)  # a template can write half a surrogate pair
 
     def encode(
         self,

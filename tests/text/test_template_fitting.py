@@ -470,7 +470,7 @@ def test_results_stand_beside_their_calls_where_a_template_has_them_there() -> N
         {"role": "user", "content": "and?"},
     ]
     assert RESPONSES.render(chat) == (
-        '<user>hi<assistant>I look.<assistant>call:f{"a": 1};call:g{"a": 1};response:gyes;response:f[1];'
+        '<user>hi<assistant>I look.call:f{"a": 1};call:g{"a": 1};response:gyes;response:f[1];'
         '<assistant>call:h{"a": 1};response:hlate;<user>and?[assistant]'
     )
     assert ANY_ROLE.render(chat).count("[tool]") == 3, "elsewhere they are messages"

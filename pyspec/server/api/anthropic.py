@@ -1,13 +1,16 @@
 """Anthropic's messages, converted to a body of chat completions. Fields that are not part of a chat pass unchanged.
 
-Images become parts of chat completions; documents that are no text are refused by name. Tools that Anthropic's servers run, and their
-results, are left out. Hints for caching and billing are ignored: every prompt is cached, and nothing is billed.
+Images become parts of chat completions, those of documents, too; documents that are neither text nor images are refused by name.
+Tools that Anthropic's servers run, and their results, are left out. Hints for caching and billing are ignored: every prompt is cached,
+and nothing is billed.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -131,8 +134,10 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if system is None:
         return []
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
-    texts = [without_transport(_text(block, f"system.{i}")) for i, block in enumerate(blocks)]
-    return [{"role": "system", "content": "".join(texts)}]
+    parts = [part for i, block in enumerate(blocks) for part in _parts(block, f"system.{i}")]
+    if any(part["type"] != "text" for part in parts):
+        raise NotSupported("system: images are not supported here")
+    return [{"role": "system", "content": "".join(without_transport(part["text"]) for part in parts)}]
 
 
 def _turns(turns: list[ConversationTurn], limits: Limits) -> list[dict[str, Any]]:
@@ -160,11 +165,9 @@ def _user_messages(role: str, blocks: list[dict[str, Any]], where: str) -> list[
             messages.append(_result(block, at))
         if kind == "tool_result" or is_foreign_block(kind):
             continue
-        part = _part(block, at)
-        if messages and messages[-1]["role"] == role:
-            messages[-1]["content"].append(part)
-        else:
-            messages.append({"role": role, "content": [part]})
+        if not messages or messages[-1]["role"] != role:
+            messages.append({"role": role, "content": []})
+        messages[-1]["content"] += _parts(block, at)
     return messages
 
 
@@ -176,8 +179,9 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     content = block.get("content")
     if isinstance(content, list):
         blocks = [(part, f"{where}.content.{i}") for i, part in enumerate(content)]
-        parts = (_of_tool(part, at) for part, at in blocks if not is_foreign_block(_kind(part, at)))
-        content = _joined(list(parts))
+        own = ((part, at) for part, at in blocks if not is_foreign_block(_kind(part, at)))
+        parts = _joined([each for part, at in own for each in _parts(part, at, of_tool=True)])
+        content = parts[0]["text"] if [part["type"] for part in parts] == ["text"] else parts
     elif not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content: a string or a list of text blocks")
     return {"role": "tool", "tool_call_id": call, "content": content or ""}
@@ -196,7 +200,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
         elif kind == "tool_use":
             calls.append(_call(block, at))
         elif not is_foreign_block(kind):
-            texts.append(_part(block, at))
+            texts += _parts(block, at)
     if not (thoughts or texts or calls):
         return []
     message: dict[str, Any] = {"role": "assistant", "content": texts or ""}
@@ -225,10 +229,25 @@ def _kind(block: Any, where: str) -> str:
     return kind
 
 
-def _part(block: Any, where: str) -> dict[str, Any]:
-    """A block as a part of a message of chat completions."""
-    if _kind(block, where) != "image":
-        return {"type": "text", "text": _text(block, where)}
+def _parts(block: Any, where: str, *, of_tool: bool = False) -> list[dict[str, Any]]:
+    """A block as parts of a message of chat completions. A tool's image of another source costs the model a line, not the client every
+    later turn."""
+    kind = _kind(block, where)
+    if kind in ("document", "search_result") and (parts := _document(block, where, of_tool)):
+        return parts
+    if kind == "text":
+        return [{"type": "text", "text": string_of(block, "text", where)}]
+    if kind != "image":
+        raise NotSupported(f"{where}: blocks of type {kind[:40]!r} are not supported here")
+    try:
+        return [_image(block, where)]
+    except NotSupported:
+        if not of_tool:
+            raise
+        return [{"type": "text", "text": NO_IMAGE}]
+
+
+def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":
@@ -242,54 +261,31 @@ def _part(block: Any, where: str) -> dict[str, Any]:
     raise NotSupported(f"{where}.source: an image's source is base64 or url, not {str(kind)[:40]!r}")
 
 
-def _of_tool(block: Any, where: str) -> dict[str, Any]:
-    """A block of a tool's result. An image of another source costs the model a line, not the client every later turn."""
-    try:
-        return _part(block, where)
-    except NotSupported:
-        if block["type"] != "image":
-            raise
-        return {"type": "text", "text": NO_IMAGE}
-
-
-def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """The parts of a tool's result: neighbouring texts are one, as in llama-server."""
+def _joined(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Neighbouring texts are one, as in llama-server."""
     joined: list[dict[str, Any]] = []
-    for part in parts:
-        if joined and part["type"] == joined[-1]["type"] == "text":
-            joined[-1]["text"] += part["text"]
-        else:
-            joined.append(part)
-    is_text = all(part["type"] == "text" for part in joined)
-    return "".join(part["text"] for part in joined) if is_text else joined
+    for kind, group in groupby(parts, itemgetter("type")):
+        same = list(group)
+        joined += [{"type": kind, "text": "".join(p["text"] for p in same)}] if kind == "text" else same
+    return joined
 
 
-def _text(block: Any, where: str) -> str:
-    """The text of a block: of a document or a search result its title, too, and all of its text."""
-    kind = _kind(block, where)
-    if kind in ("document", "search_result") and (text := _document(block, where)) is not None:
-        return text
-    if kind != "text":
-        raise NotSupported(f"{where}: blocks of type {kind[:40]!r} are not supported here")
-    return string_of(block, "text", where)
-
-
-def _document(block: dict[str, Any], where: str) -> str | None:
-    """The text of a document, with its title before; None if its source is no text."""
+def _document(block: dict[str, Any], where: str, of_tool: bool) -> list[dict[str, Any]]:
+    """The text and images of a document or a search result, with its title before; nothing if its source is neither."""
     source = block.get("source")
     content = block.get("content")
     if isinstance(source, dict):
         is_text = source.get("type") == "text" or source.get("type") == "content"
         content = source.get("data", source.get("content")) if is_text else None
-    if isinstance(content, list):
-        places = (f"{where}.source.content.{i}" for i in range(len(content)))
-        content = "".join(
-            NO_IMAGE if _kind(part, at) == "image" else _text(part, at)
-            for part, at in zip(content, places, strict=True)
-        )
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        return []
     heads = (block.get("title"), block.get("context"), source)
-    lines = [head for head in heads if isinstance(head, str) and head]
-    return "\n".join([*lines, content, ""]) if isinstance(content, str) else None
+    parts = [{"type": "text", "text": f"{head}\n"} for head in heads if isinstance(head, str) and head]
+    for i, part in enumerate(content):
+        parts += _parts(part, f"{where}.source.content.{i}", of_tool=of_tool)
+    return _joined([*parts, {"type": "text", "text": "\n"}])
 
 
 def _tool(tool: MessagesTool) -> dict[str, Any]:

@@ -476,20 +476,26 @@ WORDS = {
     "value": "{why}",
 }
 """What is wrong with a field, by the kind of error."""
-WAY = re.compile(
-    r"\.(str|bool|constrained-str|[a-z]+\[.*)(\.|$)"
-)  # what pydantic calls a form of several
+WAY = re.compile(r"str|bool|constrained-str|[a-z-]+\[.*")  # what pydantic calls a form of several
+OTHER_TYPE = ("_type", "literal_error")  # ends of the kinds of errors of another form's value
 MOST_WHERE = 120  # characters of a field's place: a client may choose them
 
 
 def validate(model: type[AnyBody], value: dict[str, Any]) -> AnyBody:
-    """The body as its model; RequestError with the name of the first wrong field."""
+    """The body as its model; RequestError with the name of the first wrong field. Of several forms, the one whose type the value has is
+    told, or all."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = printable(".".join(map(str, first["loc"])), MOST_WHERE)
-        if (one_of := WAY.search(where)) is not None:
-            raise RequestError(f"{where[: one_of.start()]}: it has none of its legal types") from None
-        words = WORDS.get(first["type"], "it can not be used").format_map(first.get("ctx", {}))
-        raise RequestError(f"{where}: {words}") from None
+        errors = error.errors(include_url=False, include_input=False)
+        loc = errors[0]["loc"]
+        at = next((i for i, name in enumerate(loc) if i and WAY.fullmatch(str(name))), len(loc))
+        forms = [each for each in errors if each["loc"][:at] == loc[:at]]
+        near = [e for e in forms if len(e["loc"]) > at + 1 or not e["type"].endswith(OTHER_TYPE)]
+        forms = near[:1] or forms
+        where = ".".join(map(str, loc[:at] + forms[0]["loc"][at + 1 :]))
+        words = ", or ".join(
+            WORDS.get(e["type"], "it can not be used").format_map(e.get("ctx", {})) for e in forms
+        )
+        words = words.replace(", or want ", ", or ")
+        raise RequestError(f"{printable(where, MOST_WHERE)}: {words}") from None

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pyspec.text.fitting import GEMMA4_CALL
 from pyspec.text.markup.ahead import AHEAD, GAP, NAME, Lookahead, Names, Step
 from pyspec.text.markup.call_grammar import (
     Lark,
@@ -214,7 +213,7 @@ class _Values:
 
 
 GEMMA4 = Members(
-    open=(GEMMA4_CALL,),
+    open=("<|tool_call>",),
     starts=("<|channel>", "call:"),
     close=("<tool_call|>",),
     inner=('<|"|>', "<|channel>", "<channel|>"),
