@@ -33,7 +33,7 @@ from typing import Any
 from pyspec.ranges import no_number
 from pyspec.text.abilities import HEAD, Abilities, Chat
 
-log = logging.getLogger(__name__)
+_warn_once = cache(logging.getLogger(__name__).warning)
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 LISTENERS = ("user", "tool")
@@ -50,8 +50,7 @@ def fitted(messages: Chat, able: Abilities) -> Chat:
         n_head = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
         chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
     chat = [_called(message, able) for message in _with_ids(_in_turns(chat, able), able)]
-    has_results = any(message["role"] == "tool" for message in chat)
-    return _with_responses(chat) if has_results and able.takes_responses else chat
+    return _with_responses(chat) if able.takes_responses else chat
 
 
 def _with_responses(messages: Chat) -> Chat:
@@ -97,15 +96,10 @@ def with_texts(prompt: str, able: Abilities) -> str:
         said, pieces[i] = bytes.fromhex(pieces[i]).decode("utf-8", "surrogatepass"), ""
         at = pieces[i - 1].rfind(opening)
         if at < 0:
-            _log_hidden()
+            _warn_once("texts beside calls are left out: the chat template hides them")
         else:
             pieces[i - 1] = pieces[i - 1][:at] + before + said + behind + pieces[i - 1][at:]
     return "".join(pieces)
-
-
-@cache
-def _log_hidden() -> None:
-    log.warning("texts beside calls are left out: the chat template hides them")
 
 
 def _name_of(call: Any) -> str:
@@ -167,7 +161,7 @@ def _with_head(head: Chat, rest: Chat, able: Abilities) -> Chat:
         return [*head, _user(""), *rest] if needs_user else head + rest
     text = _blank_line(*(message["content"] for message in head))
     if rest and rest[0]["role"] == "user":
-        return [_before(text, rest[0]), *rest[1:]]
+        return [rest[0] | {"content": _blank_line(text, rest[0]["content"])}, *rest[1:]]
     return ([_user(text)] if text else []) + rest
 
 
@@ -183,7 +177,7 @@ def _moved(messages: Chat, able: Abilities) -> Chat:
                 waiting = _blank_line(waiting, message["content"])
             continue
         if waiting and message["role"] == "user":
-            message = _before(waiting, message)
+            message = message | {"content": _blank_line(waiting, message["content"])}
         elif waiting:
             chat.append(_user(waiting))
         waiting = ""
@@ -291,10 +285,6 @@ def _short(id_: str) -> str:
     if SHORT_ID.fullmatch(id_):
         return id_
     return hashlib.sha256(id_.encode("utf-8", "replace")).hexdigest()[:9]
-
-
-def _before(text: str, message: dict[str, Any]) -> dict[str, Any]:
-    return message | {"content": _blank_line(text, message["content"])}
 
 
 def _behind(message: dict[str, Any], text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pyspec.errors import NotSupported
 from pyspec.server.api.anthropic import to_chat
 from pyspec.server.api.pictures import SentPictures
 from pyspec.server.api.prompts import plain_message
-from pyspec.server.api.schema import Message
+from pyspec.server.api.schema import Message, image_part
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.text.left_out import NO_IMAGE
@@ -273,6 +273,16 @@ def test_documents_whose_source_is_text_are_text_with_their_titles() -> None:
     ]  # fmt: skip
     result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document", "source": source}]}  # fmt: skip
     assert messages_of(result)[0]["content"] == "The cat is red.\n"
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    mixed = {"type": "document", "title": "Plan", "source": {"type": "content", "content": [part["content"][0], image]}}  # fmt: skip
+    found = messages_of(mixed)[0]["content"]
+    assert [each.get("text") for each in found] == ["Plan\nOne.", None, "\n"]
+    assert found[1] == image_part("data:image/png;base64,AAAA", "messages.0.content.0.source.content.1")
+    with pytest.raises(NotSupported, match="loaded without --mmproj"):
+        plain_message(Message.model_validate({"role": "user", "content": found}), 0, SentPictures(None))
+    image["source"]["type"] = "file"  # a tool's: a line
+    of_tool = {"type": "tool_result", "tool_use_id": "a", "content": [mixed]}
+    assert messages_of(of_tool)[0]["content"] == f"Plan\nOne.{NO_IMAGE}\n"
     for kind in ("base64", "url", "file"):
         with pytest.raises(NotSupported, match="'document'"):
             messages_of({"type": "document", "source": {"type": kind, "data": "AAAA"}})

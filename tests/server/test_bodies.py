@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import inf
@@ -15,6 +16,7 @@ from server_fakes import BOS, FakeEngine
 from pyspec.errors import ConfigError, RequestError
 from pyspec.request import DEFAULT_SAMPLERS, SamplingParams
 from pyspec.server.api.params import chain_of, settings_dict
+from pyspec.server.api.schema import NativeBody, validate
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 
@@ -289,6 +291,23 @@ def test_what_a_list_leaves_out_is_off():
 def test_an_unknown_sampler_is_refused_by_its_name(samplers):
     with pytest.raises(RequestError, match="samplers"):
         chain_of(samplers)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ({"json_schema": 5}, "json_schema: want an object, or true or false, or a string"),
+        ({"samplers": 5}, "samplers: want a list, or a string"),
+        ({"samplers": ["tz", 5]}, "samplers.1: want a string"),
+        ({"samplers": "x" * 65}, "samplers: want 64 characters or fewer"),
+        ({"stop": 5}, "stop: stop is a string or a list of strings"),
+        ({"prompt": {}}, "prompt: a prompt object holds prompt_string"),
+        ({"seed": "5"}, "seed: want a whole number"),
+    ],
+)
+def test_a_value_of_none_of_several_forms_is_told_all_and_one_of_a_form_what_that_wants(field, told):
+    with pytest.raises(RequestError, match=re.escape(told)):
+        validate(NativeBody, {"prompt": "x"} | field)
 
 
 def test_every_parameter_is_shown_in_the_settings():

@@ -528,6 +528,57 @@ def test_text_a_call_and_its_result_are_one_turn_where_results_stand_beside_call
     assert TURNS.render([*chat, {"role": "assistant", "content": "End."}]).endswith("End.<turn|>\n")
 
 
+IN_TURNS = (
+    "{% set ns = namespace(n=0) %}" + EACH + "{% if m.role != 'tool' and m.tool_calls is not defined %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}"
+    "{{ raise_exception('turns alternate') }}{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+)  # fmt: skip
+LISTED = "[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function | tojson)[:-1] }}, \"id\": \"{{ c.id }}\"}{{ '' if loop.last else ', ' }}{% endfor %}]</s>"
+ONE_CALL = '<|head|>{{ m.role }}<|body|>\n\n{% if m.tool_calls %}{{ raise_exception(\'one\') if m.tool_calls | length > 1 }}{"name": "{{ m.tool_calls[0].function.name }}"}'
+PLAIN_CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }}</call>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "first", "last"),
+    [
+        (
+            IN_TURNS + EACH + "{% if m.tool_calls %}" + LISTED + "{% elif m.role == 'assistant' %} {{ m.content | trim }}</s>{% else %}" + SAYS + "{% endif %}",
+            ' I {look}.[TOOL_CALLS] [{"name": "f", "arguments": {}, "id": "a12345678"}, {"name": "g"', " More.[TOOL_CALLS] [{",
+        ),
+        (EACH + ONE_CALL + "{% else %}{{ m.content | trim }}{% endif %}<|end|>", '<|body|>\n\nI {look}.{"name": "f"}<|end|>', '<|body|>\n\nMore.{"name": "f"}<|end|>'),
+        (EACH + "{% if m.tool_calls %}<turn>" + PLAIN_CALLS + "</turn>{% else %}" + SAYS + "{% endif %}", "[assistant]I {look}.[/]<turn><call>f</call><call>g", "[assistant]More.[/]<turn>"),
+        (EACH + "[{{ m.role }}]{% if m.content %}{{ m.content }}{% else %}" + PLAIN_CALLS + "{% endif %}[/]", "[assistant]I {look}.<call>f</call><call>g", "[assistant]More.<call>f"),
+        (EACH + "{{ raise_exception('both') if m.content and m.tool_calls }}[{{ m.role }}]{{ m.content }}" + PLAIN_CALLS.replace("m.tool_calls", "m.tool_calls or []") + "[/]", "]I {look}.<call>f", "]More.<call>f"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("has_results", [True, False])
+def test_text_beside_a_call_stands_before_it_where_a_template_hides_one_of_the_two(
+    source: str, first: str, last: str, has_results: bool
+) -> None:
+    def called(said: str, *ids: str) -> list[dict[str, Any]]:
+        calls = [{"id": f"{i}12345678", "type": "function", "function": {"name": n, "arguments": "{}"}} for i, n in zip(ids, "fg", strict=False)]  # fmt: skip
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "r"} for call in calls]
+        return [{"role": "assistant", "content": said, "tool_calls": calls}, *results[: 9 * has_results]]
+
+    turn = [*called("I {look}.", "a", "b"), *called("", "c"), *called(" More.", "d")]
+    said = [*turn, {"role": "assistant", "content": "Done."}]
+    template = ChatTemplate(source + "{% endfor %}")
+    texts = [template.render(part) for part in (USER + turn, USER + said, USER + said + USER + turn)]
+    assert texts[1].startswith(texts[0]) and texts[2].startswith(texts[1]), "as the cache needs it"
+    assert [texts[2].count(each) for each in (first, last, "Done.")] == [2, 2, 1]
+    assert "12345678T" not in texts[2] and texts[0].index("I {look}.") < texts[0].index("More.")
+
+
+def test_a_call_that_begins_otherwise_than_in_the_probe_hides_its_text_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = EACH + "{% if m.tool_calls %}<{{ loop.index }}>" + PLAIN_CALLS + "{% else %}" + SAYS
+    template = ChatTemplate(source + "{% endif %}{% endfor %}")
+    for _ in range(2):
+        text = template.render([*USER, *USER, {**called(""), "content": "I look."}])
+        assert text == "[user]hi[/][user]hi[/]<3><call>look</call>"
+    assert caplog.text.count("the chat template hides them") == 1
+
+
 def test_templates_read_json_and_change_lists_of_their_own() -> None:
     reads = ChatTemplate("{{ ('{\"a\": [1, 2]}' | fromjson).a[1] }}{{ ('[3]' | from_json)[0] }}")
     assert reads.render(USER) == "23"

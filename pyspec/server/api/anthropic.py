@@ -1,8 +1,7 @@
 """Anthropic's messages, converted to a body of chat completions. Fields that are not part of a chat pass unchanged.
 
-Images become parts of chat completions, those of documents, too; documents that are neither text nor images are refused by name.
-Tools that Anthropic's servers run, and their results, are left out. Hints for caching and billing are ignored: every prompt is cached,
-and nothing is billed.
+Images become parts of chat completions, those in documents, too; PDFs are refused by name. Tools that Anthropic's servers run, and their
+results, are left out. Hints for caching and billing are ignored: every prompt is cached, and nothing is billed.
 """
 
 from __future__ import annotations
@@ -224,7 +223,7 @@ def _kind(block: Any, where: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         raise RequestError(
-            f'{where}.type: missing; a block is an object such as {{type: "text", text: "..."}}',
+            f'{where}.type: missing; a block is an object such as {{type: "text", text: "..."}}'
         )
     return kind
 

@@ -104,9 +104,7 @@ def _check_bias(value: Any) -> Any:
         if not ((is_id(token) and token >= 0) or isinstance(token, str)):
             raise _bad("a logit_bias token is an id or a string")
         if not (bias is False or (type(bias) in (int, float) and abs(bias) <= 1e6)):
-            raise _bad(
-                "a logit_bias value is a number between -1e6 and 1e6, or false to ban the token",
-            )
+            raise _bad("a logit_bias value is a number between -1e6 and 1e6, or false to ban the token")
     return value
 
 
@@ -132,9 +130,7 @@ def _check_content(value: Any) -> Any:
         raise _bad("content is a string, null or a list of parts")
     for part in value:
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-            raise _bad(
-                'a content part is an object with a type, such as {type: "text", text: "..."}',
-            )
+            raise _bad('a content part is an object with a type, such as {type: "text", text: "..."}')
         if part["type"] == "text" and not isinstance(part.get("text"), str):
             raise _bad("a text part needs its text")
     return value
