@@ -246,7 +246,7 @@ def _parts(block: Any, where: str, *, of_tool: bool = False) -> list[dict[str, A
         return [{"type": "text", "text": NO_IMAGE}]
 
 
-def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
+def _image(block: Any, where: str) -> dict[str, Any]:
     source = block.get("source")
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "url":
