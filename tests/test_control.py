@@ -17,7 +17,15 @@ from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy import plan
 from pyspec.engine.policy.controller import TRY_LAST, Controller
 from pyspec.engine.policy.costs import Costs, Timer, bucket
-from pyspec.engine.policy.plan import ASK_DRAFT, MARGIN, RETHINK, PromptRules, RoundPlan, RoundState, Table
+from pyspec.engine.policy.plan import (
+    ASK_DRAFT,
+    MARGIN,
+    RETHINK,
+    PromptRules,
+    RoundPlan,
+    RoundState,
+    Table,
+)
 from pyspec.engine.policy.row_costs import Brought, RoundExperts
 from pyspec.slots.arena import bucket_of
 

@@ -321,8 +321,9 @@ class Job:
     def settle(self) -> Timings:
         """Its timings, because it ends now: of a prompt that was not read to its end only what was read counts, and no wait for a slot."""
         if not self.first:
-            self.n_begin = max(self.n_cached, 0 if self.slot is None else self.slot.n_past)
-            self.started = self.started if self.slot is not None else time.perf_counter()
+            self.n_begin = self.n_cached + self.work
+            if self.slot is None and not self.n_suspended:
+                self.started = time.perf_counter()
         return self.timings()
 
     def timings(self) -> Timings:

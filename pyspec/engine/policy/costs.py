@@ -117,7 +117,9 @@ class Timer:
         for size, samples in self.samples.items():
             self.samples[size] = deque(
                 (
-                    s._replace(ms=max(s.ms + old.beyond(s.brought) - new.beyond(s.brought), LEAST * s.ms))
+                    s._replace(
+                        ms=max(s.ms + old.beyond(s.brought) - new.beyond(s.brought), LEAST * s.ms)
+                    )
                     for s in samples
                 ),
                 N_SAMPLE,
