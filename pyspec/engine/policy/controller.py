@@ -321,12 +321,10 @@ class Controller:
     def landed(self, n_row: int, ms: float, n_read: int, n_decoding: int, n_long: int = 0) -> None:
         """A forward of so many rows took so long. n_read: rows of prompts among them, 0 if its time is not theirs; n_decoding: slots that decoded
         in it; n_long: prompts in it that pause."""
-        self.rested = 0.0
-        if not is_time(ms):
-            return
         if n_read and self.force is None:
             self.costs.prompts.add(n_row, ms)
-        if not n_decoding:
+        self.rested = 0.0
+        if not n_decoding or not is_time(ms):
             return
         if self.rules.tpot:
             most = MOST_DEBT * self.allowed
@@ -341,10 +339,8 @@ class Controller:
 
     def landed_alone(self, rows: int, ms: float, *, others: bool) -> None:
         """A prompt's graph of so many rows took so long. others: requests waited for it."""
-        if not is_time(ms):
-            return
         self.costs.alone.add(rows, ms)
-        if others:
+        if others and is_time(ms):
             self.rested += ms
             if self.rules.tpot:
                 self.balance = max(self.balance - ms, -MOST_DEBT * self.allowed)

@@ -91,6 +91,8 @@ class Timer:
 
     def add(self, size: int, ms: float, brought: Brought = NO_EXPERTS) -> None:
         """Add a sample."""
+        if not is_time(ms):
+            return
         at, size, ms = size, self.bucket(size), max(ms, TINY)
         if self.knows(size) and FELL * ms < min(self.samples[size]).ms:
             self._distrust(size)
@@ -114,16 +116,10 @@ class Timer:
 
     def recount(self, old: Factors, new: Factors) -> None:
         """The usual experts, or their factors, have changed."""
-        for size, samples in self.samples.items():
-            self.samples[size] = deque(
-                (
-                    s._replace(
-                        ms=max(s.ms + old.beyond(s.brought) - new.beyond(s.brought), LEAST * s.ms)
-                    )
-                    for s in samples
-                ),
-                N_SAMPLE,
-            )
+        for samples in self.samples.values():
+            for i, s in enumerate(samples):
+                ms = s.ms + old.beyond(s.brought) - new.beyond(s.brought)
+                samples[i] = s._replace(ms=max(ms, LEAST * s.ms))
         self._tabulate()
 
     def _distrust(self, size: int) -> None:
