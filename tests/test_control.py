@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,16 @@ from pyspec.draft.blocks import BlockLength
 from pyspec.engine.policy import plan
 from pyspec.engine.policy.controller import TRY_LAST, Controller
 from pyspec.engine.policy.costs import Costs, Timer, bucket
-from pyspec.engine.policy.plan import ASK_DRAFT, MARGIN, RETHINK, RoundPlan, RoundState, Table
+from pyspec.engine.policy.plan import (
+    ASK_DRAFT,
+    MARGIN,
+    RETHINK,
+    PromptRules,
+    RoundPlan,
+    RoundState,
+    Table,
+)
+from pyspec.engine.policy.row_costs import Brought, RoundExperts
 from pyspec.slots.arena import bucket_of
 
 N_MAX = 8
@@ -112,6 +122,27 @@ def test_the_controller_comes_near_the_best_constant(
         0.88 if machine["cost"] is stairs else 0.92
     )  # chained drafts are not kept equally long, which costs passes
     assert got > near * best, f"{got:.1f} tok/s, with n_draft {n} always {best:.1f}"
+
+
+@pytest.mark.parametrize("ms", [0.0, -1e6, math.nan, math.inf, 1e15])
+@pytest.mark.parametrize("experts", [None, RoundExperts.of([0], [[9]], [[9]], Brought(9.0, 9.0))])
+def test_no_time_of_a_broken_clock_ends_a_choice(ms: float, experts: RoundExperts | None) -> None:
+    """Also after a round that took no time at all, or less than its experts are thought to take."""
+    rules = PromptRules(least=64, most=512, tpot=20.0)
+    c = Controller(8, N_MAX, rules=rules)
+    for i in range(40):
+        for n_row, busy in ((1 + i % 9, 1), (8, 8)):
+            c.timed(n_row, ms if i % 3 else 5.0, 1, 1, ms if i % 2 else 1.0, experts)
+            c.landed(n_row + 64, ms if i % 3 else 9.0, 64, busy)
+            c.landed_alone(64, ms, others=True)
+            c.timed_beside(ms)
+            c.looked_up(ms, busy)
+            picked = choose(c, [(slot, 3) for slot in range(busy)], beside=64 * (i % 2))
+            assert all(0 <= n <= 3 for n in picked)
+            assert not any("nan" in lane.reason for lane in c.lanes)
+            for slot, n in enumerate(picked):
+                c.record(slot, n, n)
+    assert math.isfinite(c.balance + c.owed + c.rested + c.asks.debt + c.host.debt)
 
 
 def test_slots_that_accept_more_draft_more() -> None:

@@ -40,7 +40,7 @@ class Result:
 
     # fmt: off
     text: Annotated[str, Doc("all of it, without the stop string")]
-    tokens: Annotated[tuple[int, ...], Doc("tokens that are in `text` as a whole: no end-of-generation token and no token of the stop string; `n_predicted` and deltas include those")]
+    tokens: Annotated[tuple[int, ...], Doc("tokens that are in `text` as a whole: no end-of-generation token and no token of the stop string; `n_predicted` counts those, and deltas have the latter")]
     finish: Annotated[Finish, Doc("eos: the model ended it; stop: a stop string; length: a limit of tokens, time or context; cancelled")]
     n_prompt: Annotated[int, Doc("tokens of the prompt")]
     n_predicted: Annotated[int, Doc("tokens generated")]

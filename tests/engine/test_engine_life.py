@@ -30,7 +30,7 @@ from pyspec.errors import (
     Unavailable,
 )
 from pyspec.models.target import Out
-from pyspec.request import Delta, Done, Event, Failed, Request, SamplingParams
+from pyspec.request import Delta, Done, Event, Failed, Progress, Request, SamplingParams
 from pyspec.slots.batch import Batch
 
 PATH = FIXTURES / "qwen35.gguf"
@@ -321,6 +321,29 @@ def test_an_event_loop_that_goes_away_does_not_take_the_engine_along(engine: Eng
     loop.close()
     wait_for(lambda: not any(s.is_processing for s in engine.slots()))
     assert engine.generate([1], params=GREEDY, max_tokens=3).n_predicted == 3
+
+
+def test_every_request_counts_once_and_its_prompt_as_far_as_it_was_read() -> None:
+    with start(np=1, ubatch=8, batch=8, prefix_cache=False) as engine:
+        begun, ears = threading.Event(), [Ear() for _ in range(4)]
+
+        def first(event: Event) -> None:
+            if isinstance(event, Progress) and not begun.is_set():  # of the first prompt's first rows
+                for name in names:
+                    engine.cancel(name)
+                begun.set()
+            ears[0](event)
+
+        long, names = replace(LONG, prompt=(5, 6) * 50), []
+        names += [engine.submit(long, ear) for ear in (first, ears[1], ears[2])]
+        wait_for(begun.is_set)
+        engine.submit(replace(SHORT, resumed=(4, 5, 6), max_tokens=3), ears[3])  # it has nothing to do
+        wait_for(lambda: all(ear.over for ear in ears))
+        counted, timings = engine.metrics(), [ear.last.timings for ear in ears]  # type: ignore[union-attr]
+    assert (counted.requests_done, counted.requests_cancelled) == (1, 3)
+    assert 0 < timings[0].prompt_n < 100 and [t.prompt_n for t in timings[1:]] == [0, 0, 0]
+    assert counted.prompt_tokens == timings[0].prompt_n
+    assert all(t.prompt_ms < 1 for t in timings[1:]), "none of them was read"
 
 
 def test_leaving_a_stream_cancels_its_request(engine: Engine) -> None:

@@ -79,8 +79,7 @@ class Admission:
         """Drop requests that were cancelled while waiting, and seat the next ones."""
         for gone in [job for job in self.queue.waiting() if job.cancelled]:
             self.queue.remove(gone)
-            self.queue.leave(gone)
-            gone.done("cancelled")
+            self._drop(gone)
         for seated in list(self.restoring):
             self._go_on(seated)
         self._look_at_pictures()
@@ -124,6 +123,12 @@ class Admission:
                 self.table.release(slot, trusted=False)
             self._fail(job, blamed(e))
 
+    def _drop(self, job: Job) -> None:
+        """End a request that was cancelled before it could begin."""
+        self.queue.leave(job)
+        self.stats.finished(job, "cancelled")
+        job.done("cancelled")
+
     def _fail(self, job: Job, error: PyspecError) -> None:
         """End a request that could not begin."""
         self.queue.leave(job)
@@ -154,8 +159,7 @@ class Admission:
         try:
             if job.cancelled:
                 self._give_up(seated)
-                self.queue.leave(job)
-                job.done("cancelled")
+                self._drop(job)
                 return
             if restore is not None:
                 assert disk is not None

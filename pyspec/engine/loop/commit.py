@@ -245,6 +245,7 @@ class Committer:
         self.flush_deferred()
         slot = job.slot
         assert slot is not None
+        self.stats.finished(job, end.finish)
         slot.left = tuple(slot.tokens) if end.error is None and self._file(job, slot, whole=True) else ()
         slot.left_owner = slot.owner
         self._let_go_of_start(job, slot if slot.left else None)
@@ -253,7 +254,6 @@ class Committer:
         self.speculator.end(slot)
         self.on_leave(self.jobs.pop(slot.index))
         self.worker.table.release(slot, trusted=end.error is None)
-        self.stats.finished(job, end.finish)
         if end.error is not None:
             job.sink(Failed(job.id, end.error))
             log.log(_level(end.error), "request %s failed in slot %d: %s", job.id, slot.index, end.error)

@@ -318,6 +318,14 @@ class Job:
         limit = self.request.max_predict_ms
         return limit > 0 and 1e3 * (self.last - self.first) >= limit
 
+    def settle(self) -> Timings:
+        """Its timings, because it ends now: of a prompt that was not read to its end only what was read counts, and no wait for a slot."""
+        if not self.first:
+            self.n_begin = self.n_cached + self.work
+            if self.slot is None and not self.n_suspended:
+                self.started = time.perf_counter()
+        return self.timings()
+
     def timings(self) -> Timings:
         """Timings of this job. Resumed tokens are not counted."""
         first = self.first or time.perf_counter()

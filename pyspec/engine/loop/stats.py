@@ -71,8 +71,8 @@ class Stats:
         self.right[n_accepted] += 1
 
     def finished(self, job: Job, finish: str) -> None:
-        """Count a request that ended in any way."""
-        t = job.timings()
+        """Count a request that ended in any way, while its slot is still its own."""
+        t = job.settle()
         self.requests_done += finish not in ("cancelled", "error")
         self.requests_cancelled += finish == "cancelled"
         self.requests_failed += finish == "error"

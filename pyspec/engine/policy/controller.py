@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pyspec.draft.blocks import BlockLength
-from pyspec.engine.policy.costs import LIMIT, MOST_DEBT, Account, Costs
+from pyspec.engine.policy.costs import LEAST, LIMIT, MOST_DEBT, Account, Costs, is_time
 from pyspec.engine.policy.estimate import Acceptance
 from pyspec.engine.policy.plan import (
     ONE_IN,
@@ -236,7 +236,7 @@ class Controller:
     def cut_took(self, ms: float) -> None:
         """The last cut took so many milliseconds. Where cuts promise less than twice of that, rounds do without for a time: the drafter takes
         time for probabilities, too."""
-        if self.cut_unit:
+        if self.cut_unit and is_time(ms):
             self.cut_account.add(ms - self.cut_gain_ms / 2, self.cut_unit)
 
     @property
@@ -315,7 +315,7 @@ class Controller:
 
     def looked_up(self, ms: float, busy: int) -> None:
         """The host looked at earlier texts for `busy` slots, or entered some, in so many milliseconds, and the device waited."""
-        if unit := self.plain_ms(busy):
+        if (unit := self.plain_ms(busy)) and is_time(ms):
             self.host.add(ms, unit)
 
     def landed(self, n_row: int, ms: float, n_read: int, n_decoding: int, n_long: int = 0) -> None:
@@ -324,7 +324,7 @@ class Controller:
         if n_read and self.force is None:
             self.costs.prompts.add(n_row, ms)
         self.rested = 0.0
-        if not n_decoding:
+        if not n_decoding or not is_time(ms):
             return
         if self.rules.tpot:
             most = MOST_DEBT * self.allowed
@@ -340,7 +340,7 @@ class Controller:
     def landed_alone(self, rows: int, ms: float, *, others: bool) -> None:
         """A prompt's graph of so many rows took so long. others: requests waited for it."""
         self.costs.alone.add(rows, ms)
-        if others:
+        if others and is_time(ms):
             self.rested += ms
             if self.rules.tpot:
                 self.balance = max(self.balance - ms, -MOST_DEBT * self.allowed)
@@ -355,6 +355,8 @@ class Controller:
         experts: RoundExperts | None = None,
     ) -> None:
         """Record the times of a round with decoding slots only. experts: of its rows, where a model has some in host memory."""
+        if not is_time(verify_ms, draft_ms):
+            return
         self.timed_beside(verify_ms + draft_ms)
         if experts is None:
             self.costs.verify.add(rows, verify_ms)
@@ -370,13 +372,13 @@ class Controller:
         """Of its time what its experts are beyond the usual ones."""
         timer, brought, old = self.costs.verify, experts.sum, self.rows.factors
         self.rows.see(experts)
-        timer.add(rows, ms - old.beyond(brought), brought)
+        timer.add(rows, max(ms - old.beyond(brought), LEAST * ms), brought)
         if self.rows.learn(timer.bucket(rows), brought, ms):
             timer.recount(old, self.rows.factors)
 
     def timed_beside(self, ms: float) -> None:
         """Record the time of a round that read prompts, too, or recorded its forwards."""
-        for account in (self.asks, self.cut_account, self.host):
+        for account in (self.asks, self.cut_account, self.host) if is_time(ms) else ():
             account.passes(ms)
 
     def gave(self, n_tokens: Iterable[int]) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pyspec.engine.policy.row_costs import NO_EXPERTS, Brought, Factors
+from pyspec.engine.policy.row_costs import NO_EXPERTS, TINY, Brought, Factors
 
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to trust them
 N_AGREE = N_SAMPLE // 2 + 1  # samples that settle a size if they agree:
@@ -40,6 +40,11 @@ def bucket(size: int) -> int:
 def half_octave(size: int) -> int:
     """Sizes timed together: two buckets an octave, named by their largest."""
     return int(2 ** (math.ceil(2 * math.log2(max(size, 1))) / 2))
+
+
+def is_time(*ms: float) -> bool:
+    """Whether these can be times of work. Those of a clock that was set back, or that is broken, teach nothing."""
+    return all(0 <= each < math.inf for each in ms)
 
 
 class Sample(NamedTuple):
@@ -86,7 +91,9 @@ class Timer:
 
     def add(self, size: int, ms: float, brought: Brought = NO_EXPERTS) -> None:
         """Add a sample."""
-        at, size = size, self.bucket(size)
+        if not is_time(ms):
+            return
+        at, size, ms = size, self.bucket(size), max(ms, TINY)
         if self.knows(size) and FELL * ms < min(self.samples[size]).ms:
             self._distrust(size)
         samples = self.samples.setdefault(size, deque(maxlen=N_SAMPLE))
@@ -109,11 +116,10 @@ class Timer:
 
     def recount(self, old: Factors, new: Factors) -> None:
         """The usual experts, or their factors, have changed."""
-        for size, samples in self.samples.items():
-            self.samples[size] = deque(
-                (s._replace(ms=s.ms + old.beyond(s.brought) - new.beyond(s.brought)) for s in samples),
-                N_SAMPLE,
-            )
+        for samples in self.samples.values():
+            for i, s in enumerate(samples):
+                ms = s.ms + old.beyond(s.brought) - new.beyond(s.brought)
+                samples[i] = s._replace(ms=max(ms, LEAST * s.ms))
         self._tabulate()
 
     def _distrust(self, size: int) -> None:

@@ -438,6 +438,7 @@ class EngineCore:
         """Queue a job, unless it is over already. A failure here ends only this job."""
         try:
             if job.flaw is None and (finish := job.spent) is not None:
+                self.loop.stats.finished(job, finish)
                 job.done(finish, job.resumed_stop)
                 return
             if job.flaw is None:
