@@ -334,8 +334,9 @@ def test_every_request_counts_once_and_its_prompt_as_far_as_it_was_read() -> Non
                 begun.set()
             ears[0](event)
 
-        long, names = replace(LONG, prompt=(5, 6) * 50), []
-        names += [engine.submit(long, ear) for ear in (first, ears[1], ears[2])]
+        long = replace(LONG, prompt=(5, 6) * 50)
+        with engine.core._wake:  # the engine's thread takes the requests after this block
+            names = [engine.submit(long, ear) for ear in (first, ears[1], ears[2])]
         wait_for(begun.is_set)
         engine.submit(replace(SHORT, resumed=(4, 5, 6), max_tokens=3), ears[3])  # it has nothing to do
         wait_for(lambda: all(ear.over for ear in ears))

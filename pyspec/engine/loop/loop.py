@@ -462,7 +462,11 @@ class Loop:
         return max(len(self.jobs), min(self.limits.prompts, n), 1)
 
     def submit(self, job: Job) -> None:
-        """Queue a job. If it has to wait, its place depends on what is cached of its prompt."""
+        """Queue a job, unless it is over already. If it has to wait, its place depends on what is cached of its prompt."""
+        if (finish := job.spent) is not None:
+            self.stats.finished(job, finish)
+            job.done(finish, job.resumed_stop)
+            return
         if job.request.images:
             spans = spans_of(job.request.images, self.table.handles)
             job.see(spans, are_whole=self.pictures.are_whole)

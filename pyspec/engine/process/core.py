@@ -435,12 +435,8 @@ class EngineCore:
         )
 
     def _take_in(self, job: Job) -> None:
-        """Queue a job, unless it is over already. A failure here ends only this job."""
+        """Queue a job. A failure here ends only this job."""
         try:
-            if job.flaw is None and (finish := job.spent) is not None:
-                self.loop.stats.finished(job, finish)
-                job.done(finish, job.resumed_stop)
-                return
             if job.flaw is None:
                 self.loop.submit(job)
                 return
