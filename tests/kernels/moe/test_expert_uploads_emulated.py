@@ -107,6 +107,20 @@ def test_experts_that_are_used_come_and_sums_stay_right(
         assert float((got - right).norm() / right.norm()) < 1e-3
 
 
+def second_fails(patch: pytest.MonkeyPatch) -> list[int]:
+    """The second expert finds no memory on the card. Returns those that were to come."""
+    load, asked = HostExperts.load, []
+
+    def failing(self: HostExperts, slot: int, expert: int) -> None:
+        asked.append(expert)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError("no room")
+        load(self, slot, expert)
+
+    patch.setattr(HostExperts, "load", failing)
+    return asked
+
+
 def test_the_next_start_begins_with_what_was_used_most(
     lanes: list[HostLane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,17 +136,9 @@ def test_the_next_start_begins_with_what_was_used_most(
     assert other.cache.misses == 0 < other.cache.hits
     with pytest.raises(ValueError, match="can not be"):
         other.cache.recall(kept[1:])
-    short, load, n = Rounds(), HostExperts.load, 0
-
-    def failing(self: HostExperts, slot: int, expert: int) -> None:
-        nonlocal n
-        n += 1
-        if n == 2:
-            raise torch.OutOfMemoryError("no room")
-        load(self, slot, expert)
-
+    short = Rounds()
     with monkeypatch.context() as patch:
-        patch.setattr(HostExperts, "load", failing)
+        second_fails(patch)
         short.cache.recall(kept)
     assert "no room" in short.cache.frozen and short.layers[0].places.tolist().count(-1) == 7
     short.run([2, 5, 8])  # sums are compared
@@ -176,21 +182,12 @@ def test_a_cache_that_loses_rests_and_comes_back(lanes: list[HostLane]) -> None:
 def test_an_upload_that_fails_costs_a_slot_and_no_text(
     lanes: list[HostLane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds, load, n = Rounds(), HostExperts.load, 0
-
-    def failing(self: HostExperts, slot: int, expert: int) -> None:
-        nonlocal n
-        n += 1
-        if n == 2:
-            raise torch.OutOfMemoryError("no room")
-        load(self, slot, expert)
-
-    monkeypatch.setattr(HostExperts, "load", failing)
+    rounds, asked = Rounds(), second_fails(monkeypatch)
     for _ in range(40):
         rounds.run([5, 7, 8])  # sums are compared
     assert "no room" in rounds.cache.frozen and not rounds.cache.moves
     there = [int((layer.places >= 0).sum()) for layer in rounds.layers]
-    assert n == 2 and 0 < sum(there) < 6
+    assert len(asked) == 2 and 0 < sum(there) < 6
 
 
 def test_an_error_of_the_device_is_raised(
