@@ -13,8 +13,9 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,16 +57,63 @@ def may_share_gpu() -> bool:
     return os.environ.get(SHARE_GPU, "") not in ("", "0")
 
 
+class Calls:
+    """What this rank runs together with the others, and waits in: its calls that are not over on its device.
+
+    One thread begins calls; another one may watch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._n, self._last = 0, "none"
+        self._open: deque[tuple[float, list[torch.cuda.Event | None]]] = deque()
+
+    def count(self, name: str) -> None:
+        """A call in which no rank waits for another one."""
+        self._n, self._last = self._n + 1, name
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """The body is a call of this name. It is over when the device has run what the body launched."""
+        ends: list[torch.cuda.Event | None] = []
+        self.count(name)
+        self._open.append((time.monotonic(), ends))
+        try:
+            yield
+        finally:
+            event = torch.cuda.Event() if self._is_gpu else None
+            if event is not None:
+                with suppress(RuntimeError):  # the device may be lost: then the call is not over
+                    event.record()
+            ends.append(event)
+
+    def waits(self) -> tuple[float, str]:
+        """For how many seconds the oldest open call has run, and words about this rank: which call it has begun last."""
+        while self._open and self._is_over(self._open[0][1]):
+            self._open.popleft()
+        said = f"in call {self._n} ({self._last})"
+        if not self._open:
+            return 0.0, f"behind {said[3:]}"
+        return time.monotonic() - self._open[0][0], said
+
+    def _is_over(self, ends: list[torch.cuda.Event | None]) -> bool:
+        try:
+            return bool(ends) and (ends[0] is None or ends[0].query())
+        except RuntimeError:
+            return False
+
+
 class Collective:
     """The group of ranks, seen from one of them. `why` gives the reason why a rank is gone, if it is known.
 
+    calls       that its owner runs together with the other ranks
     capturable  CUDA graphs may hold its operations
     peers       sums through peer memory; None: the library sums
     """
 
     def __init__(self, rank: Rank, device: torch.device, store: str, timeout_s: float) -> None:
         """Meet the other ranks at the file `store`, which is new. timeout_s: for one operation."""
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.calls = rank, device, Calls(device)
         self.why: Callable[[], str] = str
         self._is_gpu = device.type == "cuda"
         self.capturable = not (self._is_gpu and may_share_gpu())

@@ -1,8 +1,9 @@
-"""The first rank leads the others: it mirrors each command to its device to them, as plain integers.
+"""The first rank leads the others: it sends each call of its worker, its memory and a divided drafter to them, as plain integers.
 
-A rank runs its share of the model, keeps its share of the slots' memory, and decides nothing. Rows, pages and checkpoints come from the
-first rank, in its order. The exchange of tensors is part of the model (cuda/collective.py). Drafters run on the first rank alone, except
-for those that ranks divide (`Drafter.is_divided`), and for the head of a block's drafts: each rank reads its part of it.
+Every rank runs the same worker on its share of the model and of the slots' memory (follow.py); only the first one chooses rows, pages and
+checkpoints. Tensors are exchanged inside the model (cuda/collective.py), so every rank has the same best tokens, and counts accepted rows itself.
+A drafter that ranks divide (`DraftPlan.is_divided`) is called alike on all of them. Any other runs on the first rank alone, which sends its tokens,
+and may read the head together with the others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,41 +22,28 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.device import shares
-from pyspec.device.commands import (
-    AcceptRows,
-    Command,
-    CopyPage,
-    DropStates,
-    FoldSlot,
-    HeadBest,
-    HidePictures,
-    KeepState,
-    MakeState,
-    ReadPages,
-    ReadState,
-    ResetSlot,
-    RestoreState,
-    RunForward,
-    SealGraphs,
-    ShowPicture,
-    WritePages,
-)
-from pyspec.device.worker import Launched, Worker
+from pyspec.device.follow import Call, SlotNews, title
+from pyspec.device.shares import RankWorker
+from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out
-from pyspec.slots.batch import Batch, Seq
+from pyspec.slots.batch import Batch
+from pyspec.slots.drafts import DraftRequest, DraftsAhead
 from pyspec.slots.memory import Checkpoint, Keep, Like, Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import ALL, Continuation, LogitsNeed, Round
+from pyspec.slots.round import Round
 from pyspec.slots.table import Slot
 
-Send = Callable[[Command], None]
+Send = Callable[[Call], None]
+
+DIVIDED = ("begin", "observe", "draft", "checkpoint", "end", "set_window", "capture", "check")
+"""Methods of a divided drafter that every rank calls."""
 
 
 class KeptElsewhere:
-    """The other ranks' part of a checkpoint, freed together with the first rank's."""
+    """The other ranks' part of a checkpoint or a forward, freed together with the first rank's."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -62,80 +52,64 @@ class KeptElsewhere:
 
 
 class Leader:
-    """Sends commands to the other ranks, and leads their forwards.
-
-    moved   memory of the next forward's batch, if only the first rank's device knows its rows
-    moving  rows of the next forward as they were laid out, if every rank moves them behind the rows that it kept
-    last    the batch of the last forward
-    has_accepted  all ranks have counted the kept rows of that one
-    """
+    """Sends calls to the other ranks, and leads their forwards."""
 
     def __init__(self, send: Send, ranks: Collective) -> None:
         self._send, self.ranks = send, ranks
-        self.moved: Tensor | None = None
-        self.moving: tuple[Seq, ...] | None = None
-        self.last: Batch | None = None
-        self.has_accepted = False
-        self._dropped: deque[int] = deque()  # filled on the thread that frees a checkpoint
+        self._dropped: deque[int] = deque()  # filled on any thread that frees one
         self._n_kept = 0
+        self.is_together = False  # in a call that the others run, too
 
-    def send(self, command: Command) -> None:
-        """Send a command to all other ranks, in order."""
+    def send(self, name: str, *args: Any) -> None:
+        """Send a call to all other ranks, in order."""
+        self._tell(name, args)
+        self.ranks.calls.count(name)
+
+    def _tell(self, name: str, args: tuple[Any, ...]) -> None:
         if self._dropped:
-            self._send(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
-        self._send(command)
+            self._send(("drop", tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
+            self.ranks.calls.count("drop")
+        self._send((name, args))
 
     def keep(self) -> KeptElsewhere:
-        """A number for a checkpoint that the others will take."""
+        """A new number for a checkpoint or a forward of the others."""
         self._n_kept += 1
         kept = KeptElsewhere(self._n_kept)
         weakref.finalize(kept, self._dropped.append, kept.number).atexit = False
         return kept
 
     @contextmanager
-    def together(self, command: Command) -> Iterator[None]:
-        """Have the others run a command beside the body. An exception in the body ends all ranks, because they wait for its part."""
-        self.send(command)
-        try:
+    def together(self, name: str, *args: Any) -> Iterator[None]:
+        """Have the others run a call beside the body. An exception in the body ends all ranks, because they wait for its part. In the body of
+        another one nothing is sent: they come to this call by themselves."""
+        if self.is_together:
             yield
+            return
+        what = title((name, args))
+        self._tell(name, args)
+        self.is_together = True
+        try:
+            with self.ranks.calls.within(what):
+                yield
         except DeviceError:
             raise
         except Exception as e:
-            name = type(command).__name__
-            raise DeviceError(f"{name} failed on the first rank, and the others wait in it: {e}") from e
+            raise DeviceError(f"{what} failed on the first rank, and the others wait in it: {e}") from e
+        finally:
+            self.is_together = False
 
     def forward(
-        self,
-        run: Callable[[Batch, Sequence[int]], Out],
-        batch: Batch,
-        taps: Sequence[int],
-        reads: LogitsNeed = ALL,
-        *,
-        absorbs: bool = False,
+        self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]
     ) -> Out:
-        """Run a forward on every rank. Logits are gathered after `run`, which a graph may hold."""
-        is_moved, moves = self.moved is not None, self.moving is not None
-        in_arena = batch.bucket is not None
-        rows = tuple(batch.seqs) if self.moving is None else self.moving, tuple(batch.pages)
-        self.last, self.has_accepted = batch, False
-        prompt = batch.bucket or 0 if batch.prompt else 0
-        with self.together(
-            RunForward(*rows, tuple(taps), in_arena, is_moved, moves, reads, absorbs, prompt)
-        ):
-            if self.moved is not None:
-                self.ranks.spread(self.moved)
-            return run(batch, taps).whole(reads)
-
-    def accept(self, behind: Continuation) -> None:
-        """Have the others count the kept rows of the last forward, which this rank does, too."""
-        self.send(AcceptRows(behind))
-        self.has_accepted = True
+        """A forward of the target alone, on every rank."""
+        with self.together("run_target", tuple(batch.seqs), tuple(batch.pages), tuple(taps)):
+            return run(batch, taps).whole()
 
     def best(self, head: Gathered, rows: Tensor) -> Tensor:
         """[row] int64: the best token of each row [row, n_embd] f32 of a drafter, found by all ranks. Only this rank has the rows."""
         assert rows.dtype == torch.float32
         rows = rows.contiguous()
-        with self.together(HeadBest(len(rows))):
+        with self.together("find_best", len(rows)):
             self.ranks.spread(rows)
             return head.best(head.own(rows))[0].long()
 
@@ -151,26 +125,25 @@ class TpMemory(Memory):
 
     def reset(self, slot: int) -> None:
         """On every rank."""
-        self.leader.send(ResetSlot(slot))
+        self.leader.send("reset", slot)
         super().reset(slot)
 
     def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
         """On every rank; the result refers to the others' parts."""
         kept = self.leader.keep()
-        self.leader.send(KeepState(kept.number, slot, n_past))
+        self.leader.send("keep_state", kept.number, slot, n_past)
         saved = super().checkpoint(slot, n_past)
         saved.elsewhere = kept
         return saved
 
     def restore(self, slot: int, saved: Checkpoint) -> None:
         """On every rank."""
-        assert isinstance(saved.elsewhere, KeptElsewhere)
-        self.leader.send(RestoreState(saved.elsewhere.number, slot))
+        self.leader.send("restore_state", number_of(saved), slot)
         super().restore(slot, saved)
 
     def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
         """On every rank."""
-        self.leader.send(CopyPage(new, old))
+        self.leader.send("copy_page", new, old)
         super().copy_page(parts, page_size, new, old)
 
     def pages_like(self, page_size: int, n_page: int) -> list[Like]:
@@ -183,26 +156,25 @@ class TpMemory(Memory):
 
     def read_pages(self, page_size: int, pages: Sequence[int], keep: Keep = Tensor.cpu) -> list[Tensor]:
         """From every rank."""
-        with self.leader.together(ReadPages(tuple(pages))):
+        with self.leader.together("read_pages", tuple(pages)):
             planes = shares.gather_pages(self, self.leader.ranks, page_size, pages)
             return [keep(part) for parts in planes for part in parts]
 
     def write_pages(self, page_size: int, pages: Sequence[int], content: Iterator[Tensor]) -> None:
         """On every rank."""
-        with self.leader.together(WritePages(tuple(pages))):
+        with self.leader.together("write_pages", tuple(pages)):
             shares.deal_pages(self, self.leader.ranks, page_size, pages, content)
 
     def read_state(self, saved: Checkpoint, keep: Keep = Tensor.cpu) -> list[Tensor]:
         """From every rank."""
-        assert isinstance(saved.elsewhere, KeptElsewhere)
-        with self.leader.together(ReadState(saved.elsewhere.number)):
+        with self.leader.together("read_state", number_of(saved)):
             states = shares.gather_state(self.leader.ranks, saved.tensors)
             return [keep(part) for parts in states for part in parts]
 
     def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
         """On every rank."""
         kept = self.leader.keep()
-        with self.leader.together(MakeState(kept.number, n_past)):
+        with self.leader.together("make_state", kept.number, n_past):
             return Checkpoint(n_past, shares.deal_state(self, self.leader.ranks, n_past, content), kept)
 
     def _of_all(self, own: Sequence[Like]) -> list[Like]:
@@ -210,104 +182,158 @@ class TpMemory(Memory):
 
 
 class TpGraphs(Graphed[Out]):
-    """The first rank's forwards, with or without graphs. The others learn of each before it starts, and have graphs of their own.
+    """The first rank's forwards, with or without graphs. The others learn of each before it starts, and have graphs of their own."""
 
-    reads  results of the next forward that the host needs
-    """
-
-    reads: LogitsNeed = ALL
-
-    def __init__(self, worker: Worker, leader: Leader) -> None:
+    def __init__(self, worker: TpWorker) -> None:
         super().__init__(worker.run, by_single=worker.plan.n_held > 0)
-        self.leader, self.taps = leader, worker.plan.taps
-        self.absorbs = worker.drafter is not None and worker.drafter.is_divided
+        self.leader = worker.leader
 
     def __call__(self, batch: Batch) -> Out:
-        own, reads, self.reads = super().__call__, self.reads, ALL
-        return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads, absorbs=self.absorbs)
+        run = super().__call__
+        if self.leader.is_together:  # in a round, whose results are gathered behind it
+            return run(batch)
+        in_arena, prompt = batch.bucket is not None, batch.bucket or 0 if batch.prompt else 0
+        rows = tuple(batch.seqs), tuple(batch.pages)
+        with self.leader.together("run_batch", *rows, in_arena, prompt):
+            return run(batch).whole()
 
     def seal(self) -> None:
         """On every rank."""
-        self.leader.send(SealGraphs())
+        self.leader.send("seal")
         super().seal()
 
 
-class TpWorker(Worker):
-    """The first rank's worker."""
+class TpWorker(RankWorker):
+    """The first rank's worker.
+
+    launched  forwards that are not freed, by their numbers
+    """
 
     @property
     def leader(self) -> Leader:
-        """Sends commands to the other ranks."""
+        """Sends calls to the other ranks."""
         assert isinstance(self.memory, TpMemory)
         return self.memory.leader
 
-    def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
-        """Launch a round whose rows each rank moves itself. If only the first one has their drafts, the batch lies in the arena, from which
-        the others receive it."""
-        leader, behind = self.leader, round_.behind
-        assert behind is not None
-        is_divided = self.drafter is not None and self.drafter.is_divided
-        has_drafts = not behind.n_draft or is_divided
-        if before.batch is leader.last and has_drafts:
-            leader.moving = round_.seqs
-        elif self._is_in_arena(round_):
-            assert self.arena is not None
-            leader.moved = self.arena.memory
-        else:
-            return None
-        try:
-            return super().launch_behind(before, round_)
-        finally:
-            leader.moved = leader.moving = None
-
-    def accept(self, before: Launched, behind: Continuation) -> Kept:
-        """On every rank, if all move their rows."""
-        if self.leader.moving is not None:
-            self.leader.accept(behind)
-        return super().accept(before, behind)
-
-    def _is_in_arena(self, round_: Round) -> bool:
-        n_page, widths = max(map(len, round_.pages), default=0), [seq.width for seq in round_.seqs]
-        arena = self.arena
-        return arena is not None and arena.bucket(widths) is not None and n_page <= arena.n_page
-
-    def _send(self, batch: Batch, reads: LogitsNeed) -> Launched:
-        """Launch a forward without logits, if the host does not read them."""
-        assert isinstance(self.forward, TpGraphs)
-        self.forward.reads = reads
-        return super()._send(batch, reads)
-
-    def keeps_logits(self, reads: LogitsNeed) -> bool:
-        """Gathered logits have a place of their own."""
-        return False
-
     def use(self, drafter: Drafter | None) -> None:
-        """Route forwards through the leader."""
+        """Set the drafter, and route forwards and a divided drafter through the leader."""
         super().use(drafter)
-        self.forward = TpGraphs(self, self.leader)
+        self.launched: weakref.WeakValueDictionary[int, Launched] = weakref.WeakValueDictionary()
+        self._sent: dict[int, SlotNews] = {}
+        self.forward = TpGraphs(self)
+        if drafter is not None and self.plan.is_divided:
+            for name in DIVIDED:
+                setattr(drafter, name, partial(self._call, name, getattr(type(drafter), name), drafter))
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def launch(self, round_: Round) -> Launched:
+        """On every rank."""
+        kept = self.leader.keep()
+        with self.leader.together("launch", round_, kept.number):
+            return self._numbered(super().launch(round_), kept)
+
+    def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
+        """On every rank: those that have a share of the drafter make the drafts together."""
+        if not self.plan.is_divided:
+            return super().launch_behind(before, round_)
+        for seq in round_.seqs:
+            slot = self.table.slots[seq.slot]
+            most = max(slot.n_past, seq.n_past) + seq.slack + self.plan.overhang
+            self.table.reach(slot, slot.n_past, most)
+        kept = self.leader.keep()
+        with self.leader.together("launch_behind", number_of(before), round_, kept.number, self._news()):
+            launched = super().launch_behind(before, round_)
+            return None if launched is None else self._numbered(launched, kept)
+
+    def _go_on(
+        self,
+        before: Launched,
+        round_: Round,
+        kept: Kept,
+        drafts: DraftsAhead | None,
+        began: torch.cuda.Event | None,
+    ) -> Launched:
+        if self.plan.is_divided:
+            return super()._go_on(before, round_, kept, drafts, began)
+        number = self.leader.keep()
+        with self.leader.together("launch_behind", number_of(before), round_, number.number, ()):
+            if drafts is not None:
+                self.ranks.spread(drafts.tokens.contiguous())
+            return self._numbered(super()._go_on(before, round_, kept, drafts, began), number)
+
+    def _numbered(self, launched: Launched, kept: KeptElsewhere) -> Launched:
+        launched.elsewhere, self.launched[kept.number] = kept, launched
+        return launched
+
+    # -- a divided drafter ---------------------------------------------------------------------------------------
+
+    def _call(self, name: str, method: Callable[..., Any], drafter: Drafter, *args: Any) -> Any:
+        """A method of the drafter, on every rank. Pages that it will write are held before, because the others hold none."""
+        plain: tuple[Any, ...] = args
+        if name == "observe":
+            batch, kept, out = args
+            number = next(n for n, launched in self.launched.items() if launched.out is out)
+            plain = number, tuple(batch.seqs), tuple(batch.starts), tuple(kept)
+        elif name == "draft":
+            live: list[DraftRequest] = [r for r in args[0] if r.n_draft > 0]
+            for r in live:
+                self.table.reach(r.slot, r.slot.n_past, r.slot.n_past + self.plan.overhang)
+            plain = ([(r.slot.index, r.anchor, r.n_draft, r.tells) for r in args[0]],)
+        elif name == "check":
+            _, slot, tokens = args
+            self.table.reach(slot, 0, len(tokens) + self.plan.overhang)
+            plain = slot.index, tuple(tokens)
+        elif args:
+            plain = args[0].index, *args[1:]
+        with self.leader.together("draft", name, self._news(), plain):
+            return method(drafter, *args)
+
+    def _news(self) -> tuple[SlotNews, ...]:
+        """The slots that have changed since the last call."""
+        news = []
+        for slot in self.table.slots:
+            pages, old = self.table.reach(slot, 0, 0), self._sent.get(slot.index)
+            is_same = old is not None and old.pages is pages
+            if (
+                is_same
+                and old is not None
+                and (old.generation, old.n_past) == (slot.generation, slot.n_past)
+            ):
+                continue
+            self._sent[slot.index] = SlotNews(slot.index, slot.generation, slot.n_past, pages)
+            news.append(SlotNews(slot.index, slot.generation, slot.n_past, None if is_same else pages))
+        return tuple(news)
+
+    # -- the rest ------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
         """Let go of the other ranks; nothing runs after that. Graphs go first, because they contain sums."""
-        assert self.target.ranks is not None and isinstance(self.forward, TpGraphs)
         self.forward.forget()
         if self.drafter is not None:
             self.drafter.forget()
-        self.target.ranks.leave()
+        self.ranks.leave()
 
     def show(self, handle: int, rows: Tensor) -> None:
         """On every rank."""
         if handle in self.shown:
             return
         super().show(handle, rows)
-        with self.leader.together(ShowPicture(handle, *rows.shape)):
-            self.leader.ranks.spread(self.shown[handle])
+        with self.leader.together("show_rows", handle, *rows.shape):
+            self.ranks.spread(self.shown[handle])
 
     def hide(self, unread: Container[int]) -> None:
         """On every rank."""
-        self.leader.send(HidePictures(frozenset(h for h in self.shown if h in unread)))
+        self.leader.send("hide_rows", frozenset(h for h in self.shown if h in unread))
         super().hide(unread)
 
     def fold(self, slot: Slot) -> None:
         """On every rank."""
-        self.leader.send(FoldSlot(slot.index, slot.n_fold))
+        self.leader.send("fold_slot", slot.index, slot.n_fold)
         super().fold(slot)
+
+
+def number_of(kept: Checkpoint | Launched) -> int:
+    """The number under which other ranks keep it."""
+    assert isinstance(kept.elsewhere, KeptElsewhere)
+    return kept.elsewhere.number

@@ -1,6 +1,6 @@
-"""Gathers a slot's memory of all ranks on the first one, and distributes it again (records: engine/loop/span.py).
+"""What every rank of several does alike: its worker, and the gathers of slots' memory on the first rank (records: engine/loop/span.py).
 
-Every rank runs the same function at the same time. All ranks have tensors of the same shapes, because they have equally many heads.
+Every rank calls the same methods in the same order. All ranks have tensors of the same shapes, because they have equally many heads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,28 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
+from pyspec.device.worker import Worker
+from pyspec.models.target import Out
+from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory, planes_of
+from pyspec.slots.round import LogitsNeed
+
+
+class RankWorker(Worker):
+    """A rank's worker: its logits are its columns, which are gathered behind the forward, because a graph may hold that."""
+
+    @property
+    def ranks(self) -> Collective:
+        assert self.target.ranks is not None
+        return self.target.ranks
+
+    def results(self, batch: Batch, reads: LogitsNeed) -> Out:
+        """Without logits, if the host does not read them."""
+        return super().results(batch, reads).whole(reads)
+
+    def keeps_logits(self, reads: LogitsNeed) -> bool:
+        """Gathered logits have a place of their own."""
+        return False
 
 
 def gather_pages(

@@ -30,11 +30,11 @@ from pyspec.slots.batch import Batch, lay_out, sent
 from pyspec.slots.drafts import DraftsAhead
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import Continuation, LogitsNeed, Round
+from pyspec.slots.round import LogitsNeed, Round
 from pyspec.slots.table import Slot, SlotTable
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Launched:
     """A launched forward.
 
@@ -44,6 +44,7 @@ class Launched:
     drafting  events at start and end of drafting
     keeps_logits  the host may read its logits after the next forward was launched, which overwrites them
     log       as of `ExpertLog.copy`, valid after `done`
+    elsewhere  the same forward on other ranks
     """
 
     batch: Batch
@@ -55,6 +56,7 @@ class Launched:
     drafting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     keeps_logits: bool = True
     log: Tensor | None = None
+    elsewhere: object = None
 
     @property
     def found(self) -> Tensor | None:
@@ -165,18 +167,30 @@ class Worker:
             before.out = replace(before.out, best=top(before.out.logits))
         assert before.out.best is not None
         began, drafts = stamp(self.device) if behind.n_draft else None, None
-        kept = self.accept(before, behind)
+        kept = self.ahead_rows.accept(before.batch, before.out.best, behind)
         if behind.n_draft:
             drafts = self._draft(before, round_, kept)
             if drafts is None:
                 return None
+        return self._go_on(before, round_, kept, drafts, began)
+
+    def _go_on(
+        self,
+        before: Launched,
+        round_: Round,
+        kept: Kept,
+        drafts: DraftsAhead | None,
+        began: torch.cuda.Event | None,
+    ) -> Launched:
+        """Launch a round behind the kept rows of `before`. began: when its drafts were asked for."""
+        assert round_.behind is not None
         own, q = (None, None) if drafts is None else (drafts.tokens, drafts.q)
         batch = self.ahead_rows.move(self._lay_out(round_), kept, own)
         tokens = None if own is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
         if own is not None:
             self.watch_drafter()
-        if behind.known is None:  # else they are copied, and the drafter has seen them
+        if round_.behind.known is None:  # else they are copied, and the drafter has seen them
             before.copy_results(self.plan, is_next_launched=True)
         launched = self._send(batch, round_.reads)
         launched.tokens, launched.q = tokens, q
@@ -194,11 +208,6 @@ class Worker:
             )
         return self.drafter.draft_ahead(before.batch, before.out, kept, most)
 
-    def accept(self, before: Launched, behind: Continuation) -> Kept:
-        """Count the kept rows of a round that is not read yet."""
-        assert before.out.best is not None
-        return self.ahead_rows.accept(before.batch, before.out.best, behind)
-
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(
             self.table,
@@ -214,7 +223,7 @@ class Worker:
             self.faults.clear()  # a recording has kernels alone
         if self.uploads is not None:
             self.uploads.before()
-        out = self.forward(batch)
+        out = self.results(batch, reads)
         if self.uploads is not None:
             self._upload(self.uploads)
         best = None if out.best is None else self._best.copy(out.best)
@@ -224,6 +233,10 @@ class Worker:
         self.faults.fetch()
         keeps_logits = self.keeps_logits(reads)
         return Launched(batch, out, best, stamp(self.device), keeps_logits=keeps_logits, log=log)
+
+    def results(self, batch: Batch, reads: LogitsNeed) -> Out:
+        """Those of a forward."""
+        return self.forward(batch)
 
     def _upload(self, uploads: ExpertUploads) -> None:
         """Begin copies behind a round, which they can not fail."""

@@ -12,7 +12,6 @@ the file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -38,6 +37,7 @@ from pyspec.models.blocks.attention import Attention
 from pyspec.models.blocks.convolved import Convolved
 from pyspec.models.checks import check_read, check_tensors
 from pyspec.models.cuts import flaws
+from pyspec.models.gathered import shared
 from pyspec.models.kernels import kernels, program_of
 from pyspec.models.own_vocabulary import D2T
 from pyspec.models.part import LoadTypes, Request
@@ -71,7 +71,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         raise ConfigError("--spec-type dflash needs a draft file (-md)")
     c = read_config(file)
     wants = drafter_tensors(c, file, target.config.n_embd)
-    return replace(block_plan(c, file, target, settings, wants), load_share=partial(load_share, bind))
+    return block_plan(c, file, target, settings, wants)
 
 
 def block_plan(
@@ -81,7 +81,7 @@ def block_plan(
     settings: EngineSettings,
     wants: Mapping[str, Want],
 ) -> DraftPlan:
-    """The plan of a drafter whose drafts are blocks, without `load_share`. wants: the tensors of its file."""
+    """The plan of a drafter whose drafts are blocks. wants: the tensors of its file."""
     check_pair(c, file, target.config)
     check_tensors(file, wants, c.alias)
     check_read(file, (*wants, D2T), len(c.windows), c.alias)
@@ -411,7 +411,12 @@ class DFlash(Drafter):
         return tap_shift.warning(self.net, self.plan.n_draft, target, self.table, slot, tokens)
 
     def pools(self) -> Iterable[PartMemory]:
-        return self.net.memory.paged
+        # those of a divided one stand beside the target's
+        return () if self.plan.is_divided else self.net.memory.paged
+
+    def forget(self) -> None:
+        self.block.forget()
+        self.inject.forget()
 
     def end(self, slot: Slot) -> None:
         self._forget(slot)
@@ -427,7 +432,8 @@ def _read(tokens: Tensor, probs: Tensor | None) -> tuple[list[int], list[float] 
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
-    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+    net = bind(plan, target, table, options)
+    return DFlash(net, plan, table, target.device, options.settings.draft_p_min)
 
 
 def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlashNet:
@@ -452,31 +458,10 @@ def bound(
     weights = Weights(plan.file, device, alias=c.alias, ranks=ranks, cuts=cuts, rope=rope, **of)
     memory = own_memory(plan, table, options, device)
     net = kind(c.share(plan.n_rank), weights, memory, target, options.head)
-    if plan.best_only:
+    if ranks is not None:
+        net.parts = shared(target.output)
+        assert net.parts is not None, "ranks divide a drafter that reads the target's head"
+        target.memory.beside = list(memory.paged)
+    elif plan.best_only:
         net.find_best = options.best
     return net
-
-
-def drafter_of(
-    net: DFlashNet, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions
-) -> DFlash:
-    """The drafter, or the first rank's part of it."""
-    p_min = options.settings.draft_p_min
-    if plan.n_rank == 1:
-        return DFlash(net, plan, table, target.device, p_min)
-    from pyspec.draft.dflash_ranks import DividedDFlash  # which needs this module
-
-    assert options.lead is not None
-    return DividedDFlash(net, plan, table, target, options.lead, p_min)
-
-
-Bind = Callable[[DraftPlan, Target, SlotTable, DraftOptions], DFlashNet]
-
-
-def load_share(
-    bind: Bind, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions
-) -> DFlash:
-    """Another rank's part."""
-    from pyspec.draft.dflash_ranks import DFlashShare  # which needs this module
-
-    return DFlashShare(bind(plan, target, table, options), plan, table, target, options.arena)

@@ -18,7 +18,7 @@ from pyspec.config import EngineSettings
 from pyspec.cpu.tensors import capped
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.draft.dflash import DFlash, block_plan, bound, drafter_of, load_share
+from pyspec.draft.dflash import DFlash, block_plan, bound
 from pyspec.draft.dflash import requests as layer_requests
 from pyspec.draft.dflash_file import (
     CONVOLUTION,
@@ -119,7 +119,6 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         whole,
         kind="dflash2",
         requests=partial(requests, c.share(whole.n_rank), file),
-        load_share=partial(load_share, bind),
     )
 
 
@@ -231,7 +230,8 @@ def check_candidates(net: DFlash2Net, draws: str) -> None:
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
-    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+    net = bind(plan, target, table, options)
+    return DFlash(net, plan, table, target.device, options.settings.draft_p_min)
 
 
 def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash2Net:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pyspec.config import EngineSettings
-from pyspec.cuda.collective import Collective
 from pyspec.cuda.movable import EMPTIED, movable
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.draft.blocks import BlockLength
@@ -90,8 +88,8 @@ class DraftPlan:
     check      refuses what a plan does not look at, because that takes long: called once for a load; adds to `remark`
     remark     the end of the line that names it
     n_suffix   tokens of the longest suffix draft (`suffix_drafts`), which goes beside it; 0: there are none
-    n_rank     ranks that divide it by the cuts of `wants`: layers, attention and bytes are those of one; 1: it is whole, on the first rank
-    load_share  loads the part of another rank than the first
+    n_rank     ranks that divide it by the cuts of `wants`, and call it alike: layers, attention and bytes are those of one, and the target's memory
+               has its pages (`Memory.beside`); 1: it is whole, on the first rank
     """
 
     kind: str
@@ -121,7 +119,10 @@ class DraftPlan:
     remark: str = ""
     n_suffix: int = 0
     n_rank: int = 1
-    load_share: Callable[[DraftPlan, Target, SlotTable, DraftOptions], Drafter] | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        return self.n_rank > 1
 
     @property
     def longest(self) -> int:
@@ -168,8 +169,6 @@ class DraftOptions:
     wide   packed matrices have an f16 copy for wide batches
     head   read in place of the target's head; one of its own goes before it
     best   where several ranks read the target's head together: rows [row, n_embd] f32 -> their best tokens [row] int64
-    lead   sends a divided drafter's commands to the other ranks
-    arena  on another rank than the first: where batches lie that the first one has in an arena
     placement  its feed-forwards that are in host memory
     """
 
@@ -178,8 +177,6 @@ class DraftOptions:
     wide: bool = False
     head: Matrix | None = None
     best: Callable[[Tensor], Tensor] | None = None
-    lead: DraftLead | None = None
-    arena: Arena | None = None
     placement: Placement = ON_CARD
 
     @property
@@ -249,8 +246,6 @@ class Drafter(ABC):
     has_windows  `set_window` is its own: its drafts can see less than the whole text
     has_share    its share of a checkpoint can be kept in a file; else it is left out there, and the drafter begins anew
     checks       `check` is its own
-    is_divided   it is the first rank's part of one that ranks divide, and the target's memory has its pages (`Memory.beside`)
-    found        on another rank: the tokens [seq, n] int64 that all ranks found last
     """
 
     plan: DraftPlan
@@ -259,8 +254,6 @@ class Drafter(ABC):
     has_windows = False
     has_share = False
     checks = False
-    is_divided = False
-    found: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -368,11 +361,6 @@ class Drafter(ABC):
         """
         return None
 
-    def obey(self, command: DraftCommand, kept: Kept | None) -> None:
-        """On another rank than the first: run one command. kept: the rows of the last verify, as this rank has counted them. TypeError of one that ranks
-        do not divide."""
-        raise TypeError(f"{self.name} has no part on other ranks")
-
     def forget(self) -> None:
         """Of a divided one: free its graphs, which hold sums of ranks. Nothing is captured after this."""
 
@@ -421,26 +409,3 @@ class HostModule:
 
     def load(self, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Drafter:
         return OnHost(self.kind, self.module.host_drafter(plan.n_draft, options.settings))
-
-
-# -- a drafter that ranks divide ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCommand:
-    """A command of the first rank's part to the others'. Each drafter has its own, as plain integers."""
-
-
-class DraftLead(Protocol):
-    """Sends commands to the other ranks. has_accepted: they have counted the kept rows of the verify that ran last."""
-
-    ranks: Collective
-    has_accepted: bool
-
-    def send(self, command: DraftCommand) -> None:
-        """Send a command to all of them, in order."""
-        ...
-
-    def together(self, command: DraftCommand) -> AbstractContextManager[None]:
-        """Have them run a command beside the body. An exception in the body ends all ranks."""
-        ...

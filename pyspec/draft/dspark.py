@@ -15,7 +15,7 @@ from functools import partial
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.draft.dflash import DFlash, block_plan, bound, drafter_of, load_share
+from pyspec.draft.dflash import DFlash, block_plan, bound
 from pyspec.draft.dflash import requests as layer_requests
 from pyspec.draft.dflash_file import MARKOV, check_is_dflash, drafter_tensors, read_layers
 from pyspec.draft.drafter import DraftOptions, DraftPlan, TargetFile
@@ -58,7 +58,6 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         whole,
         kind="dspark",
         requests=partial(requests, c.share(whole.n_rank), file),
-        load_share=partial(load_share, bind),
     )
 
 
@@ -82,7 +81,8 @@ def requests(c: DSparkConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
-    return drafter_of(bind(plan, target, table, options), plan, target, table, options)
+    net = bind(plan, target, table, options)
+    return DFlash(net, plan, table, target.device, options.settings.draft_p_min)
 
 
 def bind(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DSparkNet:

@@ -19,7 +19,6 @@ from pyspec.slots.table import Slot, SlotTable
 
 if TYPE_CHECKING:
     from pyspec.draft.dflash_net import DFlashNet
-    from pyspec.draft.dflash_ranks import LedNet
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ MIN_ANCHORS = 6
 
 
 def warning(
-    net: DFlashNet | LedNet,
+    net: DFlashNet,
     n_draft: int,
     target: Target,
     table: SlotTable,
@@ -44,7 +43,7 @@ def warning(
 
 @torch.inference_mode()
 def run_by_shift(
-    net: DFlashNet | LedNet,
+    net: DFlashNet,
     n_draft: int,
     target: Target,
     table: SlotTable,

@@ -239,7 +239,6 @@ class LoadShare:
     n_page, width   of the slots' memory (Description); dense: the dtype of unpacked matrices, or "" for packed ones
     n_bytes         planned memory; n_attention: of that, for partial sums of attention
     n_arena_page    of one sequence in a graph; 0: no graphs
-    divides_draft   ranks divide the drafter, too
     """
 
     path: Path
@@ -255,14 +254,17 @@ class LoadShare:
     n_attention: int
     n_arena_page: int
     log_level: int
-    divides_draft: bool = False
 
 
 @dataclass(frozen=True)
 class ShareState:
-    """A rank's progress: "joins" before it meets the others, "loaded", then "alive" several times a second."""
+    """A rank's progress: "joins" before it meets the others, "loaded", then "alive" several times a second.
+
+    waits  as of `Calls.waits`
+    """
 
     state: str
+    waits: tuple[float, str] = (0.0, "before its first call")
 
 
 @dataclass(frozen=True)

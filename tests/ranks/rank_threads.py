@@ -19,7 +19,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.rank import Rank
 from pyspec.device.follow import Follower
-from pyspec.draft.dflash_ranks import DividedDFlash
+from pyspec.draft.dflash import DFlash
 from pyspec.engine.load.load import build
 from pyspec.engine.messages import LoadShare
 from pyspec.engine.plan.describe import arena_pages, describe
@@ -27,6 +27,11 @@ from pyspec.engine.plan.planned_bytes import plan_memory
 from pyspec.engine.process import rank_main
 from pyspec.errors import PyspecError
 from pyspec.slots.arena import Arena
+
+
+def is_first() -> bool:
+    """This is the first rank's thread."""
+    return threading.current_thread() is threading.main_thread()
 
 
 class NoLink:
@@ -39,8 +44,8 @@ class NoLink:
 class ThreadRanks:
     """As `Ranks`. followers: run by the threads."""
 
-    def __init__(self, n: int, n_arena_page: int = 0) -> None:
-        self.n, self.n_arena_page, self.followers, self.failures = n, n_arena_page, {}, []
+    def __init__(self, n: int) -> None:
+        self.n, self.followers, self.failures = n, dict[int, Follower](), list[Exception]()
         self._ends = ExitStack()
         self.store = str(Path(self._ends.enter_context(tempfile.TemporaryDirectory())) / "meet")
         self._inboxes: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(n - 1)]
@@ -48,7 +53,6 @@ class ThreadRanks:
         self._loaded = threading.Semaphore(0)
 
     def load(self, share: LoadShare, devices: Sequence[torch.device]) -> Collective:
-        share = replace(share, n_arena_page=self.n_arena_page)
         for i in range(1, self.n):
             own = replace(pickle.loads(pickle.dumps(share)), index=i, device=str(devices[i]))
             self._threads.append(
@@ -103,14 +107,16 @@ class RankRig(Rig):
     def __init__(self, path: Path, n: int, *, padded: bool = False, **settings: object) -> None:
         values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}  # fmt: skip
         d = describe(path, EngineSettings(tp=n, **(values | settings)))  # type: ignore[arg-type]
-        n_page = arena_pages(d)
-        self.ranks = ThreadRanks(n, n_page if padded else 0)
+        self.ranks = ThreadRanks(n)
         super().__init__(build(d, plan_memory(d), self.ranks))  # type: ignore[arg-type]
         if padded:
-            self.loop.worker.arena = Arena(d.settings.np, n_page, d.device, d.width)
             self.loop.lookahead.on = True
-            if isinstance(drafter := self.loop.drafter, DividedDFlash):
-                drafter.use_graphs(lambda: Arena(d.settings.np, n_page, d.device, d.draft_width))
+            for worker in (self.loop.worker, *self.ranks.followers.values()):
+                worker.arena = Arena(d.settings.np, arena_pages(d), d.device, d.width)
+                if isinstance(drafter := worker.drafter, DFlash) and drafter.plan.is_divided:
+                    drafter.use_graphs(
+                        lambda: Arena(d.settings.np, arena_pages(d), d.device, d.draft_width)
+                    )
 
     def __enter__(self) -> RankRig:
         return self

@@ -13,20 +13,19 @@ import torch
 from block_drafters import dflash2_of, dspark_of
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig
 from known_texts import demo_prompts, joined, known_texts
-from rank_threads import RankRig
+from rank_threads import RankRig, is_first
 from torch import Tensor
 
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.cuda.collective import Collective
+from pyspec.cuda.collective import Calls, Collective
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.device.commands import AcceptRows, Command, HeadBest
-from pyspec.device.follow import Follower
+from pyspec.device.capture import capture
+from pyspec.device.follow import Call, Follower
 from pyspec.device.lead import Leader
 from pyspec.draft import dflash
 from pyspec.draft.dflash import DFlash
-from pyspec.draft.dflash_ranks import DFlashShare, DividedDFlash, FindDrafts, MakeContext, RunBlocks
 from pyspec.draft.drafter import TargetFile
 from pyspec.draft.draws import Draws
 from pyspec.engine.load import load as loading
@@ -50,13 +49,16 @@ PLAIN = replace(GREEDY, ignore_eos=False)
 
 
 class Proposals:
-    """A drafter's proposals on the first rank, and the commands about them to other ranks."""
+    """A drafter's proposals on the first rank and on the others, and the calls that these got."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[list[int]] = []
-        self.told: list[Command] = []
+        self.of_others: list[list[int]] = []
+        self.told: list[Call] = []
         self.n_ahead = 0
-        find, obey, ahead = DFlash._tokens, Follower.obey, DFlash.draft_ahead
+        # Passes over taps that waited: by whether they are the first rank's
+        self.n_caught_up = {True: 0, False: 0}
+        find, obey, ahead, late = DFlash._tokens, Follower.obey, DFlash.draft_ahead, DFlash.catch_up
 
         def watch(
             drafter: DFlash,
@@ -70,21 +72,25 @@ class Proposals:
         ) -> tuple[Tensor, Tensor | None]:
             tokens, probs = find(drafter, block, n_seq, n_draft, given, tells=tells, draws=draws)
             assert tokens.dtype == torch.int64 and tokens.shape == (n_seq * n_draft,)
-            if not isinstance(drafter, DFlashShare):
-                self.found.append(tokens.tolist())
+            (self.found if is_first() else self.of_others).append(tokens.tolist())
             return tokens, probs
 
         def count(
             drafter: DFlash, batch: Batch, out: Out, kept: Kept, n_draft: int
         ) -> DraftsAhead | None:
             drafts = ahead(drafter, batch, out, kept, n_draft)
-            self.n_ahead += drafts is not None
+            self.n_ahead += drafts is not None and is_first()
             return drafts
 
-        def listen(follower: Follower, command: Command) -> None:
-            self.told.append(command)
-            obey(follower, command)
+        def listen(follower: Follower, call: Call) -> None:
+            self.told.append(call)
+            obey(follower, call)
 
+        def catch_up(drafter: DFlash) -> None:
+            self.n_caught_up[is_first()] += drafter.n_held > 0
+            late(drafter)
+
+        monkeypatch.setattr(DFlash, "catch_up", catch_up)
         monkeypatch.setattr(DFlash, "_tokens", watch)
         monkeypatch.setattr(DFlash, "draft_ahead", count)
         monkeypatch.setattr(Follower, "obey", listen)
@@ -93,17 +99,17 @@ class Proposals:
         self, r: RankRig, prompts: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """Texts, drafts, and numbers of tokens that other ranks find with the first one."""
-        self.found, self.told = [], []
+        self.found, self.of_others, self.told = [], [], []
         heard = [r.submit(prompt, N, PLAIN) for prompt in prompts]
         r.run()
         r.ranks.settle()
-        rows = [c.n_row for c in self.told if isinstance(c, HeadBest)]
-        rows += [c.n_seq * c.n_draft for c in self.told if isinstance(c, FindDrafts)]
+        rows = [args[0] for name, args in self.told if name == "find_best"]
+        rows += [len(tokens) for tokens in self.of_others]
         return [h.tokens for h in heard], self.found, rows
 
-    def n(self, kind: type[Command]) -> int:
-        """Commands of this kind."""
-        return sum(isinstance(c, kind) for c in self.told)
+    def n(self, *named: str) -> int:
+        """Calls of this name, and of this method of a drafter."""
+        return sum((name, *args)[: len(named)] == named for name, args in self.told)
 
 
 @pytest.fixture
@@ -133,12 +139,12 @@ def test_ranks_draft_what_the_first_one_drafted_alone(
         texts, found, rows = drafts.of(r, prompts)
     assert texts == [text[:N] for _, text in demo_prompts()[:5]]
     assert rows == [len(tokens) for tokens in found] and len(rows) > 4
-    assert drafts.n(RunBlocks) == drafts.n(FindDrafts) == len(rows)
-    assert (drafts.n_ahead > 0) == padded == (drafts.n(AcceptRows) > 0)
+    assert drafts.of_others == found and drafts.n("draft", "draft") == len(rows) - drafts.n_ahead
+    assert (drafts.n_ahead > 0) == padded == (drafts.n("launch_behind") > 0)
     undivided(monkeypatch)
     with RankRig(DEMO, 2, np=4, padded=padded, **DFLASH) as r:
         assert drafts.of(r, prompts) == (texts, found, rows)
-        assert drafts.n(HeadBest) == len(rows)
+        assert drafts.n("find_best") == len(rows) and not drafts.n("draft")
     with_a_copy(monkeypatch)
     with RankRig(DEMO, 2, np=4, padded=padded, **DFLASH) as r:
         assert drafts.of(r, prompts) == (texts, found, [])
@@ -184,7 +190,7 @@ def test_ranks_share_the_context_that_one_has(
 
     with RankRig(path, tp, **settings) as r:
         texts = run(r)
-        assert any(isinstance(c, MakeContext) and c.n_held for c in drafts.told)
+        assert drafts.n_caught_up[True] * (tp - 1) == drafts.n_caught_up[False] > 0
         shares = [r.loop.drafter, *(r.ranks.followers[i].drafter for i in range(1, tp))]
         pools = [share.net.memory.kv for share in shares]  # type: ignore[union-attr]
         d = describe(path, EngineSettings(tp=tp, device="cpu", kv_type="f32", ctx=256, **settings))  # type: ignore[arg-type]
@@ -253,7 +259,7 @@ def test_drafts_that_are_cut_by_their_probabilities_read_a_whole_head(drafts: Pr
     with RankRig(DEMO, 2, np=2, draft_p_min=0.3, **DFLASH) as r:
         texts, found, rows = drafts.of(r, [prompt for prompt, _ in demo_prompts()[:2]])
         assert texts == [text[:N] for _, text in demo_prompts()[:2]] and found and not rows
-        assert not drafts.n(RunBlocks) and not isinstance(r.loop.drafter.net.head, Gathered)  # type: ignore[union-attr]
+        assert not drafts.n("draft") and not isinstance(r.loop.drafter.net.head, Gathered)  # type: ignore[union-attr]
 
 
 def test_a_whole_head_is_planned_where_it_is_read() -> None:
@@ -285,6 +291,29 @@ def test_a_draft_model_runs_whole_on_the_first_rank(name: str, padded: bool) -> 
         assert sum(h.timings.draft_n for h in heard) > 30
 
 
+@pytest.mark.parametrize("kind", ["divided", "whole", "mtp", "none"])
+def test_every_rank_captures_what_the_first_one_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first text, on slots whose pages only the first rank holds."""
+    settings = DFLASH if kind in ("divided", "whole") else {"spec_type": kind, "n_draft_max": 3}
+    if kind == "whole":
+        undivided(monkeypatch)
+    captured: list[bool] = []
+    capture_blocks = DFlash.capture
+    monkeypatch.setattr(DFlash, "capture", lambda d: (captured.append(is_first()), capture_blocks(d))[1])
+    texts = demo_prompts()[:5]
+    with RankRig(DEMO, 2, np=3, padded=True, **settings) as r:
+        capture(r.loop.worker, 200)
+        r.ranks.settle()
+        heard = [r.submit(prompt, N, PLAIN) for prompt, _ in texts]
+        r.run()
+        r.ranks.settle()
+        follower = r.ranks.followers[1]
+        assert follower.forward._sealed and r.loop.worker.forward._sealed
+        assert follower.forward._tapes.keys() == r.loop.worker.forward._tapes.keys()
+    assert [h.tokens for h in heard] == [text[:N] for _, text in texts]
+    assert sorted(captured) == {"divided": [False, True], "whole": [True]}.get(kind, [])
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_taps_are_checked_with_the_same_head(n: int) -> None:
     prompt, text = demo_prompts()[0]
@@ -303,7 +332,7 @@ def test_taps_are_checked_with_the_same_head(n: int) -> None:
 
 
 def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Command] = []
+    told: list[Call] = []
 
     class Broken:
         def own(self, rows: Tensor) -> Tensor:
@@ -314,6 +343,7 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
 
     class Ranks:
         error: Exception | None = None
+        calls = Calls(torch.device("cpu"))
 
         def spread(self, x: Tensor) -> None:
             if self.error is not None:
@@ -322,13 +352,14 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
     ranks = Ranks()
     leader = Leader(told.append, ranks)  # type: ignore[arg-type]
     with pytest.raises(
-        DeviceError, match="HeadBest failed on the first rank, and the others wait in it: no such matrix"
+        DeviceError,
+        match="find_best failed on the first rank, and the others wait in it: no such matrix",
     ):
         leader.best(Broken(), torch.zeros(3, 8))  # type: ignore[arg-type]
     ranks.error = RankLost("rank 1 of 2: its process ended")
     with pytest.raises(RankLost, match="rank 1 of 2"):
         leader.best(Broken(), torch.zeros(3, 8))  # type: ignore[arg-type]
-    assert told == [HeadBest(3), HeadBest(3)]
+    assert told == [("find_best", (3,))] * 2
 
     def at_work(r: RankRig) -> RankRig:
         heard = r.submit(demo_prompts()[0][0], N, PLAIN)
@@ -343,9 +374,7 @@ def test_what_fails_while_ranks_draft_is_the_end_of_all(monkeypatch: pytest.Monk
 
     with RankRig(DEMO, 2, np=1, **DFLASH) as r:
         at_work(r).loop.drafter.block.fn = broken  # type: ignore[union-attr]
-        with pytest.raises(
-            DeviceError, match=r"RunBlocks failed on the first rank, and .* no such block"
-        ):
+        with pytest.raises(DeviceError, match=r"draft failed on the first rank, and .* no such block"):
             for _ in range(N):
                 r.loop.step()
     undivided(monkeypatch)
@@ -397,7 +426,7 @@ def ranked(kind: str, n_rank: int, **settings: object) -> RankRig:
 def test_text_is_plain_with_joins_and_cancels(kind: str, n_rank: int, np: int, padded: bool) -> None:
     texts = known_texts(pair()[0])
     with ranked(kind, n_rank, np=np, padded=padded) as r:
-        assert isinstance(r.loop.drafter, DividedDFlash)
+        assert r.loop.worker.plan.is_divided
         heard = joined(r, texts, cancels=True)
         r.ranks.settle()
     for h, text in zip(heard, texts.values(), strict=True):
@@ -428,8 +457,8 @@ class Found:
 
         def watch(drafter: DFlash, *args: object, **how: object) -> tuple[Tensor, Tensor | None]:
             tokens, probs = find(drafter, *args, **how)  # type: ignore[arg-type]
-            (self.other if isinstance(drafter, DFlashShare) else self.first).append(tokens.tolist())
-            self.sure += [] if probs is None else [probs]
+            (self.first if is_first() else self.other).append(tokens.tolist())
+            self.sure += [probs] if probs is not None and is_first() else []
             return tokens, probs
 
         monkeypatch.setattr(DFlash, "_tokens", watch)
@@ -452,7 +481,7 @@ def test_ranks_draft_as_one(
 ) -> None:
     found, settings = Found(monkeypatch), {"np": 2, "padded": padded, "draft_p_min": p_min}
     with ranked(kind, n_rank, **settings) as r:
-        divided = isinstance(r.loop.drafter, DividedDFlash)
+        divided = r.loop.worker.plan.is_divided
         assert divided == (kind != "dspark-unsure" or not p_min)
         texts, drafts = found.of(r)
         r.ranks.settle()
@@ -461,7 +490,7 @@ def test_ranks_draft_as_one(
         sure = found.sure
     monkeypatch.setattr(dflash, "MOST_RANKS", 1)
     with ranked(kind, n_rank, **settings) as r:
-        assert not isinstance(r.loop.drafter, DividedDFlash)
+        assert not r.loop.worker.plan.is_divided
         assert found.of(r) == (texts, drafts)
     if p_min:
         assert sure and all(map(torch.allclose, sure, found.sure))
@@ -507,7 +536,7 @@ def test_graphs_are_freed_before_the_ranks_are_left(monkeypatch: pytest.MonkeyPa
     order: list[object] = []
     with ranked("dflash", 2) as r:
         drafter = r.loop.drafter
-        assert isinstance(drafter, DividedDFlash)
+        assert isinstance(drafter, DFlash) and drafter.plan.is_divided
         monkeypatch.setattr(Graphed, "forget", lambda graphs: order.append(graphs))
         monkeypatch.setattr(Collective, "leave", lambda ranks: order.append("left"))
         r.loop.leave()

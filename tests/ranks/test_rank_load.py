@@ -33,7 +33,7 @@ def goes(*args):
         raise DoesNotFit("there is no room for a drafter")
     os.kill(os.getpid(), getattr(signal, how))
 if when == "before it reads":
-    rank_main._load_drafts = goes
+    rank_main._load_drafter = goes
 else:
     dflash_net.link_sums = goes
 rank_main.main(int(sys.argv[3]))

@@ -18,8 +18,7 @@ from torch import Tensor
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.best.cuda import hostile
 from pyspec.cuda.ops.best.ref import TorchBest
-from pyspec.device.commands import Command, RunForward
-from pyspec.device.follow import Follower
+from pyspec.device.follow import Call, Follower
 from pyspec.engine.loop import round as rounds
 from pyspec.engine.loop.round import Work
 from pyspec.models.gathered import Gathered
@@ -29,7 +28,7 @@ from pyspec.sample.choose import Span, choose
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.batch import Seq, SeqMode, lay_out
 from pyspec.slots.drafts import Drafts
-from pyspec.slots.round import LogitsNeed
+from pyspec.slots.round import LogitsNeed, Round
 
 N = 24
 MTP: dict[str, object] = {"spec_type": "mtp", "n_draft_max": 3}
@@ -108,17 +107,17 @@ def test_who_reads_what_was_left_out_fails() -> None:
 
 
 class Watch:
-    """The forwards in commands to other ranks, and the number of gathered logits on the first one."""
+    """The rounds that other ranks run, and the number of gathered logits on the first one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[RunForward] = []
+        self.told: list[Round] = []
         self.n_gathered = 0
         obey, bring = Follower.obey, Gathered.together
 
-        def watch(follower: Follower, command: Command) -> None:
-            if isinstance(command, RunForward) and follower.target.ranks.rank.index == 1:  # type: ignore[union-attr]
-                self.told.append(command)
-            obey(follower, command)
+        def watch(follower: Follower, call: Call) -> None:
+            if call[0].startswith("launch") and follower.ranks.rank.index == 1:
+                self.told += [arg for arg in call[1] if isinstance(arg, Round)]
+            obey(follower, call)
 
         def count(head: Gathered, columns: Tensor) -> Tensor:
             self.n_gathered += head.ranks.rank.leads
@@ -127,7 +126,7 @@ class Watch:
         monkeypatch.setattr(Follower, "obey", watch)
         monkeypatch.setattr(Gathered, "together", count)
 
-    def take(self, r: RankRig) -> tuple[list[RunForward], int]:
+    def take(self, r: RankRig) -> tuple[list[Round], int]:
         """Since the last call."""
         r.ranks.settle()
         found, self.told, self.n_gathered = (self.told, self.n_gathered), [], 0
@@ -139,8 +138,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
 
 
-def of_prompts(command: RunForward) -> bool:
-    return any(seq.keep and seq.width > 1 and seq.n_out for seq in command.seqs)
+def of_prompts(round_: Round) -> bool:
+    return any(seq.keep and seq.width > 1 and seq.n_out for seq in round_.seqs)
 
 
 @pytest.mark.sampled(1)
@@ -154,12 +153,12 @@ def test_greedy_rounds_bring_no_logits_together(
         r.run()
         assert [h.tokens for h in heard] == [text[:N] for _, text in demo_prompts()[:4]]
         told, n_gathered = watched.take(r)
-        assert all(command.reads.logits == of_prompts(command) for command in told)
+        assert all(round_.reads.logits == of_prompts(round_) for round_ in told)
         assert n_gathered == sum(map(of_prompts, told)) < 5 < len(told)
 
         r.generate(demo_prompts()[5][0], 8, SamplingParams(temperature=0.9, seed=1))
         told, n_gathered = watched.take(r)
-        assert all(command.reads.logits for command in told) and n_gathered == len(told) > 2
+        assert all(round_.reads.logits for round_ in told) and n_gathered == len(told) > 2
 
 
 @pytest.mark.slow
@@ -186,13 +185,13 @@ def test_bans_that_rows_have_in_common_bring_no_logits_together(
         r.run()
         assert [h.tokens for h in heard] == [want[0], prompts[1][1][:N]]
         told, n_gathered = watched.take(r)
-        both = [command for command in told if len(command.seqs) == 2]
-        assert both and all(command.reads.logits for command in both)
+        both = [round_ for round_ in told if len(round_.seqs) == 2]
+        assert both and all(round_.reads.logits for round_ in both)
 
         monkeypatch.setattr(rounds, "MOST_BANS", len(bans) - 1)
         assert r.generate(prompts[0][0], N, banned).tokens == want[0]
         told, _ = watched.take(r)
-        assert told and all(command.reads.logits for command in told), "more than go with a round"
+        assert told and all(round_.reads.logits for round_ in told), "more than go with a round"
 
 
 def mixed(r: Rig) -> list[Heard]:
@@ -241,7 +240,7 @@ def test_requests_that_read_logits_and_others_say_the_same_beside_each_other(
     with RankRig(DEMO, 2, np=3, padded=padded, **drafter) as r:
         found = mixed(r)
         told, _ = watched.take(r)
-        assert {command.reads.logits for command in told if not of_prompts(command)} == {True, False}
+        assert {round_.reads.logits for round_ in told if not of_prompts(round_)} == {True, False}
     monkeypatch.setattr(Work, "reads_logits", True)
     with RankRig(DEMO, 2, np=3, padded=padded, **drafter) as r:
         brought = mixed(r)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from engine_rig import DEMO, GREEDY
+import torch
+from engine_rig import DEMO, DEMO_DRAFT, GREEDY
 from known_texts import demo_prompts
 
 from pyspec.config import EngineSettings
+from pyspec.cuda.collective import Calls
+from pyspec.engine.load import ranks as ranks_module
 from pyspec.engine.load.ranks import Ranks
 from pyspec.engine.process.core import EngineCore
 from pyspec.errors import PyspecError, RankLost
@@ -43,17 +47,17 @@ def die_at(owner, name, what):
 if where in ("sum", "stacked"):
     die_at(Collective, where, lambda *args: True)
 else:
-    die_at(Follower, "obey", lambda command: type(command).__name__ == where)
+    die_at(Follower, "obey", lambda call: call[0] == where)
 rank_main.main(int(sys.argv[3]))
 '''
 PHASES = [
-    ("ResetSlot", 1),  # before the first round
-    ("RunForward", 1),  # a prompt, before its first sum
-    ("RunForward", 7),
+    ("reset", 1),  # before the first round
+    ("launch", 1),  # a prompt, before its first sum
+    ("launch", 7),
     ("sum", 5),  # in a forward, while the first rank waits in the same sum
     ("sum", 68),
     ("stacked", 9),  # where columns are gathered behind a forward
-    ("KeepState", 1),  # between rounds: the others notice it at the next sum
+    ("keep_state", 1),  # between rounds: the others notice it at the next sum
 ]
 
 
@@ -101,6 +105,70 @@ def test_a_rank_killed_in_any_phase_of_a_round_is_the_reason(
             ), error
     finally:
         dying.core.close()
+
+
+WAITS = '''
+import sys, time
+from pyspec.device.follow import Follower
+from pyspec.engine.process import rank_main
+
+launch, n = Follower.launch, 0
+
+def waits(self, *args):
+    """In the third round, in place of its part of the sums: for ever, and its heartbeats go on."""
+    global n
+    n += 1
+    while n == 3:
+        time.sleep(0.1)
+    return launch(self, *args)
+
+Follower.launch = waits
+rank_main.main(int(sys.argv[1]))
+'''
+
+
+def test_ranks_that_wait_for_each_other_end_a_load_and_say_in_what(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where one captures another graph. Each says where its threads are."""
+    monkeypatch.setattr(Ranks.__init__, "__kwdefaults__", {"command": (sys.executable, "-c", WAITS)})
+    monkeypatch.setattr(ranks_module, "CALL_S", {"cpu": 2.0})
+    settings = EngineSettings(
+        tp=2, np=1, ctx=301, device="cpu", draft_path=DEMO_DRAFT, check_tap_shift=True, threads=1
+    )
+    began = time.monotonic()
+    with pytest.raises(RankLost, match="2 ranks wait for each other: ") as lost:
+        EngineCore.load(DEMO, settings, on_death=print)
+    assert time.monotonic() - began < 4 * SOON_S
+    assert re.search(
+        r"rank 0 in call (\d+) \(launch\), \d s; rank 1 in call \1 \(launch\), \d s$", str(lost.value)
+    )
+    said = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in said and "in waits" in said and "in stacked" in said
+
+
+def test_a_call_is_over_when_the_device_has_run_it() -> None:
+    class Event:
+        is_over = False
+
+        def query(self) -> bool:
+            return self.is_over
+
+    calls, event = Calls(torch.device("cpu")), Event()
+    assert calls.waits() == (0.0, "behind call 0 (none)")
+    with calls.within("launch"):
+        seconds, said = calls.waits()
+        assert seconds > 0 and said == "in call 1 (launch)"
+    assert calls.waits() == (0.0, "behind call 1 (launch)")
+    with pytest.raises(ValueError, match="no"), calls.within("draft: check"):
+        raise ValueError("no")
+    assert calls.waits()[1] == "behind call 2 (draft: check)"
+    with calls.within("seal"):
+        pass
+    calls._open[-1][1][:] = [event]  # type: ignore[list-item]
+    assert calls.waits()[0] > 0 and calls.waits()[1] == "in call 3 (seal)"
+    event.is_over = True
+    assert calls.waits() == (0.0, "behind call 3 (seal)")
 
 
 @pytest.fixture

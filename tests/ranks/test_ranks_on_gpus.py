@@ -2,6 +2,9 @@
 
 python -m pytest tests/ranks/test_ranks_on_gpus.py                      # needs two GPUs
 PYSPEC_SHARE_GPU=1 python -m pytest tests/ranks/test_ranks_on_gpus.py   # two ranks on one: no NCCL, no graphs
+
+Ranks that wait for each other end after a minute, and say in which calls and where their threads are: `-s` shows it as it comes. What hangs
+elsewhere is seen with `-o faulthandler_timeout=90`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +38,7 @@ QUESTIONS = [
     "Why is the sky blue?",
 ]
 DEMOTED = "pyspec.cuda.ops.peer_sum.cuda"
+MINUTE_S = 60.0
 
 
 def texts(draft: str | None, tp: int, **options: object) -> list[tuple[int, ...]]:
@@ -51,7 +56,14 @@ def alone() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("draft", [None, "mtp", "auto", "ngram"])
 def test_text_over_two_gpus_is_that_of_one(draft: str | None, alone: list[tuple[int, ...]]) -> None:
+    began = time.monotonic()
     assert texts(draft, 2) == alone
+    assert time.monotonic() - began < MINUTE_S, "the ranks of the demo load and answer in seconds"
+
+
+def test_a_drafter_that_is_whole_on_the_first_gpu_drafts_the_same(alone: list[tuple[int, ...]]) -> None:
+    """Its drafts are cut by their probabilities. Graphs of single rows are its own, and all ranks must have them."""
+    assert texts("auto", 2, draft_p_min=0.2) == alone
 
 
 @pytest.mark.parametrize(

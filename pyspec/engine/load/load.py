@@ -309,18 +309,16 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
     head = output if d.settings.tp > 1 else None
     if d.head is not None and plan.draft_head and output is not None:
         head = make_head(output, d.head, d.device) or head
-    best = lead = None
+    best = None
     if heads_together(d):
         assert isinstance(target.memory, TpMemory) and isinstance(target.output, Gathered)
-        lead = target.memory.leader
-        best = partial(lead.best, target.output)
+        best = partial(target.memory.leader.best, target.output)
     options = DraftOptions(
         settings=d.settings,
         dense=d.dense,
         wide=plan.wide > 0,
         head=head,
         best=best,
-        lead=lead,
         placement=d.draft_placement,
     )
     drafter = draft.find(d.draft.kind).load(d.draft, target, table, options)

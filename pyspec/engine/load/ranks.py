@@ -1,4 +1,4 @@
-"""The other ranks on the first rank's side: their processes, their commands, and the end of all if one is lost.
+"""The other ranks on the first rank's side: their processes, their calls, and the end of all if one is lost.
 
 The first rank is the engine's own process. If a rank ends, stops or falls silent, all ranks end, because none can continue alone.
 A supervisor then starts the engine anew.
@@ -6,8 +6,10 @@ A supervisor then starts the engine anew.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from pyspec.cuda.collective import JOIN_S, Collective
+from pyspec.cuda.collective import JOIN_S, Calls, Collective
 from pyspec.cuda.rank import Rank
 from pyspec.device.lead import Leader, Send, TpMemory
 from pyspec.engine.children import how_ended, is_stopped, start
@@ -42,7 +44,9 @@ SILENT_S = 20.0  # silence of a running process: it has a thread that only sends
 BLIND_S = 8.0  # seconds to find the rank that is gone after others report a loss: they do not know which
 TICK_S = 0.2
 END_S = 5.0
+DUMP_S = 2.0  # for a rank to write where its threads are
 OPERATION_S = 900.0  # longest sum; a supervisor is less patient (process.py)
+CALL_S = {"cpu": OPERATION_S, "cuda": 60.0}  # longest call that ranks run together
 
 
 class RankProcess:
@@ -53,13 +57,16 @@ class RankProcess:
         self.index, self.link, self._notify = index, Link(ours), notify
         self.state, self.received = "starts", time.monotonic()
         self.error: PyspecError | None = None
+        self.waits = ShareState("").waits
         self.is_over = self.has_spoken = False
         threading.Thread(target=self._read, name=f"pyspec-rank-{index}", daemon=True).start()
 
     def _read(self) -> None:
         while (message := self.link.receive()) is not None:
             self.received, self.has_spoken = time.monotonic(), True
-            if isinstance(message, ShareState) and message.state != "alive":
+            if isinstance(message, ShareState) and message.state == "alive":
+                self.waits = message.waits
+            elif isinstance(message, ShareState):
                 self.state = message.state
                 self._notify()
             elif isinstance(message, ShareFailed):
@@ -126,6 +133,7 @@ class Ranks:
         self._state.wait_for("joins", JOIN_S)
         ranks = Collective(Rank(0, self.n), devices[0], self.store, OPERATION_S)
         ranks.why = self._state.why
+        self._state.calls, self._state.call_s = ranks.calls, CALL_S[devices[0].type]
         if devices[0].type == "cuda":
             self._state.collective = weakref.ref(ranks)
         return ranks
@@ -137,10 +145,10 @@ class Ranks:
         if self._state.collective() is None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def send(self, command: object) -> None:
-        """Send a command to all."""
+    def send(self, call: object) -> None:
+        """Send a call to all."""
         for p in self._state.processes:
-            self._send(p, command)
+            self._send(p, call)
 
     def _send(self, to: RankProcess, message: object) -> None:
         if self._state.error is not None:
@@ -176,7 +184,6 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
         n_bytes=plan.of_others.total,
         n_attention=attention_bytes(d),
         n_arena_page=arena_pages(d) if d.is_cuda and not s.plain_loop else 0,
-        divides_draft=d.draft.n_rank > 1,
         log_level=logging.getLogger("pyspec").getEffectiveLevel(),
     )
     return ranks.load(share, rank_devices(d.device, s.tp))
@@ -203,6 +210,9 @@ class _Watched:
         self._blind_since: float | None = None
         # set once a wait in a sum may have to be aborted
         self.collective: Callable[[], Collective | None] = lambda: None
+        # the first rank's, and how long one may take
+        self.calls: Calls | None = None
+        self.call_s = OPERATION_S
         self.processes: list[RankProcess] = []
         for i in range(1, n):
             self.processes.append(RankProcess(i, command, self._look_soon))
@@ -221,19 +231,19 @@ class _Watched:
 
     def look(self) -> PyspecError | None:
         """Check all ranks, and end them if one is gone. Returns the reason."""
-        now, call = time.monotonic(), None
+        now, call, is_stuck = time.monotonic(), None, False
         with self.changed:
-            if self.error is None and not self.closing and (found := self._found(now)) is not None:
-                p, flaw = found
-                self.error = _refusal(p) or RankLost(
-                    f"rank {p.index} of {len(self.processes) + 1}: {flaw}"
-                )
-                call = self.on_lost
-                log.error("%s", self.error)
-                # no news, no call: two threads that look and wait would wake each other all the time
-                self.changed.notify_all()
+            if self.error is None and not self.closing:
+                self.error, is_stuck = self._found(now)
+                if self.error is not None:
+                    call = self.on_lost
+                    log.error("%s", self.error)
+                    # no news, no call: two threads that look and wait would wake each other all the time
+                    self.changed.notify_all()
             error = self.error
         if error is not None:
+            if is_stuck:
+                self._dump()
             self.kill()
             if call is not None:  # first, because a process with a successor does not return from it
                 call(error)
@@ -241,7 +251,21 @@ class _Watched:
                 ranks.abort()  # a GPU does not notice the loss, and may wait long in a sum
         return error
 
-    def _found(self, now: float) -> tuple[RankProcess, str] | None:
+    def _found(self, now: float) -> tuple[PyspecError | None, bool]:
+        """Why all ranks end, if they do, and whether they all live and wait for each other."""
+        n = len(self.processes) + 1
+        if (lost := self._lost(now)) is not None:
+            p, flaw = lost
+            return _refusal(p) or RankLost(f"rank {p.index} of {n}: {flaw}"), False
+        if self.calls is None:  # they have not met
+            return None, False
+        waits = [self.calls.waits(), *(p.waits for p in self.processes)]
+        if max(waits)[0] <= self.call_s:
+            return None, False
+        said = [f"rank {i} {at}" + f", {s:.0f} s" * (s > 0) for i, (s, at) in enumerate(waits)]
+        return RankLost(f"{n} ranks wait for each other: {'; '.join(said)}"), True
+
+    def _lost(self, now: float) -> tuple[RankProcess, str] | None:
         """The rank to give up, and why. One that ended by itself comes first: the others fail because of it, and report sooner."""
         flaws = [(p, flaw) for p in self.processes if (flaw := p.flaw(now))]
         causes = [(p, flaw) for p, flaw in flaws if not isinstance(p.error, RankLost)]
@@ -250,6 +274,15 @@ class _Watched:
         if self._blind_since is None:
             self._blind_since = now
         return flaws[0] if now - self._blind_since > BLIND_S else None
+
+    def _dump(self) -> None:
+        """Have every rank write where its threads are to its standard error, to which `settle` sends what ends a process."""
+        with suppress(Exception):
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+        for p in self.processes:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                p.process.send_signal(signal.SIGABRT)
+                p.process.wait(DUMP_S)
 
     @property
     def _is_blind(self) -> bool:

@@ -1,4 +1,4 @@
-"""The process of a rank other than the first: it loads its share of the model, joins the others and runs commands.
+"""The process of a rank other than the first: it loads its share of the model, joins the others and runs calls.
 
 It ends with the first rank: a thread watches the link. Nothing is decided here.
 """
@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import torch
 
+from pyspec import draft
 from pyspec.config import EngineSettings
 from pyspec.cuda import checker, kernel_context, prepare
 from pyspec.cuda.collective import Collective
@@ -23,10 +24,10 @@ from pyspec.cuda.kernel_context import KernelContext
 from pyspec.cuda.op import tiers_of
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.rank import Rank
-from pyspec.device.follow import Follower
+from pyspec.device.follow import Follower, RankTable
 from pyspec.device.worker import failure_of
 from pyspec.draft.choice import plan_draft
-from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
+from pyspec.draft.drafter import Drafter, DraftOptions, DraftPlan, TargetFile
 from pyspec.engine.load.ranks import OPERATION_S
 from pyspec.engine.messages import Link, LoadShare, ShareFailed, ShareState, portable
 from pyspec.engine.plan.describe import batch_of
@@ -74,7 +75,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     else:
         torch.set_num_threads(s.threads)
     file = open_gguf(share.path)
-    config, table = read_config(file), SlotTable(s.np, share.n_page, s.page_size)
+    config, table = read_config(file), RankTable(s.np, share.n_page, s.page_size)
     link.send(ShareState("joins"))
     ranks = Collective(Rank(share.index, s.tp), device, share.store, OPERATION_S)
     memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width, device), device)
@@ -82,43 +83,55 @@ def load(share: LoadShare, link: Link) -> Follower:
     cuts = cuts_of(config.tensors(file))
     weights = Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts, rope=flags_of(s))
     target = Decoder(config, weights, memory)
-    drafts = _load_drafts(share, target, table) if share.divides_draft else None
+    drafter, plan = _load_drafter(share, target, table)
     attend_plan.reserve(device, share.n_attention)
     prepare.settle(attend_plan.late(device))
     checker.close()
-    arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
-    return Follower(target, memory, table, arena, drafts, share.width)
+    arena = _arena(share, target, share.width)
+    return Follower(target, memory, table, drafter, arena, plan)
 
 
-def _load_drafts(share: LoadShare, target: Target, table: SlotTable) -> Drafter:
-    """This rank's part of the drafter, by the plan that the first rank made."""
-    s, device = share.settings, target.device
+def _load_drafter(
+    share: LoadShare, target: Target, table: SlotTable
+) -> tuple[Drafter | None, DraftPlan]:
+    """This rank's part of a drafter that ranks divide, and the plan of it, which is the first rank's."""
+    s = share.settings
     own_file = None if s.draft_path is None else open_gguf(s.draft_path)
-    plan = plan_draft(own_file, TargetFile(open_gguf(share.path), target.config, device), s)
-    width = max(share.width, plan.overhang, plan.n_waiting)
-    arena = Arena(s.np, share.n_arena_page, device, width) if share.n_arena_page else None
+    plan = plan_draft(own_file, TargetFile(open_gguf(share.path), target.config, target.device), s)
+    if not plan.is_divided:
+        return None, plan
     dense = getattr(torch, share.dense) if share.dense else None
-    assert plan.load_share is not None
-    options = DraftOptions(settings=s, dense=dense, wide=share.wide, arena=arena)
-    return plan.load_share(plan, target, table, options)
+    options = DraftOptions(settings=s, dense=dense, wide=share.wide)
+    drafter: Drafter = draft.find(plan.kind).load(plan, target, table, options)
+    drafter.use_graphs(lambda: _arena(share, target, max(share.width, plan.overhang, plan.n_waiting)))
+    return drafter, plan
+
+
+def _arena(share: LoadShare, target: Target, width: int) -> Arena | None:
+    """A place for the batches that the first rank has in its own: they are padded alike, in a graph or not."""
+    if not share.n_arena_page or not target.capturable:
+        return None
+    return Arena(share.settings.np, share.n_arena_page, target.device, width)
 
 
 def run(link: Link, descriptor: int) -> None:
-    """Load the share in the first message, and run the commands that follow."""
+    """Load the share in the first message, and run the calls that follow."""
     share = link.receive()
     if not isinstance(share, LoadShare):
         return
     log_to(link, share.log_level)
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
-    threading.Thread(target=_beat, args=(link,), daemon=True).start()
+    met: list[Collective] = []
+    threading.Thread(target=_beat, args=(link, met), daemon=True).start()
     context = context_of(torch.device(share.device))
     try:
         with context.current():
             follower = load(share, link)
+            met.append(follower.ranks)
             link.send(ShareState("loaded"))
-            while (command := link.receive()) is not None:
-                with gpu_lock(follower.target.device):
-                    follower.obey(command)
+            while (call := link.receive()) is not None:
+                with gpu_lock(follower.device):
+                    follower.obey(call)
     except PyspecError as e:
         _fail(link, e)
     except Exception as e:
@@ -133,11 +146,11 @@ def _fail(link: Link, error: PyspecError) -> None:
     os._exit(FAILED)
 
 
-def _beat(link: Link) -> None:
-    """Send heartbeats."""
+def _beat(link: Link, met: list[Collective]) -> None:
+    """Send heartbeats, and what this rank waits in once it has loaded."""
     with suppress(OSError):
         while True:
-            link.send(ShareState("alive"))
+            link.send(ShareState("alive", met[0].calls.waits()) if met else ShareState("alive"))
             time.sleep(BEAT_S)
 
 
