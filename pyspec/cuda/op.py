@@ -354,6 +354,17 @@ def tiers_of(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(wanted.items()))
 
 
+def run_by_torch() -> str:
+    """The ops that this thread's context has bound to references which no CUDA graph may hold, with reasons; the log has all of them."""
+    found = [
+        f"{op.name} ({op.refusal(op.impls[0], spec)})"
+        for op in all_ops()
+        for spec, impl in op.decided.items()
+        if impl is op.reference and op.impls and not impl.capturable
+    ]
+    return "; ".join(dict.fromkeys(found)) or "the sums of ranks"
+
+
 def unmet_tiers(device: torch.device) -> str:
     """The wishes of `--kernels` that are not met, as a message; "" if there are none. Call it once everything is bound."""
     asked = [name for name, tier in current().tiers if tier in TIERS]

@@ -17,6 +17,7 @@ from pyspec.draft.blocks import BlockLength
 from pyspec.draft.chain import Chain, most_waiting
 from pyspec.draft.dflash import DFlash, held_rows
 from pyspec.draft.drafter import DraftPlan
+from pyspec.engine.load import load as loading
 from pyspec.engine.load import warmup
 from pyspec.engine.load.warmup import (
     EVEN,
@@ -211,6 +212,23 @@ def test_a_warm_up_runs_all_its_rounds(monkeypatch: pytest.MonkeyPatch, np: int,
     monkeypatch.setattr(r.loop, "step", lambda: (seen.add(r.loop.controller.force), step())[1])
     warmed(r, 9)
     assert {one for _, drafts in rehearsed(np, n_draft) for one in drafts} <= seen
+
+
+def test_what_a_warm_up_reserves_is_there_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given back behind it, to rid the load of other sizes, takes the reserved piece along."""
+    done: list[object] = []
+    monkeypatch.setattr(loading, "warm_up", lambda loop, tokenizer, n, n_bytes: done.append(n_bytes))
+    monkeypatch.setattr(loading.temporary, "release", lambda device: done.append("given back"))
+    monkeypatch.setattr(loading, "hold", lambda device, n_bytes: done.append(n_bytes))
+    for name, n_bytes in (("device_checkpoints", 30), ("start_bytes", 4)):
+        monkeypatch.setattr(loading, name, lambda d, n_bytes=n_bytes: n_bytes)
+    loop = SimpleNamespace(pictures=SimpleNamespace(warm_up=lambda: done.append("pictures")))
+    settings = SimpleNamespace(check_tap_shift=False)
+    d = SimpleNamespace(
+        device=CPU, is_cuda=True, n_ctx=300, settings=settings, tokenizer=None, n_overhang=0
+    )
+    loading._warm_up(loop, d, SimpleNamespace(activations=500))  # type: ignore[arg-type]
+    assert done == [534, "given back", 534, "pictures"]
 
 
 @pytest.mark.parametrize("is_chat", [False, True])

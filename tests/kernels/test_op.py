@@ -9,7 +9,8 @@ from importlib import import_module
 import pytest
 import torch
 
-from pyspec.cuda.op import Impl, Op, all_ops, device_of
+from pyspec.cuda import op as ops
+from pyspec.cuda.op import Impl, Op, all_ops, device_of, run_by_torch
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,21 @@ def test_a_spec_is_decided_once_and_told_once(caplog: pytest.LogCaptureFixture) 
         assert op.chosen(Spec(n=2)).name == "torch"
     assert n == 2
     assert [r.getMessage() for r in caplog.records] == ["x runs as torch (bad: it is off by one)"]
+
+
+def test_what_keeps_rounds_from_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Impl("cuda", impl("cuda").bind, lambda spec: "it is off by one")
+    held, kept, good = (
+        Op("held", impl("torch", capturable=True), [bad]),
+        Op("kept", impl("torch"), [bad]),
+        Op("good", impl("torch"), [impl("cuda", capturable=True)]),
+    )
+    monkeypatch.setattr(ops, "all_ops", lambda: [held, kept, good])
+    assert run_by_torch() == "the sums of ranks"
+    for op in (held, kept, good):
+        op.bind(Spec())
+    kept.bind(Spec(n=2))
+    assert run_by_torch() == "kept (it is off by one)"
 
 
 def test_the_reference_is_never_refused() -> None:

@@ -167,6 +167,8 @@ def test_a_graph_of_prompts_reads_the_pictures_that_lie_in_its_arena(name: str, 
     own, whole, prompts = bench(name), bench(name), [read_prompt(name, p) for p in PROMPTS]
     (width,) = {rows.shape[1] for p in prompts for rows in p.rows.values()}
     arena.see(width)
+    # on a card 256 rows are a library's, whose queries, keys and values have 16 bits
+    close = CLOSE if torch.device(DEVICE).type == "cpu" else 5 * CLOSE
 
     def laid(p: SeenPrompt, ids: list[int]) -> Batch:
         own.table.slots[0].tokens.clear()
@@ -193,9 +195,9 @@ def test_a_graph_of_prompts_reads_the_pictures_that_lie_in_its_arena(name: str, 
         laid(p, p.ids)
         held = replace(batch, pictures=kept.pictures)
         assert torch.equal(own.target.run(held).logits, direct)
-        assert (direct[-1].cpu().double() - torch.tensor(p.logits)[0]).abs().max() < CLOSE
+        assert (direct[-1].cpu().double() - torch.tensor(p.logits)[0]).abs().max() < close
         held = replace(laid(NO_PICTURES, text), pictures=kept.pictures)
-        assert (own.target.run(held).logits[-1].cpu() - want).abs().max() < CLOSE
+        assert (own.target.run(held).logits[-1].cpu() - want).abs().max() < close
 
 
 def test_only_a_prompt_alone_lies_in_an_arena_with_its_pictures(arena: Arena) -> None:

@@ -90,7 +90,7 @@ def first_tokens(path: Path, tp: int) -> list[dict[int, float]]:
 def test_deepseek4_over_two_gpus_is_that_of_one(tmp_path: Path) -> None:
     """Layers that kernels support, experts in MXFP4: the same probabilities, up to rounding of other sums."""
     dims = replace(
-        MODELS["deepseek-v4-flash"], n_layer=4, ratios=(0, 4, 128, 4), n_embd=1024, n_ff=512, n_head=16, groups=4, q_rank=256, out_rank=256,
+        MODELS["deepseek-v4-flash"], n_layer=4, ratios=(0, 4, 128, 4), n_embd=1024, n_ff=512, n_head=16, n_group=4, q_rank=256, out_rank=256,
         n_expert=8, n_used=2, n_hash=1,
     )  # fmt: skip
     path = write(dims, tmp_path / "f.gguf", quant="mxfp4")

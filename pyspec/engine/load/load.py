@@ -21,10 +21,11 @@ from pyspec.cuda import checker, prepare, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.kernel_context import KernelContext, within
 from pyspec.cuda.movable import EMPTIED, KEPT, MovableMemory, movable
-from pyspec.cuda.op import tiers_of, unmet_tiers
+from pyspec.cuda.op import run_by_torch, tiers_of, unmet_tiers
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.moe.host import take_layers
 from pyspec.cuda.prepare import Preparation
+from pyspec.device.capture import hold
 from pyspec.device.expert_uploads import ExpertUploads
 from pyspec.device.expert_use import ExpertLog
 from pyspec.device.lead import TpMemory, TpWorker
@@ -281,7 +282,8 @@ def _warm_up(loop: Loop, d: Description, plan: MemoryPlan) -> None:
         if d.is_cuda:
             warmed = plan.activations + device_checkpoints(d) + start_bytes(d)
             warm_up(loop, d.tokenizer, d.n_overhang, warmed)
-            temporary.release(d.device)  # pieces of the sizes of captures; rounds have theirs
+            temporary.release(d.device)  # pieces of the sizes of captures; rounds have theirs,
+            hold(d.device, warmed)  # of this, which was given back with them
             loop.pictures.warm_up()
         if d.settings.check_tap_shift:
             round_ms = loop.controller.costs.verify(1)
@@ -341,6 +343,10 @@ def _loop(
     s = d.settings
     make_arena = partial(_arena, target, table, arena_pages(d))
     arena = None if s.plain_loop else make_arena(d.width)
+    if arena is None and d.is_cuda and not s.plain_loop:
+        log.warning(
+            "rounds are launched kernel by kernel, because graphs can not hold %s", run_by_torch()
+        )
     if arena is not None and arena.pads and encoder is not None and memory.is_whole:
         arena.see(encoder.projector.width)
     # graphs pad batches to a bucket, so all sizes of a bucket take the same time

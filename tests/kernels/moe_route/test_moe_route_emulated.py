@@ -14,6 +14,7 @@ from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.models.stacks import AS_THEY_ARE
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 ROUTES = {
@@ -28,6 +29,7 @@ ROUTES = {
     "gpt-oss": RouteSpec(CPU, 96, 32, 4, "chosen", False, shifted=True),
     "gpt-oss, gated": RouteSpec(CPU, 64, 70, 4, "chosen", False, scale=1.5, shifted=True, gated=True),
     "several whole warps": RouteSpec(CPU, 3072, 4, 2, "sigmoid"),
+    "rows as they are": RouteSpec(CPU, 256, 40, 6, gated=True, eps=AS_THEY_ARE),
     **{name: replace(spec, n_in=96) for name, spec in GROUPED.items()},
 }
 

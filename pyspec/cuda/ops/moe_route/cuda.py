@@ -156,7 +156,8 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
     matrix = 2 * torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen) / spec.n_in**0.5
     if spec.router == "sqrtsoftplus":
         matrix[0] *= 40  # far beyond where exp overflows, and where it is nothing
-    norm = 1 + 0.1 * torch.randn(spec.n_in, generator=gen)
+    # of rows that stay as they are (stacks.AS_THEY_ARE), too, the normed ones are of usual size
+    norm = max(1.0, spec.eps) ** 0.5 * (1 + 0.1 * torch.randn(spec.n_in, generator=gen))
     bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
     shift = torch.randn(spec.n_expert, generator=gen) if spec.shifted else None
     beside = {} if shift is None else {"shift": shift.to(spec.device)}
