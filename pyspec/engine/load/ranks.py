@@ -276,7 +276,7 @@ class _Watched:
         return flaws[0] if now - self._blind_since > BLIND_S else None
 
     def _dump(self) -> None:
-        """Have every rank write where its threads are to its standard error, to which `settle` sends what ends a process."""
+        """Have every rank write the stacks of its threads to standard error, where `settle` sends the output of a process that ends."""
         with suppress(Exception):
             faulthandler.dump_traceback(sys.__stderr__ or 2)
         for p in self.processes:
