@@ -64,7 +64,7 @@ class LearnedDrafting:
         )
 
     def recall(self) -> None:
-        """Begin with what was learned. Call it behind the warm-up."""
+        """Load the learned values. Call it after the warm-up."""
         try:
             if self.path.stat().st_size > MOST_BYTES:
                 raise ValueError("it is too large")
@@ -94,7 +94,7 @@ class LearnedDrafting:
         return self.controller.costs.verify, self.controller.costs.draft
 
     def keep(self) -> None:
-        """Write what is known now, if there is something new. On the engine's thread."""
+        """Write the current values if any has changed. Runs on the engine's thread."""
         if self.controller.n_round - self._n_kept < LEAST:
             return
         self._n_kept = self.controller.n_round

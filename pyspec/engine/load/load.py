@@ -105,7 +105,7 @@ class Loaded:
     info: EngineInfo
     ranks: Ranks | None = None
     disk: DiskTier | None = None  # of the loop's prefix cache
-    learned: LearnedDrafting | None = None  # what the next start will know
+    learned: LearnedDrafting | None = None  # values for the next start
     kernels: KernelContext = field(default_factory=KernelContext)  # for the thread that runs the loop
 
 

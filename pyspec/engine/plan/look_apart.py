@@ -28,7 +28,7 @@ Plan = Callable[[], tuple[Path, EngineSettings]]
 
 @dataclass(frozen=True)
 class HeadsRead:
-    """What the heads of a model's files say.
+    """A summary of the heads of a model's files.
 
     advice  why the model does not fit, without a full stop, and what would; "" if it fits
     quant   the quantisation to take instead, where none was named
