@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import mmap
 import pickle
 import re
@@ -13,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from pyspec.cuda import pinned
+from pyspec.cuda.pinned import take_memory
 from pyspec.gguf import GGMLType, Strings, ValueType, open_gguf
 from pyspec.gguf.write import GGUFWriter
-from pyspec.heap import LEAST_KIB, _unwritten
+from pyspec.heap import LEAST_KIB, _unwritten, pages_of
 from pyspec.slots.mapped import empty, mapped
 
 LINES = """\
@@ -117,3 +120,22 @@ def test_an_emptied_tensor_reads_as_zeros_and_takes_no_pages() -> None:
 def resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_memory_is_there_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = 3 * mmap.PAGESIZE, (9 << 20) + mmap.PAGESIZE, 31 << 20
+    monkeypatch.setattr(pinned, "PART", 8 << 20)
+    held = [pages_of(mmap.mmap, n, huge=True) for n in sizes]
+    areas = [(ctypes.addressof(ctypes.c_char.from_buffer(pages)), len(pages)) for pages in held]
+    with monkeypatch.context() as patch:
+        patch.setattr(pinned, "POPULATE", 9999)  # an older Linux
+        before = resident()
+        take_memory(areas, 3)
+        assert resident() - before < 8 << 20
+    take_memory(areas, 3)
+    assert resident() - before > 38 << 20
+    assert all(pages[0] == pages[-1] == 0 for pages in held)
+    take_memory([], 3)
+    with pytest.raises(MemoryError, match="no memory"):
+        take_memory([(1 << 46, 1 << 20)], 3)  # pages that nobody has: the same error

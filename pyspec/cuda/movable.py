@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyspec.cache import n_cores
 from pyspec.cuda import pinned
 from pyspec.cuda.context import context_of
-from pyspec.cuda.pinned import PinnedPages
+from pyspec.cuda.pinned import PinnedPages, take_memory
 from pyspec.errors import DeviceError, DoesNotFit
 from pyspec.heap import pages_of
 from pyspec.slots.mapped import of_pages
@@ -240,11 +241,14 @@ class MovableMemory:
         all is as before."""
         self.driver.synchronize()
         own = [piece for piece in self.pieces.values() if piece.handle is not None]
+        kept = [piece for piece in own if piece.kind == KEPT]
         try:
-            for piece in own:
-                if piece.kind == KEPT:
-                    piece.host = self._locked(piece.n_bytes)
-                    self.driver.to_host(_address(piece.host), piece.address, piece.n_bytes)
+            hosts = [pages_of(PinnedPages, piece.n_bytes, huge=True) for piece in kept]
+            take_memory([(_address(host), len(host)) for host in hosts], min(8, n_cores()))
+            for piece, host in zip(kept, hosts, strict=True):
+                self._lock(host)
+                piece.host = host
+                self.driver.to_host(_address(host), piece.address, piece.n_bytes)
             self.driver.synchronize()
         except BaseException as e:
             self.driver.synchronize()
@@ -266,17 +270,15 @@ class MovableMemory:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor in locked pages of the host. Raises OSError or MemoryError if the host has no room."""
-        copy = of_pages(self._locked(tensor.nbytes)).view(tensor.dtype).view(tensor.shape)
-        return copy.copy_(tensor)
+        pages = pages_of(PinnedPages, tensor.nbytes, huge=True)
+        self._lock(pages)
+        return of_pages(pages).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def _locked(self, n_bytes: int) -> PinnedPages:
-        pages = pages_of(PinnedPages, n_bytes, huge=True)
-        at = _address(pages)
-        if why := self.driver.register(at, n_bytes):
+    def _lock(self, pages: PinnedPages) -> None:
+        if why := self.driver.register(at := _address(pages), len(pages)):
             self._refused = why
         else:
             pages.address = at
-        return pages
 
     def wake(self) -> None:
         """Put memory behind all addresses again, with what was there before; zeros in place of slots' content. Raises DoesNotFit if it is taken: all is

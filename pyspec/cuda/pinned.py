@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -10,6 +14,9 @@ from torch import Tensor
 
 from pyspec.cuda.context import context_of
 from pyspec.errors import DeviceError
+
+POPULATE = 23  # MADV_POPULATE_WRITE, which `mmap` has no name for
+PART = 64 << 20  # bytes that one thread asks for at once
 
 
 def enter(device: torch.device) -> None:
@@ -22,6 +29,25 @@ def enter(device: torch.device) -> None:
         _, number = driver.cuDeviceGet(device.index)
         _, context = driver.cuDevicePrimaryCtxRetain(number)
         driver.cuCtxSetCurrent(context)
+
+
+def take_memory(areas: Iterable[tuple[int, int]], n_thread: int) -> None:
+    """Have the system put memory behind pages now, by several threads: one thread waits for it longer than for a copy from a GPU. A system that can not be
+    asked (Linux before 5.14) does it as they are written. Raises MemoryError if it has not as much.
+
+    areas: (address, bytes) of whole pages
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def take(address: int, n_bytes: int) -> int:
+        ctypes.set_errno(0)
+        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), POPULATE)
+        return ctypes.get_errno()
+
+    parts = [(at + i, min(PART, n - i)) for at, n in areas for i in range(0, n, PART)]
+    with ThreadPoolExecutor(n_thread, "pyspec-pages") as pool:
+        if errno.ENOMEM in {*pool.map(lambda part: take(*part), parts)}:
+            raise MemoryError("the system has no memory for new pages")
 
 
 def register(address: int, n_bytes: int, device: torch.device) -> str:

@@ -192,7 +192,7 @@ def same_as_packed(layer: HostExperts) -> None:
 
 
 @LARGE
-@pytest.mark.alone  # what comes is decided by measured times
+@pytest.mark.alone  # measured times decide which experts come
 def test_experts_come_that_are_used_and_slots_have_their_records(large: Path) -> None:
     prompts = [TOKENS[i : i + 40] for i in range(0, 160, 40)]
     with Engine.load(

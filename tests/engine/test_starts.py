@@ -215,7 +215,7 @@ def test_a_warm_up_runs_all_its_rounds(monkeypatch: pytest.MonkeyPatch, np: int,
 
 
 def test_what_a_warm_up_reserves_is_there_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given back behind it, to rid the load of other sizes, takes the reserved piece along."""
+    """The release after it frees pieces of other sizes, and the reserved piece with them."""
     done: list[object] = []
     monkeypatch.setattr(loading, "warm_up", lambda loop, tokenizer, n, n_bytes: done.append(n_bytes))
     monkeypatch.setattr(loading.temporary, "release", lambda device: done.append("given back"))
