@@ -360,7 +360,7 @@ def run_by_torch() -> str:
         f"{op.name} ({op.refusal(op.impls[0], spec)})"
         for op in all_ops()
         for spec, impl in op.decided.items()
-        if impl is op.reference and op.impls and not impl.capturable
+        if impl is op.reference and op.impls and not impl.capturable and device_of(spec).type == "cuda"
     ]
     return "; ".join(dict.fromkeys(found)) or "the sums of ranks"
 

@@ -86,10 +86,12 @@ def test_what_keeps_rounds_from_graphs_is_named(monkeypatch: pytest.MonkeyPatch)
         Op("good", impl("torch"), [impl("cuda", capturable=True)]),
     )
     monkeypatch.setattr(ops, "all_ops", lambda: [held, kept, good])
-    assert run_by_torch() == "the sums of ranks"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kept.bind(Spec())
+    assert run_by_torch() == "the sums of ranks", "of a CPU's ops none is in a graph"
     for op in (held, kept, good):
-        op.bind(Spec())
-    kept.bind(Spec(n=2))
+        op.bind(Spec(torch.device("cuda", 0)))
+    kept.bind(Spec(torch.device("cuda", 0), n=2))
     assert run_by_torch() == "kept (it is off by one)"
 
 
