@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from waiting import Clock
+
 from pyspec.engine.loop.loop import Loop
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.plan import Offers, Prompt, RoundPlan, RoundState
+from pyspec.models.target import Out
+from pyspec.slots.batch import Batch
 
 
 def choose(
@@ -54,3 +58,16 @@ def fix_alone(loop: Loop, pick: Callable[[list[int], int], int | None], graph_of
         return replace(plan(state), alone=None) if state.prompts else plan(state)
 
     c.plan = fixed  # type: ignore[method-assign]
+
+
+def timed(loop: Loop, round_ms: float, row_ms: float) -> Clock:
+    """A clock for the loop, which goes on by rounds and by what else tells it how long it took, and a little when it is read."""
+    clock, forward = Clock(by=1e-5), loop.target.run
+    loop.clock = loop.speculator.clock = clock
+
+    def run(batch: Batch, taps: Sequence[int] = ()) -> Out:
+        clock.now += 1e-3 * (round_ms + row_ms * batch.n_row)
+        return forward(batch, taps)
+
+    loop.target.run = run  # type: ignore[method-assign]
+    return clock

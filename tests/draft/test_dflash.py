@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine_rig import DEMO, DEMO_DRAFT, GREEDY, rig
 from harness import Bench
 from known_texts import demo_prompts, tiny
-from plans import fix_lengths
+from plans import fix_lengths, timed
 from rewrite import rewrite
 from sampling import few
 
@@ -548,6 +548,7 @@ def test_drafts_that_are_cut_and_windows_that_change_leave_the_text_as_it_is(
     texts = demo_prompts()[:6]
     r = rig(DEMO, spec_type="dflash", draft_path=DEMO_DRAFT, np=np_, ctx=512)
     rng, controller = random.Random(0), r.loop.controller
+    timed(r.loop, 10.0, 2.0)
     monkeypatch.setattr(plan, "window", lambda n_past, n_trained: rng.choice((0, 0, 16, 3)))
     lengths, cut = [], controller.cut
     controller.cut = lambda chosen, sure: lengths.append((chosen, found := cut(chosen, sure))) or found  # type: ignore[method-assign, func-returns-value]

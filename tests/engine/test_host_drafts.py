@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from draft_fakes import N_VOCAB, text_after
 from engine_rig import Heard, Rig, fake_rig
+from plans import timed
 from sampling import slow
 from waiting import Clock
 
@@ -21,8 +22,6 @@ from pyspec.engine.loop.suffix_source import SuffixSource
 from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.costs import LIMIT, SHARE
 from pyspec.engine.policy.plan import RESTS
-from pyspec.models.target import Out
-from pyspec.slots.batch import Batch
 from pyspec.slots.drafts import Drafts
 from pyspec.slots.table import Slot
 
@@ -76,25 +75,11 @@ class Oracle(SuffixDrafts):
         return super().advance(n)
 
 
-def timed(made: Rig) -> Clock:
-    """A clock for the loop, which goes on by rounds and by what else tells it how long it took, and a little when it is read."""
-    clock, loop = Clock(by=1e-5), made.loop
-    loop.clock = loop.speculator.clock = clock
-    forward = loop.target.run
-
-    def run(batch: Batch, taps: Sequence[int] = ()) -> Out:
-        clock.now += 1e-3 * (ROUND_MS + ROW_MS * batch.n_row)
-        return forward(batch, taps)
-
-    loop.target.run = run  # type: ignore[method-assign]
-    return clock
-
-
 def make(
     np: int, host_ms: float, right: Callable[[int], int], *, ahead: bool = False
 ) -> tuple[Rig, Work]:
     made = fake_rig(np, None, ctx=1600)
-    work, loop = Work(timed(made), host_ms, right), made.loop
+    work, loop = Work(timed(made.loop, ROUND_MS, ROW_MS), host_ms, right), made.loop
     loop.controller.__init__(np, LONGEST, n_own=0)  # type: ignore[misc]
     loop.worker.__init__(loop.target, loop.memory, loop.table, loop.drafter, None, LONGEST)  # type: ignore[misc]
     loop.stats.n_max = LONGEST
@@ -239,7 +224,7 @@ def test_n_grams_that_find_nothing_are_asked_rarely(share: float, goes_on: bool)
     rng, n = random.Random(3), 600
     work = Work(Clock(), 0.5 * ROUND_MS, lambda slot: 0 if rng.random() < share else -1)
     made = fake_rig(3, OnHost("ngram", Slow(work)), ctx=1600)
-    work.clock = timed(made)
+    work.clock = timed(made.loop, ROUND_MS, ROW_MS)
     made.loop.controller.__init__(3, LONGEST, n_own=LONGEST)  # type: ignore[misc]
     heard = submit(made, work, n)
     finish(made, heard, work, n)
