@@ -189,6 +189,7 @@ def test_damaged_files_cost_their_tokens_and_nothing_else(
     good = {f: f.read_bytes() for f in files(tmp_path)}
     rng, n_disk = random.Random(2), set()
     with load(kind, tmp_path) as e:
+        settled(e)  # its folder is open
         for i, file in enumerate(good):
             for f, data in good.items():
                 f.write_bytes(data)
