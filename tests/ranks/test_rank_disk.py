@@ -101,6 +101,7 @@ def test_a_damaged_file_costs_its_tokens_and_nothing_else(
     rng, n_disk = random.Random(2), set()
     with load(tmp_path, 2) as e:
         n_buffer = e.loop.disk.reader.buffers.qsize()
+        settled(e)  # its folder is open
         for i, file in enumerate(good):
             for f, data in good.items():
                 f.write_bytes(data)
