@@ -12,12 +12,9 @@ import pytest
 import torch
 from harness import DEVICE, FIXTURES, Bench
 
-from pyspec.cuda import fuse
-from pyspec.cuda.ops.compress import cuda as compress_cuda
+from pyspec.cuda import fuse, jit
 from pyspec.cuda.ops.compress.op import compress
-from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.op import index_rows
-from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.cuda import SparseLaunch
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.forward import lower
@@ -42,8 +39,7 @@ OPS = (compress, index_rows, sparse_attend)
 def kernels() -> Iterator[None]:
     """The ops bound to their kernels, without a GPU; everything else stays as it is."""
     with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
-        for module in (compress_cuda, index_cuda, sparse_cuda):
-            patch.setattr(module, "missing", lambda device: None)
+        patch.setattr(jit, "missing", lambda device: None)
         for op in OPS:
             patch.setattr(op, "_decided", {})
             patch.setattr(op, "verdicts", {})
