@@ -243,12 +243,12 @@ class MovableMemory:
         own = [piece for piece in self.pieces.values() if piece.handle is not None]
         kept = [piece for piece in own if piece.kind == KEPT]
         try:
-            hosts = [pages_of(PinnedPages, piece.n_bytes, huge=True) for piece in kept]
-            take_memory([(_address(host), len(host)) for host in hosts], min(8, n_cores()))
-            for piece, host in zip(kept, hosts, strict=True):
-                self._lock(host)
-                piece.host = host
-                self.driver.to_host(_address(host), piece.address, piece.n_bytes)
+            for piece in kept:
+                piece.host = pages_of(PinnedPages, piece.n_bytes, huge=True)
+            take_memory([(_address(piece.host), piece.n_bytes) for piece in kept], min(8, n_cores()))
+            for piece in kept:
+                self._lock(piece.host)
+                self.driver.to_host(_address(piece.host), piece.address, piece.n_bytes)
             self.driver.synchronize()
         except BaseException as e:
             self.driver.synchronize()
@@ -274,7 +274,8 @@ class MovableMemory:
         self._lock(pages)
         return of_pages(pages).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    def _lock(self, pages: PinnedPages) -> None:
+    def _lock(self, pages: PinnedPages | None) -> None:
+        assert pages is not None
         if why := self.driver.register(at := _address(pages), len(pages)):
             self._refused = why
         else:
@@ -325,5 +326,6 @@ def movable(device: torch.device, kind: str) -> AbstractContextManager[None]:
     return nullcontext() if found is None else found.within(kind)
 
 
-def _address(pages: PinnedPages) -> int:
+def _address(pages: PinnedPages | None) -> int:
+    assert pages is not None
     return ctypes.addressof(ctypes.c_char.from_buffer(pages))

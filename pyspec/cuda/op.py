@@ -355,9 +355,9 @@ def tiers_of(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def run_by_torch() -> str:
-    """The ops that this thread's context has bound to references which no CUDA graph may hold, with reasons; the log has all of them."""
+    """The ops that this thread's context has bound to references which no CUDA graph may hold, with each implementation's reason."""
     found = [
-        f"{op.name} ({op.refusal(op.impls[0], spec)})"
+        f"{op.name} ({'; '.join(f'{name}: {why}' for name, why in op.choices(spec) if why is not None)})"
         for op in all_ops()
         for spec, impl in op.decided.items()
         if impl is op.reference and op.impls and not impl.capturable and device_of(spec).type == "cuda"

@@ -39,14 +39,14 @@ def take_memory(areas: Iterable[tuple[int, int]], n_thread: int) -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def take(address: int, n_bytes: int) -> int:
+    def take(part: tuple[int, int]) -> int:
         ctypes.set_errno(0)
-        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), POPULATE)
+        libc.madvise(ctypes.c_void_p(part[0]), ctypes.c_size_t(part[1]), POPULATE)
         return ctypes.get_errno()
 
     parts = [(at + i, min(PART, n - i)) for at, n in areas for i in range(0, n, PART)]
     with ThreadPoolExecutor(n_thread, "pyspec-pages") as pool:
-        if errno.ENOMEM in {*pool.map(lambda part: take(*part), parts)}:
+        if errno.ENOMEM in set(pool.map(take, parts)):
             raise MemoryError("the system has no memory for new pages")
 
 

@@ -256,11 +256,11 @@ class TpWorker(RankWorker):
     ) -> Launched:
         if self.plan.is_divided:
             return super()._go_on(before, round_, kept, drafts, began)
-        number = self.leader.keep()
-        with self.leader.together("launch_behind", number_of(before), round_, number.number, ()):
+        numbered = self.leader.keep()
+        with self.leader.together("launch_behind", number_of(before), round_, numbered.number, ()):
             if drafts is not None:
                 self.ranks.spread(drafts.tokens.contiguous())
-            return self._numbered(super()._go_on(before, round_, kept, drafts, began), number)
+            return self._numbered(super()._go_on(before, round_, kept, drafts, began), numbered)
 
     def _numbered(self, launched: Launched, kept: KeptElsewhere) -> Launched:
         launched.elsewhere, self.launched[kept.number] = kept, launched

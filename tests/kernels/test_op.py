@@ -80,9 +80,10 @@ def test_a_spec_is_decided_once_and_told_once(caplog: pytest.LogCaptureFixture) 
 
 def test_what_keeps_rounds_from_graphs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Impl("cuda", impl("cuda").bind, lambda spec: "it is off by one")
+    lane = Impl("lane", bad.bind, lambda spec: "nothing is away")
     held, kept, good = (
         Op("held", impl("torch", capturable=True), [bad]),
-        Op("kept", impl("torch"), [bad]),
+        Op("kept", impl("torch"), [lane, bad]),
         Op("good", impl("torch"), [impl("cuda", capturable=True)]),
     )
     monkeypatch.setattr(ops, "all_ops", lambda: [held, kept, good])
@@ -92,7 +93,7 @@ def test_what_keeps_rounds_from_graphs_is_named(monkeypatch: pytest.MonkeyPatch)
     for op in (held, kept, good):
         op.bind(Spec(torch.device("cuda", 0)))
     kept.bind(Spec(torch.device("cuda", 0), n=2))
-    assert run_by_torch() == "kept (it is off by one)"
+    assert run_by_torch() == "kept (lane: nothing is away; cuda: it is off by one)"
 
 
 def test_the_reference_is_never_refused() -> None:
