@@ -15,6 +15,7 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.config import EngineSettings
+from pyspec.cuda.check_child import examine
 from pyspec.cuda.op import Op, all_ops
 from pyspec.cuda.prepare import GpuKind, as_if
 from pyspec.engine.plan.asks import asks_of
@@ -52,8 +53,7 @@ def refusals(op: Op[Any, Any], specs: set[Any]) -> Iterator[tuple[Any, str]]:
             continue
         here = replace(spec, device=CPU)
         with emulated_gpu(seed=1), torch.inference_mode():
-            assert op.check is not None
-            why = op.check(impl.bind(here), op.reference.bind(here), here)
+            why = examine(op, impl, here, lambda at: None).refusal
         if why is not None:
             yield spec, why
 

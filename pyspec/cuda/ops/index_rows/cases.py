@@ -181,10 +181,10 @@ def check(launch: IndexRows, reference: IndexRows, spec: IndexSpec) -> str | Non
     """Ragged widths and lengths around the number chosen; exact scores with many ties, to the row; others with a margin; rows alone."""
     full = spec.ratio * spec.top_k
     seqs = [
-        (full - 9, 17),
+        (max(full - 9, 0), 17),
         (0, 1),
         (full + 700, 3),
-        (spec.ratio - 2, 1),
+        (max(spec.ratio - 2, 0), 1),
         (4 * full + 70, 2),
         (full + spec.ratio - 1, 1),
     ]
