@@ -149,6 +149,7 @@ def test_an_encoder_on_the_cpu_beside_a_gpu_gives_the_same_texts() -> None:
 
 
 N_EMBD = 2560  # of qwen3.5-4b
+HEARD_S = 0.1  # before a request, in which streams are heard already
 
 
 def _fields() -> dict[str, object]:
@@ -288,12 +289,14 @@ def busy(model: Path, large: Path, any_pair: None) -> Iterator[tuple[Engine, lis
 
 
 def _longest(engine: Engine, paces: list[Pace], request: Request) -> tuple[float, float]:
-    """Seconds of the longest gap of a stream, from before a request came until it has its only token, and how long before that it ended."""
+    """Seconds of the longest gap of a stream, from before a request came until it has its only token, and how long before that it ended. What the
+    request before this one took has passed by then."""
+    time.sleep(2 * HEARD_S)
     began, own = time.perf_counter(), Pace()
     engine.submit(replace(request, params=GREEDY, max_tokens=1), own)
     assert isinstance(own.over.get(timeout=60), Done)
     now = time.perf_counter()
-    heard = [[t for t in pace.times if began - 0.1 < t < now] for pace in paces]
+    heard = [[t for t in pace.times if began - HEARD_S < t < now] for pace in paces]
     return max((b - a, now - b) for times in heard for a, b in pairwise(times))
 
 
