@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.moe.ref import Router, RouteSpec
+from pyspec.cuda.ops.moe.ref import Route, Router, RouteSpec, bind_route
 
 CPU = torch.device("cpu")
 
@@ -39,6 +40,38 @@ GROUPED = {
     "all are kept": grouped((6, 3, 3, 4), "softmax", biased=True, gated=True),
     "a group that is used whole": grouped((40, 5, 1, 8), biased=True, gated=True),
 }
+
+
+FACTORED = {
+    "one of many": RouteSpec(CPU, 32, 33, 1, biased=True, factored=True),
+    "all": RouteSpec(CPU, 32, 6, 6, renorm=False, factored=True),
+    "gated": RouteSpec(CPU, 64, 40, 8, gated=True, factored=True),
+    "scaled": RouteSpec(CPU, 96, 70, 22, "sigmoid", scale=5.0, biased=True, factored=True),
+    "given": RouteSpec(CPU, 64, 40, 6, "sqrtsoftplus", scale=1.5, given=True, factored=True),
+    "shifted": RouteSpec(CPU, 96, 32, 4, "chosen", False, shifted=True, factored=True),
+    "grouped": grouped((40, 5, 1, 8), biased=True, gated=True, factored=True),
+}
+
+
+def factors_multiply_weights(bind: Callable[[RouteSpec], Route], spec: RouteSpec, n_row: int) -> None:
+    """Weights are those without factors times these, to the bit, and the reference's: factors of zero, below it, tiny and huge."""
+    gen, n = torch.Generator().manual_seed(n_row), spec.n_expert
+    matrix = torch.randn(n + spec.gated, spec.n_in, generator=gen)
+    own = torch.randn(n_row, spec.n_in, generator=gen), torch.ones(spec.n_in), matrix
+    bias = torch.rand(n, generator=gen) if spec.biased else None
+    given = torch.randint(0, n, (n_row, spec.n_used), generator=gen).int() if spec.given else None
+    beside = {"shift": torch.randn(n, generator=gen)} if spec.shifted else {}
+    factors = torch.tensor([0.0, -1.5, 1e-30, 1e30, -3e-20]).repeat(-(-n // 5))[:n]
+    args = *own, bias, given
+    plain = bind(replace(spec, factored=False))(*args, **beside)
+    got, want = (each(spec)(*args, **beside, factors=factors) for each in (bind, bind_route))
+    assert torch.equal(got.ids, plain.ids) and torch.equal(
+        got.weights, plain.weights * factors[got.ids.long()]
+    )
+    is_same = got.ids == want.ids
+    assert float(is_same.float().mean()) > 0.99
+    assert torch.allclose(got.weights[is_same], want.weights[is_same], rtol=1e-4, atol=0.0)
+    assert got.gate is None or plain.gate is None or torch.equal(got.gate, plain.gate)
 
 
 def ties_of_groups(spec: RouteSpec) -> tuple[Tensor, Tensor | None]:

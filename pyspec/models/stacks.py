@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.moe.ref import Act, Stack, Stacks
+from pyspec.cuda.ops.moe.ref import Act, MoeSpec, Stack, Stacks
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 
@@ -26,25 +26,24 @@ def unchanged(w: Weights, *, n: int) -> Tensor:
     return torch.full((n,), AS_THEY_ARE**0.5, device=w.device)
 
 
-def stacks_of(
-    w: Weights, ffn: str, *, act: Act, biased: bool = False, shared: int = 0, on_host: bool = False
-) -> Stacks:
-    """The experts of the feed-forward whose tensors have this prefix (blk.N.ffn).
+def stacks_of(w: Weights, ffn: str, *, spec: MoeSpec, factored: bool) -> Stacks:
+    """The experts of the feed-forward whose tensors have this prefix (blk.N.ffn), as the spec says: those with slots in the host's memory, with
+    the bytes of the file, whatever the device is. Of several ranks one adds the biases of `down`, because their outputs are summed.
 
-    biased  with the biases of the file. Of several ranks one adds those of `down`, because their outputs are summed
-    shared  width of the shared expert, if it is one of them; else 0
-    on_host  in the host's memory, with the bytes of the file, whatever the device is
+    factored  the routed experts' outputs have factors in the weights of rows
     """
-    stack = partial(w.stack, on_host=on_host)
+    stack = partial(w.stack, on_host=spec.slots is not None)
     down = stack(f"{ffn}_down_exps.weight")
-    if act != "relu2" and w.has(both := f"{ffn}_gate_up_exps.weight"):
+    down = replace(down, scale=None) if factored else down
+    if spec.has_gates and w.has(both := f"{ffn}_gate_up_exps.weight"):
         stacks = Stacks(*halves(stack(both)), down)
     else:
-        gate = None if act == "relu2" else stack(f"{ffn}_gate_exps.weight")
+        gate = stack(f"{ffn}_gate_exps.weight") if spec.has_gates else None
         stacks = Stacks(gate, stack(f"{ffn}_up_exps.weight"), down)
-    if biased:
+    if spec.biased:
         stacks = _biased(w, ffn, stacks)
-    return replace(stacks, shared=_shared(w, ffn, shared, stacks)) if shared else stacks
+    n_shared = spec.pieces * spec.n_ff
+    return replace(stacks, shared=_shared(w, ffn, n_shared, stacks)) if n_shared else stacks
 
 
 def stack_of_one(w: Weights, ffn: str, *, act: Act, biased: bool = False) -> Stacks:
@@ -87,7 +86,7 @@ def _shared(w: Weights, ffn: str, n_ff: int, stacks: Stacks) -> Stacks:
         with temporary(w.device):
             raw, type, own_scale = w.packed(f"{ffn}_{name}_shexp.weight")
         n_out, n_in = (like.n_out, n_ff) if name == "down" else (n_ff, like.n_in)
-        scale = None if like.scale is None else torch.full((1,), own_scale, device=w.device)
+        scale = None if own_scale == 1.0 else torch.full((1,), own_scale, device=w.device)
         return Stack(raw.reshape(1, -1), type, n_out, n_in, scale)
 
     gate = None if stacks.gate is None else stack("gate", stacks.gate)

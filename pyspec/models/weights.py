@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -177,11 +176,16 @@ class Weights:
 
     def _scale(self, name: str) -> float:
         """NVFP4's second-level scale, a sidecar tensor that multiplies the product."""
+        scale = self.factors(name, 1)
+        return 1.0 if scale is None else float(scale.item())
+
+    def factors(self, name: str, n: int) -> Tensor | None:
+        """Those of a matrix's products [n] f32, one for each expert or one for all; None: it has none."""
         if not self.has(side := scale_of(name)):
-            return 1.0
-        scale = float(self.vector(side).item())
-        if not math.isfinite(scale):
-            raise ModelError(f"{side} is {scale}; want a finite number")
+            return None
+        scale = self.vector(side).expand(n).contiguous()
+        if not scale.isfinite().all():
+            raise ModelError(f"{side} has a number that is not finite")
         return scale
 
     def matrix(self, *names: str) -> Matrix:
@@ -368,12 +372,10 @@ class Weights:
     def stack(self, name: str, *, on_host: bool = False) -> Stack:
         """One matrix of every expert [expert, out, in]: as in the file, or unpacked where matrices are. A matrix [out, in] is one expert.
         on_host: as in the file, in the host's memory."""
-        info, side = self._info(name), scale_of(name)
+        info = self._info(name)
         if len(info.shape) == 2:
             info = replace(info, shape=(1, *info.shape))
-        scale = self.vector(side).expand(info.shape[0]) if self.has(side) else None
-        if scale is not None and not scale.isfinite().all():
-            raise ModelError(f"{side} has a number that is not finite")
+        scale = self.factors(name, info.shape[0])
         n_out, n_in = info.shape[1:]
         if on_host:
             scale = None if scale is None else scale.cpu()

@@ -16,6 +16,7 @@ import numpy as np
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, LlamaFileType, TensorInfo, ValueType
 from pyspec.gguf.write import GGUFWriter
+from pyspec.models.wants import scale_of
 from pyspec.synth import layout, vocab
 from pyspec.synth.dims import MODELS, TINY, Dims, find, shortened, widened
 from pyspec.synth.drafters import drafter_of, made_for
@@ -121,7 +122,8 @@ def write(
     every = routed(dims, every, recipe.routing, recipe.seed) if recipe.routing else every
     specs = {spec.name: spec for spec in every}
     kinds = {name: _type_of(spec, dims, quant) for name, spec in specs.items()}
-    unscaled = frozenset(name for name in specs if name.startswith(f"blk.{dims.n_layer}."))
+    mtp = f"blk.{dims.n_layer}."
+    unscaled = frozenset(n for n in specs if n.startswith(mtp) or scale_of(n) in specs)
     largest: dict[GGMLType, int] = {}
     for name, spec in specs.items():
         blocks = int(np.prod(spec.shape)) // kinds[name].block_size
@@ -129,8 +131,7 @@ def write(
         writer.add_tensor_info(name, kinds[name], spec.shape)
         # llama.cpp skips an MTP block unless it is requested, and then refuses the block's scales
         if kinds[name] is GGMLType.NVFP4 and name not in unscaled:
-            scale = name.removesuffix(".weight") + ".scale"
-            writer.add_tensor_info(scale, GGMLType.F32, _scales(spec))
+            writer.add_tensor_info(scale_of(name), GGMLType.F32, _scales(spec))
     filler = Filler(recipe.seed, largest, unscaled)
     writer.write(None if recipe.hollow else _fill(writer, specs, filler, progress))
     if progress is not None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from route_cases import GROUPED, ties_of_products
+from route_cases import FACTORED, GROUPED, factors_multiply_weights, ties_of_products
 
 from pyspec.cpu import build
 from pyspec.cpu.tape import Recorded, TapeMemory
@@ -37,6 +37,14 @@ def test_it_is_the_reference(router: Router, sizes: tuple[int, int, int]) -> Non
     given = replace(spec, given=True, biased=False, gated=False)
     assert check(cpu.bind(given), bind_route(given), given) is None
     assert moe_route.chosen(spec).name == "cpu"
+
+
+@pytest.mark.parametrize("n_row", [1, 2, 33, 513])
+@pytest.mark.parametrize("name", FACTORED)
+def test_factors_of_outputs_multiply_weights_at_last(name: str, n_row: int) -> None:
+    spec = FACTORED[name]
+    factors_multiply_weights(cpu.bind, spec, n_row)
+    assert check(cpu.bind(spec), bind_route(spec), spec) is None
 
 
 def test_of_equal_scores_the_lower_expert_comes_first() -> None:

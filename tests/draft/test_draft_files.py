@@ -51,7 +51,7 @@ OWN: dict[str, tuple[dict[str, np.ndarray], type[PyspecError], str]] = {
     "embedding of another width": ({"token_embd.weight": np.zeros((320, 32))}, BadTensors, r"want \[320, 64\], file has \[320, 32\]"),
     "rope_freqs": ({"rope_freqs.weight": np.ones(5)}, BadTensors, r"rope_freqs.weight: want \[8\], file has \[5\]"),
     "a scale of two": ({"fc.scale": np.ones(2)}, BadTensors, r"fc.scale: want \[1\], file has \[2\]"),
-    "a scale of NaN": ({"blk.0.attn_q.scale": ids(np.nan)}, ModelError, "blk.0.attn_q.scale is nan; want a finite number"),
+    "a scale of NaN": ({"blk.0.attn_q.scale": ids(np.nan)}, ModelError, "blk.0.attn_q.scale has a number that is not finite"),
     "one bias of three": ({"blk.0.attn_q.bias": np.ones(64)}, BadTensors, r"blk.0.attn_k.bias: missing"),
     "a fused matrix": ({"blk.1.attn_qkv.weight": np.ones((32, 32))}, BadTensors, r"blk.1.attn_qkv.weight: want"),
 }  # fmt: skip

@@ -16,10 +16,12 @@ from pyspec.cuda import survey
 from pyspec.cuda.jit import GpuKind
 from pyspec.cuda.op import Ask, listed_ops
 from pyspec.cuda.ops.linear.ref import Epilogue
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.cuda.prepare import wanted_of
 from pyspec.engine.load.load import load
-from pyspec.engine.plan.asks import asks_of
+from pyspec.engine.plan.asks import asks_of, asks_of_file
 from pyspec.engine.plan.describe import Description, describe
 from pyspec.engine.plan.memory_plan import AssumedGpu
 from pyspec.gguf import GGMLType
@@ -146,6 +148,19 @@ def test_a_gated_product_is_asked_for_where_it_has_the_activation(tmp_path: Path
     }
     assert tall == {Epilogue.PLAIN, Epilogue.RESIDUAL}
     assert not any(op.name == "rows" and spec.kind is PrepKind.GLU for op, spec in asks)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_experts_whose_outputs_have_factors_are_kernels(tmp_path: Path) -> None:
+    """The factors are the weights' of a row, so products of any type have none."""
+    for quant in ("q4_k", "nvfp4"):
+        path = synth.write("gemma-4-26b-a4b", tmp_path / "m.gguf", quant=quant, hollow=True)
+        asks = asks_of_file(path, None)
+        (experts,) = (spec for op, spec in asks if op.name == "moe")
+        (route,) = (spec for op, spec in asks if op.name == "moe_route")
+        assert (
+            moe_cuda.limits(experts) is None and route.factored and moe_route_cuda.limits(route) is None
+        )
 
 
 @pytest.mark.usefixtures("an_h200")

@@ -301,6 +301,7 @@ def moe_route() -> Iterator[Callable[[], object]]:
         RouteSpec(CPU, 2880, 32, 4, "chosen", False, shifted=True),
         RouteSpec(CPU, 7168, 256, 8, "sigmoid", scale=2.5, biased=True, n_group=8, n_group_used=4),
         RouteSpec(CPU, 128, 60, 7, "sigmoid", n_group=5, n_group_used=2),
+        RouteSpec(CPU, 2816, 128, 8, factored=True),
     ):
         yield lambda spec=spec: _moe_route(spec)
 
@@ -309,9 +310,11 @@ def _moe_route(spec: RouteSpec) -> None:
     bias = torch.zeros(spec.n_expert) if spec.biased else None
     given = torch.zeros(2, spec.n_used, dtype=torch.int32) if spec.given else None
     matrix = torch.zeros(spec.n_expert + spec.gated, spec.n_in)
-    shift = torch.zeros(spec.n_expert) if spec.shifted else None
+    shift, factors = (
+        torch.zeros(spec.n_expert) if has else None for has in (spec.shifted, spec.factored)
+    )
     rows = torch.zeros(2, spec.n_in), torch.ones(spec.n_in)
-    moe_route_triton.bind(spec)(*rows, matrix, bias, given, shift)
+    moe_route_triton.bind(spec)(*rows, matrix, bias, given, shift, factors)
 
 
 def heads() -> Iterator[Callable[[], object]]:

@@ -136,7 +136,9 @@ class Choices:
             names[name] = self.watched(own, spec)
 
     def watched(self, route: Route, spec: RouteSpec) -> Callable[..., Routes]:
-        def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None, *named: None) -> Routes:
+        def run(
+            x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None, *named: None, **beside: Tensor
+        ) -> Routes:
             logits = (F.rms_norm(x, norm.shape, norm, spec.eps) @ matrix.T)[:, : spec.n_expert]
             scores = (
                 (logits if bias is None else logits.sigmoid() + bias).sort(-1, descending=True).values
@@ -144,7 +146,7 @@ class Choices:
             self.closest = min(
                 self.closest, float((scores[:, spec.n_used - 1] - scores[:, spec.n_used]).min())
             )
-            return route(x, norm, matrix, bias, *named)
+            return route(x, norm, matrix, bias, *named, **beside)
 
         return run
 

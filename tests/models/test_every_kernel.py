@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from harness import DEVICE, Bench
+from tiny_models import MODELS
 
 from pyspec import synth
 from pyspec.cuda.op import all_ops
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.rope_kv.op import rope_kv
-from pyspec.synth.dims import TINY, Dims, widened
+from pyspec.synth.dims import Dims, widened
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
@@ -33,13 +34,13 @@ ALL = tuple(all_ops())
 
 def dims_of(arch: str) -> Dims:
     """Tiny, with rows and states as wide as kernels want them."""
-    dims = widened(TINY[arch])
+    dims = widened(MODELS[arch])
     return replace(dims, **{name: n for name, n in SHAPES.items() if getattr(dims, name)})
 
 
 @pytest.mark.parametrize(
     "arch",
-    [name if name == "minimax-m2" else pytest.param(name, marks=pytest.mark.slow) for name in TINY],
+    [name if name == "minimax-m2" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
 )
 def test_logits_are_the_references(arch: str, tmp_path: Path) -> None:
     """A prompt's piece, which is several rows, one row, and a verify, whose first rows are kept."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import DEVICE, Bench
+from tiny_models import MODELS
 
 from pyspec import synth
 from pyspec.cpu import build
@@ -22,7 +23,7 @@ from pyspec.models.binding import Binding
 from pyspec.models.placement import Placement
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.synth.dims import TINY, find, widened
+from pyspec.synth.dims import find, widened
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 
@@ -35,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"),
     pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler"),
 ]
-QUANTS = {"gpt-oss": "mxfp4_moe", "qwen3moe": "q4_k", "nemotron_h_moe": "q5_k"}
+QUANTS = {"gpt-oss": "mxfp4_moe", "qwen3moe": "q4_k", "nemotron_h_moe": "q5_k", "qwen3next": "nvfp4"}
 TOKENS = [(7 * i * i + 3 * i) % 250 for i in range(40)]
 
 
@@ -76,7 +77,7 @@ def ops(bench: Bench) -> list[str]:
     "arch",
     [
         arch if arch in ("qwen35moe", "nemotron_h_moe") else pytest.param(arch, marks=pytest.mark.slow)
-        for arch, dims in TINY.items()
+        for arch, dims in MODELS.items()
         if dims.n_expert
     ],
 )
@@ -84,7 +85,7 @@ def test_logits_are_the_references_wherever_experts_are(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quant = QUANTS.get(arch, "q8_0")
-    path = synth.write(widened(find(arch, tiny=True)), tmp_path / "m.gguf", quant=quant)
+    path = synth.write(widened(MODELS[arch]), tmp_path / "m.gguf", quant=quant)
     with only("torch", (moe,)):
         want, _ = logits(path)
     made = made_layers(monkeypatch)

@@ -41,7 +41,7 @@ def tensors(s: Experts, *, bias: bool = False, seed: int = 0) -> Tensors:
         return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
 
     made = {"ffn_norm.weight": 1 + 0.1 * draw(N), "ffn_gate_inp.weight": 3 * draw(e, N)}
-    inner = ("gate", "up") if s.act == "swiglu" else ("up",)
+    inner = s.inner
     made |= {f"ffn_{x}_exps.weight": draw(e, s.n_ff, n) for x in inner}
     made["ffn_down_exps.weight"] = draw(e, n, s.n_ff)
     if bias:
@@ -62,6 +62,15 @@ def write(path: Path, made: Tensors) -> GGUFFile:
         writer.add_tensor_info(f"{P}.{name}", GGMLType.F32, value.shape)
     writer.write(lambda info: iter([made[info.name.removeprefix(f"{P}.")].astype("<f4").tobytes()]))
     return open_gguf(path)
+
+
+def folded(made: Tensors) -> Tensors:
+    """The same with scales in the weights."""
+    out = dict(made)
+    for name in [name for name in made if name.endswith(".scale")]:
+        weight = name.replace(".scale", ".weight")
+        out[weight] = made[weight] * out.pop(name).reshape(-1, *[1] * (made[weight].ndim - 1))
+    return out
 
 
 def binding(w: Weights) -> Binding:
@@ -141,6 +150,17 @@ def test_a_shared_expert_of_the_others_types_may_run_with_them(
         for other in ({"n_ff": 48}, {"latent": 16, "shared_gate": False}, {"n_ff_shared": 0}):
             assert not replace(s, **other).spec(at).pieces
         assert torch.allclose(run(bound(w, s), x), apart, atol=1e-5)
+        rng = np.random.default_rng(2)
+        beside = {
+            f"ffn_{m}_exps.scale": rng.uniform(-2, 2, 8).astype(np.float32) for m in ("up", "down")
+        }
+        beside |= {f"ffn_{m}_shexp.scale": np.full(1, 0.7, np.float32) for m in ("up", "down")}
+        with write(tmp_path / "s.gguf", made | beside) as scaled:
+            both = run(bound(Weights(scaled, CPU, None), s), x)
+        monkeypatch.setattr(Binding, "streams", False)
+        with write(tmp_path / "f.gguf", folded(made | beside)) as one:
+            assert torch.allclose(both, run(bound(Weights(one, CPU, None), s), x), atol=1e-5)
+        monkeypatch.setattr(Binding, "streams", True)
         own = Binding.type_of
         for name in ("ffn_down_shexp.weight", "ffn_up_shexp.weight"):
             types = {name: GGMLType.Q8_0}
@@ -183,19 +203,35 @@ def test_the_router_stays_f32_when_matrices_are_not(tmp_path: Path) -> None:
     assert router.dtype == torch.float32 and not torch.equal(router[2], router[5])
 
 
-def test_second_level_scales_of_experts(tmp_path: Path) -> None:
-    """`.scale` [expert] beside a stack multiplies its products; folding it into the weights gives the same."""
-    made, rng = tensors(NEMOTRON), np.random.default_rng(5)
-    scales = {x: rng.uniform(0.5, 2, 8).astype(np.float32) for x in ("up", "down")}
-    folded = made | {
-        f"ffn_{x}_exps.weight": made[f"ffn_{x}_exps.weight"] * v[:, None, None]
-        for x, v in scales.items()
-    }
-    beside = made | {f"ffn_{x}_exps.scale": v for x, v in scales.items()}
+SCALED = {
+    "relu2": (NEMOTRON, {"up": 8, "down": 8}),
+    "a gate, one number for all": (QWEN, {"gate": 1, "down": 1}),
+    "weights of inputs": (replace(SHAPES["alone"], weighs_input=True), {"down": 6}),
+    "biases": (replace(SHAPES["alone"], act="swiglu_oai", shifted=True), {"up": 6, "down": 6}),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_second_level_scales_of_experts(kind: str, tmp_path: Path) -> None:
+    """`.scale` [expert] beside a stack multiplies its products, zeros and numbers below it, too; folding it into the weights gives the same. That
+    of outputs is the rows' weights', unless those multiply inputs or a bias stands between."""
+    s, scales = SCALED[kind]
+    made, rng = tensors(s), np.random.default_rng(5)
+    if s.shifted:
+        made |= {f"ffn_{x}_exps.bias": rng.standard_normal((6, 16)) for x in ("gate", "up")}
+        made |= {
+            "ffn_down_exps.bias": rng.standard_normal((6, N)),
+            "ffn_gate_inp.bias": rng.standard_normal(6),
+        }
+    made |= {f"ffn_{x}_exps.scale": rng.uniform(-2, 2, n).astype(np.float32) for x, n in scales.items()}
+    made["ffn_down_exps.scale"][0] = 0.0 if len(made["ffn_down_exps.scale"]) > 1 else -0.5
     x = torch.randn(7, N)
-    with write(tmp_path / "a.gguf", folded) as a, write(tmp_path / "b.gguf", beside) as b:
+    with write(tmp_path / "a.gguf", folded(made)) as a, write(tmp_path / "b.gguf", made) as b:
+        is_factored = not (s.shifted or s.weighs_input)
+        assert s.factored(Place(b, P, N, EPS)) == is_factored
+        assert s.spec(binding(Weights(b, CPU, None))).scaled == (len(scales) > 1 or not is_factored)
         for dense in (torch.float32, None):
-            one, two = (run(bound(Weights(f, CPU, dense), NEMOTRON), x) for f in (a, b))
+            one, two = (run(bound(Weights(f, CPU, dense), s), x) for f in (a, b))
             assert torch.allclose(one, two, atol=1e-4)
 
 

@@ -20,6 +20,7 @@ struct Args {
   const float *x;
   int64_t x_stride;
   const float *norm, *matrix, *bias, *shift;  // [n_in]; [n_expert + gated, n_in]; [n_expert] or null, in the choice alone and in scores
+  const float *factors;               // [n_expert] or null
   const int32_t *given;               // [row, n_used] or null
   int32_t *ids;                       // [row, n_used]
   float *weights, *gate;              // [row, n_used]; [row] or null
@@ -127,7 +128,7 @@ void choose(const Args &p, float *logits, int64_t row) {
     for (int64_t k = 0; k < p.n_used; k++) total += out[k];
   }
   const float by = p.renorm ? std::max(total, LEAST_SUM) : 1.0f;
-  for (int64_t k = 0; k < p.n_used; k++) out[k] = out[k] / by * float(p.scale);
+  for (int64_t k = 0; k < p.n_used; k++) out[k] = out[k] / by * float(p.scale) * (p.factors == nullptr ? 1.0f : p.factors[ids[k]]);
   if (p.gate != nullptr) p.gate[row] = sigmoid_of(logits[p.n_expert]);
 }
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
-
 from pyspec.cuda.ops.moe.ref import Act, MoeSpec, Router, RouteSpec
 from pyspec.errors import ModelError
 from pyspec.forward.call import RunInput, Value, Weight
@@ -16,6 +14,7 @@ from pyspec.models.part import Place, Plain, column_block
 from pyspec.models.stacks import AS_THEY_ARE, norm_of_router, router_of, stacks_of, unchanged
 from pyspec.models.wants import Want, scale_of
 
+DOWN = "ffn_down_exps.weight"
 GATES = "ffn_gate_shexp.weight", "ffn_up_shexp.weight"  # of the shared expert
 LATENT = "ffn_latent_down.weight", "ffn_latent_up.weight"
 """To the width in which experts work, where that is not the model's, and back."""
@@ -137,22 +136,9 @@ class Experts(Plain):
         own, shared = (column_block(at, f"ffn_down_{x}.weight") for x in ("exps", "shexp"))
         return replace(self, block=own, block_shared=shared)
 
-    def route_spec(self, device: torch.device, n_in: int, eps: float, *, has_bias: bool) -> RouteSpec:
-        return RouteSpec(
-            device,
-            n_in,
-            self.n_expert,
-            self.n_used,
-            self.router,
-            self.renorm,
-            self.scale,
-            biased=has_bias,
-            gated=self.shared_gate,
-            eps=eps,
-            n_group=self.groups[0],
-            n_group_used=self.groups[1],
-            shifted=self.shifted,
-        )
+    def factored(self, at: Place) -> bool:
+        """Whether experts' outputs have factors that may be their rows' weights': those multiply outputs, and no biases."""
+        return at.has(scale_of(DOWN)) and not (self.weighs_input or self.shifted)
 
     def spec(self, at: Site) -> MoeSpec:
         """Of the experts at this place, with the shared one where one launch multiplies it with the others; beside experts in the host's
@@ -160,6 +146,7 @@ class Experts(Plain):
         names = {x: f"ffn_{x}_exps.weight" for x in ("gate", "up", "down", "gate_up")}
         if self.act != "relu2" and at.has(names["gate_up"]):
             names["gate"] = names["up"] = names["gate_up"]
+        scaled = {*names.values()} - ({DOWN} if self.factored(at) else set())
         gate, up, down = (
             at.type_of(names[x]) if at.dense is None and at.has(names[x]) else None
             for x in ("gate", "up", "down")
@@ -172,7 +159,7 @@ class Experts(Plain):
             self.act,
             up,
             down,
-            any(at.has(scale_of(name)) for name in names.values()),
+            any(at.has(scale_of(name)) for name in scaled),
             n_expert=self.n_expert,
             limit=self.limit,
             gate=None if gate is up else gate,
@@ -218,7 +205,8 @@ class Experts(Plain):
         if self.weighs_input:
             v = f.op("weighed", None, v, routes, shape=(self.n_used * v.width,))
             routes = f.op("unweighed", None, routes, shape=routes.shape)
-        y = f.experts(spec, v, routes, shared, self._stacks(f, spec))
+        stacks = f.read(stacks_of, "ffn", spec=spec, factored=self.factored(f.at))
+        y = f.experts(spec, v, routes, shared, stacks)
         if self.weighs_input and self.n_used > 1:
             y = f.op("of_choices", None, y, self.n_used, shape=(spec.n_in,))
         if self.latent_norm:  # of the sum of all ranks, which then goes with the first one's stream
@@ -233,8 +221,21 @@ class Experts(Plain):
         """The choice of each row, which the router norms itself."""
         named, gate = self.named(f), ["ffn_gate_inp_shexp.weight"] * self.shared_gate
         bias = f.optional("exp_probs_b.bias") if named is None else None
-        spec = self.route_spec(f.device, f.at.n_embd, f.eps, has_bias=bias is not None)
-        spec = replace(spec, given=named is not None)
+        own = self.n_expert, self.n_used, self.router, self.renorm, self.scale
+        n_group, n_kept = self.groups
+        spec = RouteSpec(
+            f.device,
+            f.at.n_embd,
+            *own,
+            biased=bias is not None,
+            gated=self.shared_gate,
+            eps=f.eps,
+            given=named is not None,
+            n_group=n_group,
+            n_group_used=n_kept,
+            shifted=self.shifted,
+            factored=self.factored(f.at),
+        )
         if self.router_norm:
             norm = f.read(norm_of_router, self.router_norm)
         elif f.at.norm:
@@ -242,8 +243,10 @@ class Experts(Plain):
         else:
             norm, spec = f.read(unchanged, n=x.width), replace(spec, eps=AS_THEY_ARE)
         matrix = f.read(router_of, "ffn_gate_inp.weight", *gate)
-        shift = {"shift": f.vector("ffn_gate_inp.bias")} if self.shifted else {}
-        return f.op("moe_route", spec, x, norm, matrix, bias, named, shape=(2 * self.n_used,), **shift)
+        beside = {"shift": f.vector("ffn_gate_inp.bias")} if self.shifted else {}
+        if spec.factored:
+            beside["factors"] = Weight("factors", (DOWN,), (("n", self.n_expert),))
+        return f.op("moe_route", spec, x, norm, matrix, bias, named, shape=(2 * self.n_used,), **beside)
 
     def named(self, f: Forward) -> RunInput | None:
         """The rows' experts by a table of tokens; None: the router chooses."""
@@ -254,11 +257,6 @@ class Experts(Plain):
         if self.act == "situ":
             return f.situ(n, *GATES, self.n_ff_shared, self.betas)
         return f.gated(n, *GATES, "silu", self.n_ff_shared, limit=self.limit_shared)
-
-    def _stacks(self, f: Forward, spec: MoeSpec) -> Weight:
-        shared = self.n_ff_shared if spec.pieces else 0
-        how = {"act": self.act, "biased": self.shifted, "shared": shared}
-        return f.read(stacks_of, "ffn", **how, on_host=spec.slots is not None)
 
     def _shared(self, f: Forward, n: Value) -> tuple[Value, Value]:
         """The shared expert's output, and the rows that the others read. Its first product also projects them to their width, if both

@@ -112,6 +112,7 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
         RouteSpec(CPU, 2880, 32, 4, "chosen", False, shifted=True),
         RouteSpec(CPU, 7168, 256, 8, "sigmoid", scale=2.5, biased=True, n_group=8, n_group_used=4),
         RouteSpec(CPU, 64, 300, 22, "softmax", n_group=3, n_group_used=2),
+        RouteSpec(CPU, 2816, 128, 8, factored=True),
         RouteSpec(CPU, 64, 512, 32, "sigmoid", biased=True, n_group=512, n_group_used=33),
     ):
         found = compiled("moe_route", arch, moe_route_cuda.defines(spec))

@@ -52,6 +52,7 @@ ROUTES = {
     "groups over two warps": replace(V3, n_in=256, n_expert=60, n_group=5, n_group_used=2),
     "groups of more than a warp": replace(V3, n_expert=300, n_group=3, n_group_used=2, biased=False),
     "gpt-oss-20b": RouteSpec(GPU, 2880, 32, 4, "chosen", False, shifted=True, eps=1e-5),
+    "gemma-4-26b-a4b": RouteSpec(GPU, 2816, 128, 8, factored=True),
     "gpt-oss-120b": RouteSpec(GPU, 2880, 128, 4, "chosen", False, shifted=True, eps=1e-5),
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
-from route_cases import GROUPED, ties_of_groups
+from route_cases import FACTORED, GROUPED, factors_multiply_weights, ties_of_groups
 
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
@@ -31,6 +31,7 @@ ROUTES = {
     "several whole warps": RouteSpec(CPU, 3072, 4, 2, "sigmoid"),
     "rows as they are": RouteSpec(CPU, 256, 40, 6, gated=True, eps=AS_THEY_ARE),
     **{name: replace(spec, n_in=96) for name, spec in GROUPED.items()},
+    **{f"factors, {name}": spec for name, spec in FACTORED.items()},
 }
 
 
@@ -52,7 +53,7 @@ def route_of(spec: RouteSpec, logits: torch.Tensor, bias: torch.Tensor | None = 
     weights = torch.full((n_row, spec.n_used), torch.nan)
     with emulated_gpu():
         _, choose = moe_route_cuda.FILE.kernels(CPU, spec)
-        args = logits, logits if bias is None else bias, ids, weights, logits, spec.scale
+        args = logits, logits if bias is None else bias, ids, weights, logits, logits, spec.scale
         choose.launch((n_row,), n_thread, args)
     return Routes(ids, weights)
 
@@ -132,6 +133,14 @@ def test_given_experts_are_weighed_and_not_chosen(router: str) -> None:
         moe_ref.choose(logits, spec, None, given.clamp(0, 39)),
     )
     assert torch.equal(got.ids, ids) and torch.allclose(got.weights, weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.sampled(most=3)
+@pytest.mark.parametrize("n_row", [1, 2, 33, 513])
+@pytest.mark.parametrize("name", FACTORED)
+def test_factors_of_outputs_multiply_weights_at_last(name: str, n_row: int) -> None:
+    with emulated_gpu(seed=n_row):
+        factors_multiply_weights(moe_route_cuda.bind, FACTORED[name], n_row)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
-from route_cases import GROUPED, ties_of_products
+from route_cases import FACTORED, GROUPED, factors_multiply_weights, ties_of_products
 from sampling import few
 
 from pyspec.cuda.ops.moe import ref as moe_ref
@@ -42,6 +42,12 @@ def _run(spec: RouteSpec, x: torch.Tensor) -> Routes:
     matrix = torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen)
     bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
     return moe_route_triton.bind(spec)(x, torch.ones(spec.n_in), matrix, bias)
+
+
+@pytest.mark.parametrize("n_row", few([1, 2, 33, 513], 1, 33))
+@pytest.mark.parametrize("name", few(FACTORED, "one of many", "given"))
+def test_factors_of_outputs_multiply_weights_at_last(name: str, n_row: int) -> None:
+    factors_multiply_weights(moe_route_triton.bind, FACTORED[name], n_row)
 
 
 @pytest.mark.parametrize("name", few(["softmax, gated", "sigmoid, biased"], "softmax, gated"))

@@ -49,6 +49,7 @@ class RouteSpec:
     given   the experts of a row are given (by a table of tokens); their weights are scored all the same
     n_group  groups of as many experts each, of which `n_group_used` are kept: those whose two best scores sum to most
     shifted  scores have a bias [n_expert], which counts in weights as well
+    factored  experts' outputs have factors [n_expert], with which their weights are multiplied at last
     """
 
     device: torch.device
@@ -65,11 +66,11 @@ class RouteSpec:
     n_group: int = 1
     n_group_used: int = 1
     shifted: bool = False
+    factored: bool = False
 
-    def check_beside(self, bias: Tensor | None, given: Tensor | None, shift: Tensor | None) -> None:
-        """Assert that a call has what the spec says."""
-        has = bias is not None, given is not None, shift is not None
-        assert has == (self.biased, self.given, self.shifted)
+    def check_beside(self, *beside: Tensor | None) -> None:
+        """Assert that a call has what the spec says, of a bias, given experts, a shift and factors."""
+        assert [x is not None for x in beside] == [self.biased, self.given, self.shifted, self.factored]
 
     @property
     def other_limit(self) -> str | None:
@@ -97,7 +98,7 @@ class Routes:
 
 
 Route = Callable[Concatenate[Tensor, Tensor, Tensor, ...], Routes]
-"""route(x, norm, matrix, bias=None, given=None, shift=None), and the last only where the spec has it; one that writes rows takes `into` and `power`, too (fuse.py)"""
+"""route(x, norm, matrix, bias=None, given=None, shift=None, factors=None), and the last two only where the spec has them; one that writes rows takes `into` and `power`, too (fuse.py)"""
 
 
 def probabilities(logits: Tensor, router: Router) -> Tensor:
@@ -155,16 +156,16 @@ def bind_route(spec: RouteSpec) -> Route:
         bias: Tensor | None = None,
         given: Tensor | None = None,
         shift: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> Routes:
-        """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias and shift [n_expert] f32,
-        given [row, n_used]."""
-        assert (given is not None) == spec.given and (shift is not None) == spec.shifted
+        """x [row, n_in] as they are, norm [n_in], matrix [n_expert (+ 1), n_in], bias, shift and factors [n_expert], all f32; given [row, n_used]."""
+        spec.check_beside(bias, given, shift, factors)
         assert matrix.shape == (spec.n_expert + spec.gated, spec.n_in)
-        assert (bias is not None) == spec.biased
         y = linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
         gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
         scores = y[:, : spec.n_expert] if shift is None else y[:, : spec.n_expert] + shift
-        return Routes(*choose(scores, spec, bias, given), gate)
+        ids, weights = choose(scores, spec, bias, given)
+        return Routes(ids, weights if factors is None else weights * factors[ids.long()], gate)
 
     return route
 

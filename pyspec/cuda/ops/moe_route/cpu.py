@@ -14,7 +14,7 @@ from pyspec.cpu.kernels import CpuKernel, empty
 from pyspec.cuda.ops.moe.ref import Route, Router, Routes, RouteSpec
 
 MOST = 1024  # experts, as in the kernel
-ROUTE = CpuKernel("pyspec_moe_route", "qq" + "qqqqq" + "qqq" + "qqqqqqqq" + "dd")
+ROUTE = CpuKernel("pyspec_moe_route", "qq" + "qqqqqq" + "qqq" + "qqqqqqqq" + "dd")
 ROUTERS = get_args(Router)  # in the kernel's order
 
 
@@ -36,19 +36,18 @@ def bind(spec: RouteSpec) -> Route:
         bias: Tensor | None = None,
         given: Tensor | None = None,
         shift: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> Routes:
-        assert x.dtype == norm.dtype == matrix.dtype == torch.float32 and x.stride(1) == 1, (
-            "moe_route takes float32"
-        )
+        assert x.dtype == norm.dtype == matrix.dtype == torch.float32 and x.stride(1) == 1
         assert matrix.shape == (n_out, spec.n_in) and matrix.is_contiguous() and norm.is_contiguous()
-        spec.check_beside(bias, given, shift)
+        spec.check_beside(bias, given, shift, factors)
         named = None if given is None else given.int().contiguous()
         n, k = len(x), spec.n_used
         ids, weights = empty(n, k, dtype=torch.int32), empty(n, k)
         gate = empty(n, 1) if spec.gated else None
         outs, groups = (ids, weights, gate), (spec.n_group, spec.n_group_used)
-        sizes = (n, spec.n_in, spec.n_expert, k, router, spec.renorm, *groups)
-        ROUTE(x, x.stride(0), norm, matrix, bias, shift, named, *outs, *sizes, spec.scale, spec.eps)
+        numbers = n, spec.n_in, spec.n_expert, k, router, spec.renorm, *groups, spec.scale, spec.eps
+        ROUTE(x, x.stride(0), norm, matrix, bias, shift, factors, named, *outs, *numbers)
         return Routes(ids, weights, gate)
 
     return route

@@ -42,18 +42,15 @@ def defines(spec: RouteSpec) -> Macros:
         "BIASED": int(spec.biased),
         "GATED": int(spec.gated),
     }
-    if spec.router == "sqrtsoftplus":
-        macros["SQRTSOFTPLUS"] = 1
-    if spec.given:
-        macros["GIVEN"] = 1
-    if spec.shifted:
-        macros["SHIFTED"] = 1
+    wanted = {"SQRTSOFTPLUS": spec.router == "sqrtsoftplus", "GIVEN": spec.given}
+    wanted |= {"SHIFTED": spec.shifted, "FACTORED": spec.factored}
+    macros |= {name: 1 for name, is_wanted in wanted.items() if is_wanted}
     if spec.n_group > 1:
         macros |= {"N_GROUP": spec.n_group, "N_KEPT": spec.n_group_used}
     return macros
 
 
-ENTRIES = {"moe_scores": "ppppppp" + "iiii" + "ff", "moe_choose": "pppppf"}
+ENTRIES = {"moe_scores": "ppppppp" + "iiii" + "ff", "moe_choose": "ppppppf"}
 FILE = KernelFile("moe_route", ENTRIES, defines)
 
 
@@ -117,6 +114,7 @@ class RouteLaunch:
         bias: Tensor | None = None,
         given: Tensor | None = None,
         shift: Tensor | None = None,
+        factors: Tensor | None = None,
         *,
         into: Rows | None = None,
         power: float = 1.0,
@@ -125,7 +123,7 @@ class RouteLaunch:
         spec, n_score = self.spec, self.n_score
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous()
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
-        spec.check_beside(bias, given, shift)
+        spec.check_beside(bias, given, shift, factors)
         x, n_row = x.contiguous(), x.shape[0]
         bias = bias if shift is None else shift
         if given is not None:  # nothing is chosen: they go where a bias would
@@ -141,8 +139,8 @@ class RouteLaunch:
             sizes = n_row, grid.per_cta, grid.scoring, pad
             args = x, norm, matrix, logits, *to, *sizes, spec.eps, power
             self.scores.launch(grid.ctas, grid.threads, args, overlap=True)
-            beside = logits if bias is None else bias, ids, weights, logits if gate is None else gate
-            chosen = logits, *beside, spec.scale
+            own, *last = (logits if t is None else t for t in (bias, gate, factors))
+            chosen = logits, own, ids, weights, *last, spec.scale
             self.choose.launch((n_row,), self.n_choose, chosen, overlap=True)
         return Routes(ids, weights, gate)
 
@@ -159,8 +157,8 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
     # of rows that stay as they are (stacks.AS_THEY_ARE), too, the normed ones are of usual size
     norm = max(1.0, spec.eps) ** 0.5 * (1 + 0.1 * torch.randn(spec.n_in, generator=gen))
     bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
-    shift = torch.randn(spec.n_expert, generator=gen) if spec.shifted else None
-    beside = {} if shift is None else {"shift": shift.to(spec.device)}
+    has = {"shift": spec.shifted, "factors": spec.factored}
+    beside = {x: torch.randn(spec.n_expert, generator=gen).to(spec.device) for x in has if has[x]}
     for n_row in (1, 7, 40):
         x = torch.logspace(-1, 2, n_row)[:, None] * torch.randn(n_row, spec.n_in, generator=gen)
         x[n_row // 2] *= n_row == 1
@@ -178,7 +176,7 @@ def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
         ):
             return "rows choose experts that do not exist, or one twice"
         scores = F.linear(F.rms_norm(x, norm.shape, norm, spec.eps), matrix)[:, : spec.n_expert]
-        scores = scores if shift is None else scores + shift
+        scores = scores + beside["shift"].cpu() if spec.shifted else scores
         if bias is not None or spec.n_group > 1:
             scores = moe_ref.probabilities(scores, spec.router)
         scores = scores if bias is None else scores + bias

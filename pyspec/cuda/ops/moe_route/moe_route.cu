@@ -9,6 +9,7 @@
 //   ids      [row, N_USED]            i32  best first, of equal ones the lower index; in range whatever the logits are
 //   weights  [row, N_USED]            f32
 //   gate     [row]                    f32  sigmoid of the last logit (GATED)
+//   factors  [N_EXPERT]               f32  weights are multiplied with them at last (FACTORED)
 //   blocks, sums, powers                   the rows normed, as rows.cu's LAYOUT 0 (or, if `pad` is 0, 3) has them, for the experts;
 //                                          null: not wanted
 //
@@ -16,7 +17,7 @@
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
 // it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait.
 // Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED; where wanted
-// SQRTSOFTPLUS, GIVEN, SHIFTED; N_GROUP and N_KEPT, where the choice is among the experts of the best groups.
+// SQRTSOFTPLUS, GIVEN, SHIFTED, FACTORED; N_GROUP and N_KEPT, where the choice is among the experts of the best groups.
 #ifndef SQRTSOFTPLUS
 #define SQRTSOFTPLUS 0
 #endif
@@ -270,7 +271,7 @@ __device__ __forceinline__ bool is_kept(float score, bool is_one) {
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    moe_choose(const float* logits, const float* bias, int* ids, float* weights, float* gate, float scale) {
+    moe_choose(const float* logits, const float* bias, int* ids, float* weights, float* gate, const float* factors, float scale) {
   __shared__ __align__(16) u64 leaders[32];
   __shared__ __align__(16) u64 rivals[kThreads];
   __shared__ float p_of[kThreads];
@@ -281,6 +282,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ int n_rival;
   const int expert = threadIdx.x, lane = expert & 31;
   const bool is_one = expert < N_EXPERT;
+#ifdef FACTORED
+  __shared__ float factor_of[kThreads];
+  factor_of[expert] = is_one ? factors[expert] : 0.f;
+#endif
   const float shift = ((BIASED && !GIVEN) || SHIFTED) && is_one ? bias[expert] : 0.f;
   wait_for_predecessor();
   // Not before: the experts' CTAs would crowd on the multiprocessors that the products before this are done with first.
@@ -382,5 +387,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   weight /= fmaxf(total, kLeastSum);
 #endif
   ids[static_cast<i64>(blockIdx.x) * N_USED + expert] = chosen[expert];
-  weights[static_cast<i64>(blockIdx.x) * N_USED + expert] = weight * scale;
+  weight *= scale;
+#ifdef FACTORED
+  weight *= factor_of[chosen[expert]];
+#endif
+  weights[static_cast<i64>(blockIdx.x) * N_USED + expert] = weight;
 }

@@ -42,6 +42,7 @@ class RouteTriton:
         bias: Tensor | None = None,
         given: Tensor | None = None,
         shift: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> Routes:
         from pyspec.cuda.ops.moe_route import triton_kernels as kernels
 
@@ -49,7 +50,7 @@ class RouteTriton:
         n_score = s.n_expert + s.gated
         assert matrix.shape == (n_score, s.n_in) and matrix.is_contiguous()
         assert norm.shape == (s.n_in,) and norm.is_contiguous() and x.shape[1] == s.n_in
-        s.check_beside(bias, given, shift)
+        s.check_beside(bias, given, shift, factors)
         bias = bias if shift is None else shift
         ids = torch.empty(n_row, s.n_used, dtype=torch.int32, device=device)
         weights = torch.empty(n_row, s.n_used, dtype=torch.float32, device=device)
@@ -69,7 +70,7 @@ class RouteTriton:
         likely, wide = torch.empty_like(part[: n_row * s.n_expert]), _power_of_two(s.n_expert)
         by_group, of_group = s.n_group > 1 and not s.given, s.n_expert // s.n_group
         groups = torch.empty_like(likely) if by_group else self.none
-        more = self.none if gate is None else gate, likely, groups
+        more = *(self.none if t is None else t for t in (gate, factors)), likely, groups
         tri.launch(
             kernels.choose,
             (n_row,),
@@ -87,6 +88,7 @@ class RouteTriton:
                 "SHIFTED": s.shifted,
                 "GATED": int(s.gated),
                 "GIVEN": s.given,
+                "FACTORED": s.factored,
                 "LEAST": LEAST_SUM,
                 "N_GROUP": s.n_group if by_group else 1,
                 "GROUPS": _power_of_two(s.n_group),

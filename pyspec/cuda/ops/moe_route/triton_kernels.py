@@ -80,9 +80,9 @@ def keep_groups(
 
 @kernel
 def choose(
-    part, squares, bias, given, ids, weights, gate, probabilities, scored, n_row, eps, scale,
+    part, squares, bias, given, ids, weights, gate, factors, probabilities, scored, n_row, eps, scale,
     N_IN: tl.constexpr, N_EXPERT: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr, USED: tl.constexpr, SPLITS: tl.constexpr,
-    ROUTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, LEAST: tl.constexpr,
+    ROUTER: tl.constexpr, RENORM: tl.constexpr, BIASED: tl.constexpr, SHIFTED: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, FACTORED: tl.constexpr, LEAST: tl.constexpr,
     N_GROUP: tl.constexpr, GROUPS: tl.constexpr, OF_GROUP: tl.constexpr, MANY: tl.constexpr, N_KEPT: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): the N_USED best of N_EXPERT, of equal ones the lower. probabilities [row, N_EXPERT]: weights of experts;
@@ -138,5 +138,8 @@ def choose(
     weight = tl.load(probabilities + row * N_EXPERT + chosen, mask=is_used, other=0.0)
     if RENORM:
         weight = weight / tl.maximum(tl.sum(weight, 0), LEAST)
+    weight *= scale
+    if FACTORED:
+        weight *= tl.load(factors + chosen, mask=is_used, other=0.0)
     tl.store(ids + row * N_USED + place, chosen, mask=is_used)
-    tl.store(weights + row * N_USED + place, weight * scale, mask=is_used)
+    tl.store(weights + row * N_USED + place, weight, mask=is_used)
