@@ -10,6 +10,10 @@ Words hold the eight codes k0..k7 so that few instructions give pairs of f16 (qu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -19,6 +23,21 @@ PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # as rows of whole numbers lie (prepared.cuh)
 _UNPAIRED = (0, 2, 4, 6, 1, 3, 5, 7)
 # Where the sign of each pair lies in its half of a word; the other bits at 9, 6, 3 and 0
 _SIGNS = 15, 12, 14, 13
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A part of a record: `bits` bits of each code.
+
+    put   lanes -> plane
+    take  plane -> lanes, with these bits alone
+    at    the lowest of them
+    """
+
+    bits: int
+    put: Callable[[Tensor], Tensor]
+    take: Callable[[Tensor], Tensor]
+    at: int = 0
 
 
 def by_lane(codes: Tensor) -> Tensor:
@@ -74,6 +93,15 @@ def e2m1_out(plane: Tensor) -> Tensor:
     return torch.stack(codes, -1).to(torch.uint8)
 
 
+def whole_in(lanes: Tensor) -> Tensor:
+    """Codes of eight bits, 128 higher."""
+    return (lanes ^ 128).flatten(2)
+
+
+def whole_out(plane: Tensor) -> Tensor:
+    return plane.unflatten(-1, (-1, 32, 2, 8)) ^ 128
+
+
 def halves_in(lanes: Tensor) -> Tensor:
     """f16 weights as int16: a lane's operands of the first 16 columns of a block, 16 bytes, then all of the second."""
     x = lanes.unflatten(-1, (2, 2, 2))  # group chunk block lane r half pair e
@@ -85,14 +113,14 @@ def halves_out(plane: Tensor) -> Tensor:
     return x.permute(0, 1, 2, 4, 6, 3, 5, 7).flatten(-3)
 
 
-def crumbs_in(lanes: Tensor, low: int = 4) -> Tensor:
-    """Two bits of each code, the lower one number `low`; 16 bytes a lane for four blocks.
+def crumbs_in(lanes: Tensor) -> Tensor:
+    """The two low bits of each code, 16 bytes a lane for four blocks.
 
     Byte 2 e + r of a block is of row r and of the codes k % 2 == e; bits 4 l + 2 h of it are of code 4 h + 2 l + e.
     """
-    high = lanes >> low & 3
+    low = lanes & 3
     even, odd = (
-        (high[..., k] | high[..., k + 4] << 2 | high[..., k + 2] << 4 | high[..., k + 6] << 6)
+        (low[..., k] | low[..., k + 4] << 2 | low[..., k + 2] << 4 | low[..., k + 6] << 6)
         for k in (0, 1)
     )
     packed = torch.cat((even, odd), -1)
@@ -105,13 +133,13 @@ def crumbs_out(plane: Tensor) -> Tensor:
     return torch.stack([x[..., k % 2, :] >> (k // 4 * 2 + k // 2 % 2 * 4) & 3 for k in range(8)], -1)
 
 
-def bits_in(lanes: Tensor, bit: int = 4) -> Tensor:
-    """One bit of each code, 4 bytes a lane for two blocks.
+def bits_in(lanes: Tensor) -> Tensor:
+    """The lowest bit of each code, 4 bytes a lane for two blocks.
 
     Byte 2 e + b is of block b and of the codes k % 2 == e; bit 4 l + 2 r + h in it is of row r, code 4 h + 2 l + e.
     """
     # Group chunk two b lane r h l e
-    x = (lanes >> bit & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
+    x = (lanes & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
     x = x.permute(0, 1, 2, 4, 8, 3, 7, 5, 6).flatten(-3)
     return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
 
@@ -147,10 +175,10 @@ def levels_out(plane: Tensor) -> Tensor:
 
 
 def signs_in(lanes: Tensor) -> Tensor:
-    """Bit 2 of each code, 16 bytes a lane for eight blocks: a word has two blocks, bit 16 r + 4 i + 2 b + h of it is of row r, block b
+    """The lowest bit of each code, 16 bytes a lane for eight blocks: a word has two blocks, bit 16 r + 4 i + 2 b + h of it is of row r, block b
     and code PAIRED[4 h + i]."""
     # Group chunk two b lane r h i i
-    x = (lanes[..., PAIRED] >> 2 & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
+    x = (lanes[..., PAIRED] & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
     x = x.permute(0, 1, 4, 2, 5, 7, 8, 3, 6).flatten(-3)
     return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
 
@@ -193,3 +221,16 @@ def bytes_in(x: Tensor) -> Tensor:
 
 def bytes_out(plane: Tensor) -> Tensor:
     return plane.unflatten(-1, (-1, 8, 2, 2)).permute(0, 5, 3, 1, 2, 4).flatten(-2)
+
+
+WHOLE, HALVES = Plane(8, whole_in, whole_out), Plane(16, halves_in, halves_out)
+NIBBLES, E2M1 = Plane(4, nibbles_in, nibbles_out), Plane(4, e2m1_in, e2m1_out)
+NATURAL_NIBBLES = Plane(4, partial(nibbles_in, order=NATURAL), partial(nibbles_out, order=NATURAL))
+COLUMNS, LEVELS = Plane(2, columns_in, columns_out), Plane(2, levels_in, levels_out)
+CRUMBS, BITS = Plane(2, crumbs_in, crumbs_out), Plane(1, bits_in, bits_out)
+SIGNS = Plane(1, signs_in, signs_out, at=2)
+
+
+def above(plane: Plane, at: int) -> Plane:
+    """The same of bits from `at` on."""
+    return replace(plane, at=at)
