@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.attend.ref import AttendSpec, first_seen
-from pyspec.slots.batch import Batch, Seq
+from pyspec.cuda.ops import ragged
+from pyspec.cuda.ops.attend.ref import AttendSpec, first_seen, key_rows
+from pyspec.cuda.ops.ragged import Ragged, padded, place, spoil
+from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, KvType, type_of
 
@@ -180,21 +182,18 @@ def _tolerance(of: KvType) -> float:
 
 
 def make(case: Case, device: torch.device, seed: int = 0) -> Made:
-    gen = torch.Generator().manual_seed(seed)
-    size, n_row = case.page_size, sum(w for _, w in case.seqs)
-    counts = [-(-(past + width) // size) for past, width in case.seqs]
-    n_page = sum(counts) + case.spare
-    pages = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
-    pool = KVPool(n_page * size, case.n_kv, case.dim, case.kv, device, keys_only=case.alone)
+    gen, size = torch.Generator().manual_seed(seed), case.page_size
+    placed = place(Ragged(case.seqs, size, spare=case.spare), device, seed, see_block=case.block)
+    plain = _seeing(placed.plain, case.pictures)
+    pool = KVPool(placed.n_page * size, case.n_kv, case.dim, case.kv, device, keys_only=case.alone)
     spoil(pool)
-    for (past, width), own in zip(case.seqs, pages, strict=True):
-        rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
+    for i, (past, _) in enumerate(case.seqs):
+        rows = key_rows(plain, i)
         k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
         pool.write(rows, k, None if case.alone else v)
         if case.window and (hidden := first_seen(past, case.window)) > 0:
             spoil(pool, rows[:hidden])
-    plain = _batch(case, [own.tolist() for own in pages], device)
-    q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
+    q = torch.randn(plain.n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
     q *= usual(case.scale, case.dim)
     sinks = torch.randn(case.n_head, generator=gen).to(device) * 3 if case.sinks else None
     return Made(q, pool, padded(plain, *case.pad), plain, sinks)
@@ -214,91 +213,20 @@ def spec_of(case: Case, device: torch.device) -> AttendSpec:
     )
 
 
-def spoil(pool: KVPool, rows: Tensor | slice = slice(None)) -> None:
-    """NaN in these rows; of whole codes in the factors, behind codes that would do harm without them."""
-    for plane in pool.planes:
-        plane[rows] = torch.nan if plane.dtype.is_floating_point else 77
-
-
-def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
-    seqs = [Seq(slot=i, n_past=past, tokens=[0] * width) for i, (past, width) in enumerate(case.seqs)]
-    starts = [0]
-    for seq in seqs:
-        starts.append(starts[-1] + seq.width)
-    ends = [seq.n_past + seq.width for seq in seqs]
-    positions = [p for seq in seqs for p in range(seq.n_past, seq.n_past + seq.width)]
-    his = [end for seq, end in zip(seqs, ends, strict=True) for _ in range(seq.width)]
-    hi = torch.tensor(his if case.block else [p + 1 for p in positions])
-    for s, first, end in case.pictures:
-        for r in range(starts[s], starts[s + 1]):
-            hi[r] = min(end, ends[s]) if first <= positions[r] < end else hi[r]
-    wide = max(len(own) for own in pages)
-    table = torch.tensor([own + [own[0]] * (wide - len(own)) for own in pages])
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    zeros = torch.zeros(len(seqs), dtype=torch.int32, device=device)
-    row_seq = torch.tensor(
-        [i for i, seq in enumerate(seqs) for _ in range(seq.width)], dtype=torch.int32
-    )
-    return Batch(
-        seqs=seqs,
-        starts=starts,
-        tokens=torch.zeros(starts[-1], dtype=torch.int64, device=device),
-        positions=torch.tensor(positions).to(device),
-        rope_at=none,
-        kv_rows=none,
-        page_table=table.to(device),
-        lo=torch.zeros(starts[-1], dtype=torch.int64, device=device),
-        hi=hi.to(device),
-        out_rows=none,
-        seq_slot=zeros,
-        seq_start=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_fold=zeros,
-        seq_keep=zeros,
-        row_seq=row_seq.to(device),
-        page_size=case.page_size,
-        max_hi=ends,
-        causal=not (case.block or case.pictures),
-        ahead=max((end - first - 1 for _, first, end in case.pictures), default=0),
-    )
-
-
-def padded(batch: Batch, n_row: int, n_seq: int) -> Batch:
-    """The batch with rows and sequences of padding, whose metadata must not be used."""
-
-    def more(t: Tensor, n: int, value: int) -> Tensor:
-        return torch.cat([t, t.new_full((n, *t.shape[1:]), value)])
-
-    wild = 1 << 40
-    return replace(
-        batch,
-        positions=more(batch.positions, n_row, wild),
-        lo=more(batch.lo, n_row, -wild),
-        hi=more(batch.hi, n_row, wild),
-        row_seq=more(batch.row_seq, n_row, -1),
-        page_table=more(batch.page_table, n_seq, -wild),
-        seq_start=more(batch.seq_start, n_seq, batch.n_row),
-    )
+def _seeing(batch: Batch, pictures: Sequence[tuple[int, int, int]]) -> Batch:
+    """With rows that see all of their picture."""
+    if not pictures:
+        return batch
+    at, hi = batch.positions, batch.hi.clone()
+    for s, first, end in pictures:
+        inside = (batch.row_seq == s) & (first <= at) & (at < end)
+        hi[inside] = min(end, batch.max_hi[s])
+    return replace(batch, hi=hi, causal=False, ahead=max(end - first - 1 for _, first, end in pictures))
 
 
 def only(made: Made, seq: int, first: int = 0, n: int | None = None) -> tuple[Tensor, Batch]:
     """Rows first..first+n-1 of one sequence as a batch of their own: q and batch."""
-    b = made.plain
-    start, end = b.starts[seq] + first, b.starts[seq] + first + n if n else b.starts[seq + 1]
-    rows, width = slice(start, end), end - start
-    old = b.seqs[seq]
-    batch = replace(
-        b,
-        seqs=[Seq(slot=old.slot, n_past=old.n_past + first, tokens=[0] * width)],
-        starts=[0, width],
-        tokens=b.tokens[rows],
-        positions=b.positions[rows],
-        page_table=b.page_table[seq : seq + 1],
-        lo=b.lo[rows],
-        hi=b.hi[rows],
-        seq_start=torch.tensor([0, width], dtype=torch.int32, device=b.hi.device),
-        row_seq=torch.zeros_like(b.row_seq[rows]),
-        max_hi=[b.max_hi[seq]],
-    )
+    rows, batch = ragged.only(made.plain, seq, first, n or made.plain.seqs[seq].width - first)
     return made.q[rows].contiguous(), batch
 
 
