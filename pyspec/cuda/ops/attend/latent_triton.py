@@ -8,7 +8,7 @@ from __future__ import annotations
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.attend.shared import AttendTiles
 
-MOST_DIM, MOST_VALUE = 1024, 1024
+MOST_DIM = 1024
 
 
 def shape_limits(spec: AttendSpec) -> str | None:

@@ -20,7 +20,6 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 
-ATOL = RTOL = 0.0  # float32 results are exact
 # Weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
 CPU_CHUNK = 1 << 20
 GPU_CHUNK = 1 << 26  # weights per step: bounds the temporaries to about 1 GB

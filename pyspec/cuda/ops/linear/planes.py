@@ -52,15 +52,6 @@ def from_lanes(x: Tensor) -> Tensor:
     return x.permute(0, 5, 3, 1, 2, 6, 4, 7).flatten(-3)
 
 
-def _words_in(words: Tensor) -> Tensor:
-    """[group, chunk, block, lane, 2, 4 bytes] -> plane."""
-    return words.unflatten(2, (-1, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2)
-
-
-def _words_out(plane: Tensor) -> Tensor:
-    return plane.unflatten(-1, (-1, 32, 2, 2, 4)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
-
-
 @per_device
 def _numbers(device: torch.device, values: tuple[int, ...]) -> Tensor:
     return torch.tensor(values, device=device)
@@ -98,11 +89,13 @@ def e2m1_in(lanes: Tensor) -> Tensor:
     for k in range(8):
         code = lanes[..., k].short()
         halves[..., k % 2] |= (code & 7) << (9 - k // 2 * 3) | (code >> 3) << _SIGNS[k // 2]
-    return _words_in(halves.view(torch.uint8))
+    words = halves.view(torch.uint8).unflatten(2, (-1, 2))  # group chunk two block lane row byte
+    return words.permute(0, 1, 2, 4, 3, 5, 6).flatten(2)
 
 
 def e2m1_out(plane: Tensor) -> Tensor:
-    halves = _words_out(plane).contiguous().view(torch.int16)
+    words = plane.unflatten(-1, (-1, 32, 2, 2, 4)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
+    halves = words.contiguous().view(torch.int16)
     codes = [
         (h >> (9 - k // 2 * 3) & 7) | (h >> _SIGNS[k // 2] & 1) << 3
         for k in range(8)
