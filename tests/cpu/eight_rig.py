@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.linear import cpu
-from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, CpuRows, has_eight, prepared
+from pyspec.cuda.ops.linear.cpu import CpuLinearSpec, CpuRows, has_eight, prepared, with_scales
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.gguf import GGMLType as G
-from pyspec.gguf import blocks
 
 Rig = Callable[[], str | None]
 OFF = 3e-6  # of a row's largest sum of sizes: f32 sums
@@ -32,15 +31,7 @@ def weights(type: G, n_out: int, n_in: int, fill: int | None = None) -> tuple[Te
     raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=seed)
     if fill is not None:
         raw[:] = fill
-    layout = getattr(blocks, f"Block{type.name}")
-    if type is G.NVFP4:
-        raw[..., :4] &= 0x3F
-    elif type is G.MXFP4:
-        raw[..., 0] = 120 + raw[..., 0] % 8
-    else:
-        for name in {"d", "m", "dmin"} & {field[0] for field in layout._fields_}:
-            at = getattr(layout, name).offset + 1
-            raw[..., at] = raw[..., at] & 0x83 | 0x1C
+    with_scales(raw.view(len(raw), -1), type)
     return raw.view(len(raw), -1)[:n_out], dequantize(raw.flatten(), type, (len(raw), n_in))[:n_out]
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from attend_cases import CASES, PACKED
 from eight_rig import eight_rigs
 from product_rig import product_rigs
 from route_cases import GROUPED
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.angles.op import angles
-from pyspec.cuda.ops.attend.cases import CASES, PACKED, Case, Made, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import Case, Made, make, only, spec_of, worst
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import Attend
 from pyspec.cuda.ops.best.op import best

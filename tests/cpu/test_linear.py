@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -13,10 +12,9 @@ from sampling import few
 from torch import Tensor
 
 from pyspec.cpu import build, kernels
-from pyspec.cuda.ops.linear import grids
+from pyspec.cuda.ops.linear.cpu import table_of, with_scales
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.gguf import GGMLType as G
-from pyspec.gguf import blocks
 
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 PLAIN = (G.F32, G.F16, G.BF16)
@@ -39,15 +37,6 @@ def call(isa: str, n_thread: int, name: str, layout: str, *args: Tensor | float 
 
 
 @cache
-def table(kind: G) -> Tensor | None:
-    made: dict[G, Callable[[torch.device], Tensor]] = {
-        G.IQ2_XXS: grids.iq2_xxs,
-        G.IQ3_XXS: grids.iq3_xxs,
-    }
-    return made[kind](torch.device("cpu")).to(torch.uint8).contiguous() if kind in made else None
-
-
-@cache
 def weights(kind: G, n_out: int, n_in: int) -> tuple[Tensor, Tensor]:
     """Bytes of any content with moderate scales, and their values [n_out, n_in]."""
     seed = torch.Generator().manual_seed(n_out * n_in + int(kind))
@@ -59,15 +48,7 @@ def weights(kind: G, n_out: int, n_in: int) -> tuple[Tensor, Tensor]:
     raw = torch.randint(
         0, 256, (n_made, n_in // kind.block_size, kind.type_size), dtype=torch.uint8, generator=seed
     )
-    layout = getattr(blocks, f"Block{kind.name}")
-    if kind is G.NVFP4:
-        raw[..., :4] &= 0x3F
-    elif kind is G.MXFP4:
-        raw[..., 0] = 120 + raw[..., 0] % 8
-    else:
-        for name in {"d", "m", "dmin"} & {field[0] for field in layout._fields_}:
-            at = getattr(layout, name).offset + 1
-            raw[..., at] = raw[..., at] & 0x83 | 0x1C
+    with_scales(raw.view(n_made, -1), kind)
     return raw[:n_out], dequantize(raw.flatten(), kind, (n_made, n_in))[:n_out]
 
 
@@ -100,7 +81,7 @@ def product(
         y,
         residual,
         bias,
-        table(kind),
+        table_of(kind),
         int(kind),
         *x.shape,
         n_out,
@@ -173,7 +154,7 @@ def test_unpacked_weights_are_those_of_the_reference(kind: G, isa: str) -> None:
     for n_out, n_in in ((1, 256), (3, 512), (21, 512 if kind in LONG else 320)):
         raw, want = weights(kind, n_out, n_in)
         got = torch.empty(n_out, n_in)
-        call(isa, 2, "pyspec_unpack", "6q", raw, got, table(kind), int(kind), n_out, n_in)
+        call(isa, 2, "pyspec_unpack", "6q", raw, got, table_of(kind), int(kind), n_out, n_in)
         assert (got - want).abs().max() <= 1e-6 * want.abs().max()
 
 

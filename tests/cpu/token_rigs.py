@@ -18,11 +18,11 @@ from pyspec.cuda.ops.compress.op import compress
 from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.gated_streams.op import gated_streams
 from pyspec.cuda.ops.gated_streams.ref import GatedStreamsSpec
-from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.ngrams.op import ngrams
 from pyspec.cuda.ops.ngrams.op import shapes as shapes_of_ngrams
+from pyspec.cuda.ops.ragged import Ragged, place
 from pyspec.cuda.ops.rope_tail.op import rope_tail
 from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.seen_pages.op import seen_pages

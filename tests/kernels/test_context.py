@@ -255,7 +255,6 @@ def test_a_check_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.M
 
 IN_TRITON = (
     "triton_kernels.py",
-    "latent_triton_kernels.py",
     "triton_tiles.py",
     "tri_guards.py",
 )  # functions of a compiler that need not be here

@@ -21,9 +21,9 @@ from pyspec.cuda.jit import compile_cubin
 from pyspec.cuda.ops.compress import cases as compress_cases
 from pyspec.cuda.ops.compress import cuda as compress_cuda
 from pyspec.cuda.ops.compress.ref import CompressSpec
-from pyspec.cuda.ops.index_rows.cases import Ragged
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear.ref import Epilogue
+from pyspec.cuda.ops.ragged import Ragged
 from pyspec.cuda.ops.sparse_attend import cases as sparse_cases
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attend_cases import CASES, MIXED
 from attend_checks import (
     check_company,
     check_graph,
@@ -26,7 +27,7 @@ from pyspec.cuda import faults, survey, tri
 from pyspec.cuda.op import limits_of, listed_ops
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.cases import CASES, MIXED, Case
+from pyspec.cuda.ops.attend.cases import Case
 from pyspec.cuda.ops.heads.triton import DTYPES
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.moe import check as moe_check

@@ -23,8 +23,8 @@ from pyspec.cuda import tri
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead import triton as ahead_triton
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, AheadSpec
-from pyspec.cuda.ops.attend import cases as attend_cases
 from pyspec.cuda.ops.attend import triton as attend_triton
+from pyspec.cuda.ops.attend.cases import Case, make, spec_of
 from pyspec.cuda.ops.best import triton as best_triton
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.gdn import triton as gdn_triton
@@ -61,6 +61,9 @@ from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import TYPES as KV_TYPES
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
+
+sys.path.append(str(Path(__file__).parents[1]))
+from attend_cases import MIXED
 
 CPU = torch.device("cpu")
 # KB a program may have
@@ -118,26 +121,23 @@ def attend() -> Iterator[Callable[[], object]]:
     for kv in NUMBERS:
         for heads in ((24, 4, 256), (32, 2, 128), (8, 8, 64)):
             for width in (1, 4, 17):
-                case = attend_cases.Case(*heads, kv, [(300, width)], 64, sinks=heads[2] == 64)
+                case = Case(*heads, kv, [(300, width)], 64, sinks=heads[2] == 64)
                 yield lambda case=case: _attend(case)
-    yield from (lambda case=case: _attend(case) for case in attend_cases.MIXED.values())
-    yield lambda: _attend(
-        attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True)
-    )
+    yield from (lambda case=case: _attend(case) for case in MIXED.values())
+    yield lambda: _attend(Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True))
     for kv in NUMBERS:
-        yield lambda kv=kv: _attend(attend_cases.Case(16, 8, 256, kv, [(300, 4)], 64, cap=50.0))
+        yield lambda kv=kv: _attend(Case(16, 8, 256, kv, [(300, 4)], 64, cap=50.0))
     for kv in NUMBERS:
         for n_head, width in ((128, 1), (16, 17), (5, 2)):
-            latent = attend_cases.Case(n_head, 1, 576, kv, [(300, width)], 64, n_value=512)
+            latent = Case(n_head, 1, 576, kv, [(300, width)], 64, n_value=512)
             yield lambda case=latent: _attend(case)
-    yield lambda: _attend(attend_cases.Case(5, 1, 24, torch.float16, [(40, 2)], 16, n_value=16))
+    yield lambda: _attend(Case(5, 1, 24, torch.float16, [(40, 2)], 16, n_value=16))
 
 
-def _attend(case: attend_cases.Case) -> None:
-    made = attend_cases.make(case, CPU)
-    attend_triton.bind(attend_cases.spec_of(case, CPU))(
-        made.q, made.pool, made.batch, case.window, made.sinks
-    )
+def _attend(case: Case) -> None:
+    made = make(case, CPU)
+    run = attend_triton.bind(spec_of(case, CPU))
+    run(made.q, made.pool, made.batch, case.window, made.sinks)
 
 
 def gdn() -> Iterator[Callable[[], object]]:

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 
+import attend_cases
 import pytest
 import torch
 from attend_checks import (
@@ -23,11 +24,10 @@ from sampling import few, slow
 from torch import Tensor
 
 from pyspec.cuda import jit
-from pyspec.cuda.ops.attend import cases as attend_cases
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import prompt as attend_prompt
 from pyspec.cuda.ops.attend import ref as attend_ref
-from pyspec.cuda.ops.attend.cases import MIXED, PACKED, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cases import Case, make, only, spec_of, worst
 from pyspec.cuda.ops.attend.op import check
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
@@ -186,7 +186,7 @@ SOME = (
 )
 
 
-OF_A_CARD = attend_cases.CASES | MIXED | PACKED
+OF_A_CARD = attend_cases.CASES | attend_cases.MIXED | attend_cases.PACKED
 
 
 def case_of(machine: Machine, name: str) -> Case:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
+from attend_cases import CASES, MIXED
 from attend_checks import (
     check_company,
     check_graph,
@@ -19,7 +20,7 @@ from machines import CPU, INTERPRETED
 from sampling import few
 
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.cases import CASES, MIXED, Case, make, spec_of
+from pyspec.cuda.ops.attend.cases import Case, make, spec_of
 from pyspec.cuda.ops.attend.shared import Workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -13,7 +13,8 @@ from pyspec.cuda.ops.compress import cuda as compress_cuda
 from pyspec.cuda.ops.compress import ref as compress_ref
 from pyspec.cuda.ops.compress.cases import NAMES, Given, check, difference, make
 from pyspec.cuda.ops.compress.ref import VALUES, CompressSpec
-from pyspec.cuda.ops.index_rows.cases import Ragged, place, pool_for
+from pyspec.cuda.ops.index_rows.cases import pool_for
+from pyspec.cuda.ops.ragged import Ragged, place
 
 CSA = CompressSpec(CPU, 4, 64, True, 16, 1e-6, torch.float16)
 HCA = CompressSpec(CPU, 128, 32, False, 32, 1e-6, torch.bfloat16)

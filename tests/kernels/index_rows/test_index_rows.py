@@ -15,8 +15,9 @@ from torch import Tensor
 from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows import ref as index_ref
-from pyspec.cuda.ops.index_rows.cases import Asked, Ragged, check, fault_of, make, only
+from pyspec.cuda.ops.index_rows.cases import Asked, check, fault_of, make
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.ops.ragged import Ragged, only
 from pyspec.slots.batch import Batch
 
 SPEC = IndexSpec(CPU, 8, 32, 8, 4, torch.float16, 16)

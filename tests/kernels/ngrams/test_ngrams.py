@@ -9,9 +9,9 @@ import torch
 from machines import CPU, NO_FAULT, Machine, cases, compiled
 
 from pyspec.cuda.jit import ARCHS
-from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.ngrams import cuda as ngrams_cuda
 from pyspec.cuda.ops.ngrams.ref import IDS, INPUTS, Ngrams, NgramsSpec
+from pyspec.cuda.ops.ragged import Ragged, place
 from pyspec.slots.ring import RingRows
 
 LARGE = (0xFFFF_FFFF_FFFF_FFC5, (1 << 45) - 55, (1 << 44) + 7, (1 << 63) + 9)  # products pass 2^64

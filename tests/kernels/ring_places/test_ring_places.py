@@ -16,8 +16,9 @@ from pyspec.cuda.op import limits_of
 from pyspec.cuda.ops.attend import cpu as attend_cpu
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
-from pyspec.cuda.ops.attend.cases import TOLERANCE, spoil, worst
+from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
 from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.ragged import spoil
 from pyspec.cuda.ops.ring_places import cpu as ring_places_cpu
 from pyspec.cuda.ops.ring_places import cuda as ring_places_cuda
 from pyspec.cuda.ops.ring_places import ref as ring_places_ref

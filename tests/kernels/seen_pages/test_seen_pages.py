@@ -19,7 +19,8 @@ from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.index_rows.cases import Ragged, fill, place, pool_for
+from pyspec.cuda.ops.index_rows.cases import fill, pool_for
+from pyspec.cuda.ops.ragged import Ragged, place
 from pyspec.cuda.ops.seen_pages import cuda as seen_cuda
 from pyspec.cuda.ops.seen_pages import ref as seen_ref
 from pyspec.cuda.ops.seen_pages.ref import SeenPagesSpec

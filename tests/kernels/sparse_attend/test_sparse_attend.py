@@ -11,10 +11,11 @@ from machines import CPU, GPU, NO_FAULT, ON_CARD, Machine, cases, compiled
 from pyspec.cuda.jit import ARCHS
 from pyspec.cuda.kernel_context import KernelContext, use
 from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
-from pyspec.cuda.ops.index_rows.cases import Ragged, place, pool_for
+from pyspec.cuda.ops.index_rows.cases import pool_for
+from pyspec.cuda.ops.ragged import Ragged, copied, place
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend import ref as sparse_ref
-from pyspec.cuda.ops.sparse_attend.cases import Windowed, check, copied, difference, make, ring_fault
+from pyspec.cuda.ops.sparse_attend.cases import Windowed, check, difference, make, ring_fault
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
 
 CSA = SparseSpec(CPU, 12, 32, 12, 4, torch.float16, 16, 1e-6)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.attend.ref import AttendSpec, first_seen
-from pyspec.slots.batch import Batch, Seq
+from pyspec.cuda.ops import ragged
+from pyspec.cuda.ops.attend.ref import AttendSpec, first_seen, key_rows
+from pyspec.cuda.ops.ragged import Ragged, padded, place, spoil
+from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, KvType, type_of
 
@@ -63,107 +65,6 @@ class Made:
     sinks: Tensor | None
 
 
-PICTURES = ((1, 9, 40), (1, 40, 41), (1, 47, 99), (2, 1000, 1023), (2, 1024, 1049))
-CASES: dict[str, Case] = {
-    "one row": Case(24, 4, 256, torch.float16, [(299, 1)]),
-    "first token": Case(24, 4, 256, torch.float16, [(0, 1), (0, 5)]),
-    "ragged": Case(
-        24, 4, 256, torch.float16, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)
-    ),
-    "ragged bf16": Case(24, 4, 256, torch.bfloat16, [(17, 9), (2047, 16), (700, 1)], 64, pad=(1, 1)),
-    "group 16": Case(32, 2, 128, torch.bfloat16, [(130, 4), (900, 1), (3, 16)], 16),
-    "one head a group": Case(4, 4, 64, torch.float16, [(70, 1), (500, 32), (63, 2)], 16),
-    "group 5": Case(10, 2, 64, torch.float16, [(1111, 3), (64, 11)], 32),
-    "drafter block": Case(
-        32, 8, 128, torch.float16, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)
-    ),
-    "small window": Case(32, 8, 128, torch.bfloat16, [(600, 5), (127, 2), (9, 4)], 16, 7),
-    "chunks": Case(8, 2, 128, torch.float16, [(600, 5), (127, 2), (96, 70), (9, 4)], 16, -48),
-    "window of one": Case(8, 2, 64, torch.float16, [(600, 5), (128, 1)], 16, 1),
-    "wide rows": Case(24, 4, 256, torch.float16, [(40, 200), (0, 33)], 64, pad=(7, 1)),
-    "f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1)),
-    "unscaled": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, 50, scale=1.0),
-    "odd size": Case(6, 2, 96, torch.float16, [(100, 3), (33, 1)], 16, 50),
-    "q8_0": Case(
-        24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)
-    ),
-    "q8_0 group 16": Case(32, 2, 128, torch.int8, [(130, 4), (900, 1), (3, 16)], 16),
-    "q8_0 block": Case(
-        32, 8, 128, torch.int8, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)
-    ),
-    "q8_0 one head a group": Case(4, 4, 64, torch.int8, [(70, 1), (500, 32), (63, 2)], 16, 7),
-    "q8_0 odd size": Case(6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True),
-    "f8": Case(
-        24,
-        4,
-        256,
-        torch.float8_e4m3fn,
-        [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)],
-        32,
-        pad=(5, 2),
-    ),
-    "f8 window": Case(32, 8, 128, torch.float8_e4m3fn, [(600, 5), (127, 2), (9, 4)], 16, 7),
-    "f8 wide rows": Case(24, 4, 64, torch.float8_e4m3fn, [(40, 200), (0, 33)], 64, pad=(7, 1)),
-    "sinks": Case(
-        64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True
-    ),
-    "sinks bf16": Case(
-        32, 8, 128, torch.bfloat16, [(3000, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True
-    ),
-    "keys alone": Case(
-        64, 1, 512, torch.float16, [(0, 3), (300, 4), (127, 9)], 32, 128, sinks=True, keys_only=True
-    ),
-    "capped": Case(
-        16, 8, 256, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 70, pad=(5, 2), cap=3.0
-    ),
-    "capped bf16, sinks": Case(
-        32, 8, 128, torch.bfloat16, [(900, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True, cap=1.5
-    ),
-    "capped f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, 50, pad=(2, 1), cap=2.0),
-    "keys alone of 128": Case(16, 1, 128, torch.int8, [(0, 3), (300, 4), (127, 9)], 32, keys_only=True),
-    "pictures": Case(
-        8, 4, 256, torch.float16, [(70, 1), (9, 90), (1011, 40)], 16, pad=(5, 2), pictures=PICTURES
-    ),
-    "pictures in windows": Case(
-        8, 4, 64, torch.bfloat16, [(70, 1), (9, 90), (1011, 40)], 32, 7, pictures=PICTURES
-    ),
-    "pictures in q8_0": Case(
-        8, 2, 128, torch.int8, [(70, 1), (9, 90), (1011, 40)], 16, 20, pictures=PICTURES
-    ),
-    "pictures in f32": Case(
-        6, 2, 96, torch.float32, [(70, 1), (9, 90), (1011, 40)], 16, 11, pad=(2, 1), pictures=PICTURES
-    ),
-}
-MIXED: dict[str, Case] = {
-    "f16 and q8_0": Case(
-        8, 2, 64, torch.float16, [(70, 3), (300, 1)], 16, pad=(3, 1), v_dtype=torch.int8
-    ),
-    "q8_0 and f16": Case(
-        6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True, v_dtype=torch.float16
-    ),
-    "f32 and bf16": Case(
-        8, 2, 64, torch.float32, [(40, 5), (0, 1)], 16, pad=(1, 1), v_dtype=torch.bfloat16
-    ),
-    "bf16 and f32": Case(4, 4, 32, torch.bfloat16, [(270, 2)], 32, v_dtype=torch.float32),
-    "f8 and bf16": Case(8, 2, 128, torch.float8_e4m3fn, [(65, 4)], 16, 0, True, v_dtype=torch.bfloat16),
-}
-"""Keys and values of different types, which not every implementation takes."""
-PACKED: dict[str, Case] = {
-    "q4_0": Case(24, 4, 256, Q4_0, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2)),
-    "q4_1": Case(32, 8, 128, Q4_1, [(600, 5), (127, 2), (9, 4)], 16, 7),
-    "q5_0 block": Case(32, 8, 128, Q5_0, [(3000, 16), (100, 16)], 16, 2048, True, (16, 1)),
-    "q5_1": Case(4, 4, 64, Q5_1, [(70, 1), (500, 32), (63, 2)], 16, sinks=True),
-    "q4_0 odd size": Case(6, 2, 96, Q4_0, [(100, 3), (33, 1)], 16, 50),
-    "q8_0 and q4_0": Case(
-        24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1500, 7)], 32, pad=(5, 2), v_dtype=Q4_0
-    ),
-    "q4_0, capped": Case(16, 4, 128, Q4_0, [(600, 5), (127, 2)], 16, cap=2.0),
-    "pictures in q4_0": Case(8, 2, 128, Q4_0, [(70, 1), (9, 90), (1011, 40)], 16, 20, pictures=PICTURES),
-    "q5_1 and f16": Case(8, 2, 128, Q5_1, [(130, 4), (900, 1)], 16, 70, v_dtype=torch.float16),
-    "bf16 and q5_0": Case(8, 2, 64, torch.bfloat16, [(70, 3), (300, 1)], 16, v_dtype=Q5_0),
-    "f8 and q4_1": Case(6, 2, 96, torch.float8_e4m3fn, [(40, 5), (0, 1)], 16, sinks=True, v_dtype=Q4_1),
-}
-"""Keys or values of 4 and 5 bits, which Triton does not take."""
 TOLERANCE: dict[torch.dtype | KvType, float] = {
     torch.float32: 2e-6,
     torch.float16: 2e-3,
@@ -180,21 +81,18 @@ def _tolerance(of: KvType) -> float:
 
 
 def make(case: Case, device: torch.device, seed: int = 0) -> Made:
-    gen = torch.Generator().manual_seed(seed)
-    size, n_row = case.page_size, sum(w for _, w in case.seqs)
-    counts = [-(-(past + width) // size) for past, width in case.seqs]
-    n_page = sum(counts) + case.spare
-    pages = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
-    pool = KVPool(n_page * size, case.n_kv, case.dim, case.kv, device, keys_only=case.alone)
+    gen, size = torch.Generator().manual_seed(seed), case.page_size
+    placed = place(Ragged(case.seqs, size, spare=case.spare), device, seed, see_block=case.block)
+    plain = _seeing(placed.plain, case.pictures)
+    pool = KVPool(placed.n_page * size, case.n_kv, case.dim, case.kv, device, keys_only=case.alone)
     spoil(pool)
-    for (past, width), own in zip(case.seqs, pages, strict=True):
-        rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
+    for i, (past, _) in enumerate(case.seqs):
+        rows = key_rows(plain, i)
         k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
         pool.write(rows, k, None if case.alone else v)
         if case.window and (hidden := first_seen(past, case.window)) > 0:
             spoil(pool, rows[:hidden])
-    plain = _batch(case, [own.tolist() for own in pages], device)
-    q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
+    q = torch.randn(plain.n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
     q *= usual(case.scale, case.dim)
     sinks = torch.randn(case.n_head, generator=gen).to(device) * 3 if case.sinks else None
     return Made(q, pool, padded(plain, *case.pad), plain, sinks)
@@ -214,91 +112,20 @@ def spec_of(case: Case, device: torch.device) -> AttendSpec:
     )
 
 
-def spoil(pool: KVPool, rows: Tensor | slice = slice(None)) -> None:
-    """NaN in these rows; of whole codes in the factors, behind codes that would do harm without them."""
-    for plane in pool.planes:
-        plane[rows] = torch.nan if plane.dtype.is_floating_point else 77
-
-
-def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
-    seqs = [Seq(slot=i, n_past=past, tokens=[0] * width) for i, (past, width) in enumerate(case.seqs)]
-    starts = [0]
-    for seq in seqs:
-        starts.append(starts[-1] + seq.width)
-    ends = [seq.n_past + seq.width for seq in seqs]
-    positions = [p for seq in seqs for p in range(seq.n_past, seq.n_past + seq.width)]
-    his = [end for seq, end in zip(seqs, ends, strict=True) for _ in range(seq.width)]
-    hi = torch.tensor(his if case.block else [p + 1 for p in positions])
-    for s, first, end in case.pictures:
-        for r in range(starts[s], starts[s + 1]):
-            hi[r] = min(end, ends[s]) if first <= positions[r] < end else hi[r]
-    wide = max(len(own) for own in pages)
-    table = torch.tensor([own + [own[0]] * (wide - len(own)) for own in pages])
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    zeros = torch.zeros(len(seqs), dtype=torch.int32, device=device)
-    row_seq = torch.tensor(
-        [i for i, seq in enumerate(seqs) for _ in range(seq.width)], dtype=torch.int32
-    )
-    return Batch(
-        seqs=seqs,
-        starts=starts,
-        tokens=torch.zeros(starts[-1], dtype=torch.int64, device=device),
-        positions=torch.tensor(positions).to(device),
-        rope_at=none,
-        kv_rows=none,
-        page_table=table.to(device),
-        lo=torch.zeros(starts[-1], dtype=torch.int64, device=device),
-        hi=hi.to(device),
-        out_rows=none,
-        seq_slot=zeros,
-        seq_start=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_fold=zeros,
-        seq_keep=zeros,
-        row_seq=row_seq.to(device),
-        page_size=case.page_size,
-        max_hi=ends,
-        causal=not (case.block or case.pictures),
-        ahead=max((end - first - 1 for _, first, end in case.pictures), default=0),
-    )
-
-
-def padded(batch: Batch, n_row: int, n_seq: int) -> Batch:
-    """The batch with rows and sequences of padding, whose metadata must not be used."""
-
-    def more(t: Tensor, n: int, value: int) -> Tensor:
-        return torch.cat([t, t.new_full((n, *t.shape[1:]), value)])
-
-    wild = 1 << 40
-    return replace(
-        batch,
-        positions=more(batch.positions, n_row, wild),
-        lo=more(batch.lo, n_row, -wild),
-        hi=more(batch.hi, n_row, wild),
-        row_seq=more(batch.row_seq, n_row, -1),
-        page_table=more(batch.page_table, n_seq, -wild),
-        seq_start=more(batch.seq_start, n_seq, batch.n_row),
-    )
+def _seeing(batch: Batch, pictures: Sequence[tuple[int, int, int]]) -> Batch:
+    """With rows that see all of their picture."""
+    if not pictures:
+        return batch
+    at, hi = batch.positions, batch.hi.clone()
+    for s, first, end in pictures:
+        inside = (batch.row_seq == s) & (first <= at) & (at < end)
+        hi[inside] = min(end, batch.max_hi[s])
+    return replace(batch, hi=hi, causal=False, ahead=max(end - first - 1 for _, first, end in pictures))
 
 
 def only(made: Made, seq: int, first: int = 0, n: int | None = None) -> tuple[Tensor, Batch]:
     """Rows first..first+n-1 of one sequence as a batch of their own: q and batch."""
-    b = made.plain
-    start, end = b.starts[seq] + first, b.starts[seq] + first + n if n else b.starts[seq + 1]
-    rows, width = slice(start, end), end - start
-    old = b.seqs[seq]
-    batch = replace(
-        b,
-        seqs=[Seq(slot=old.slot, n_past=old.n_past + first, tokens=[0] * width)],
-        starts=[0, width],
-        tokens=b.tokens[rows],
-        positions=b.positions[rows],
-        page_table=b.page_table[seq : seq + 1],
-        lo=b.lo[rows],
-        hi=b.hi[rows],
-        seq_start=torch.tensor([0, width], dtype=torch.int32, device=b.hi.device),
-        row_seq=torch.zeros_like(b.row_seq[rows]),
-        max_hi=[b.max_hi[seq]],
-    )
+    rows, batch = ragged.only(made.plain, seq, first, n or made.plain.seqs[seq].width - first)
     return made.q[rows].contiguous(), batch
 
 

@@ -1,19 +1,14 @@
-"""What `attend` in Triton has of its own where one key head's keys are its values, too: limits, builds, the kernel. triton.py launches it.
+"""What `attend` in Triton has of its own where one key head's keys are its values, too: limits, and builds of its kernel.
 
 Rounding is attend_triton's: q and weights to f16, of bf16 pools to bf16, of f32 pools not at all.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
-
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.attend.shared import AttendTiles, planes_of
-from pyspec.slots.kv import KVPool
+from pyspec.cuda.ops.attend.shared import AttendTiles
 
-MOST_DIM, MOST_VALUE = 1024, 1024
+MOST_DIM = 1024
 
 
 def shape_limits(spec: AttendSpec) -> str | None:
@@ -43,15 +38,3 @@ def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
     wide = sum(pieces_of(spec))
     keys = 64 if wide <= 128 else 32 if large or wide <= 320 else 16
     return AttendTiles(columns, keys, 2 if wide <= 320 else 1, 4 if wide <= 128 else 8)
-
-
-def kernel_of(spec: AttendSpec, pool: KVPool) -> tuple[Any, tuple[Tensor, ...], dict[str, object]]:
-    """The kernel, the pool's planes that it reads, and its constants besides those of all heads."""
-    from pyspec.cuda.ops.attend.latent_triton_kernels import latent_split
-    from pyspec.cuda.ops.attend.triton_kernels import HALVES
-
-    first, rest = pieces_of(spec)
-    codes, _, scales, _ = planes_of(pool)
-    sizes = {"N_HEAD": spec.n_head, "DIM": spec.head_dim, "N_VALUE": spec.n_value}
-    kind = {"K_KIND": spec.kv.k.kind, "HALF": HALVES[spec.kv.k.dtype]}
-    return latent_split, (codes, scales), {**sizes, "FIRST": first, "REST": rest, **kind}

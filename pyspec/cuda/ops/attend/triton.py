@@ -171,39 +171,24 @@ class AttendTriton:
         seen = batch.positions, batch.lo, batch.hi
         wide = 1 << (spec.value_dim - 1).bit_length()
         cut = {"COLS": cols, "SHORT": SHORT, "LONG": LONG, "FAR_KEYS": FAR, "N_SEQ": seqs_of(n_seq)}
-        shape = {"N_KV": spec.n_kv_head, "GROUP": group, "DIM": spec.value_dim, **cut}
+        heads = {"N_KV": spec.n_kv_head, "GROUP": group, **cut}
         layout = batch.page_table, *seen, batch.seq_start
         build = {"KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": GUARD.number}
-        if spec.n_value:
-            split, planes, kind = latent_triton.kernel_of(spec, pool)
-            constants = {**cut, **build, **kind, "NATIVE": self.native}
-        else:
-            split, planes = kernels.attend_split, planes_of(pool)
-            kind = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind, "NATIVE": self.native}
-            halves = {"K_HALF": spec.kv.k.dtype, "V_HALF": spec.kv.v.dtype}
-            kind |= {name: kernels.HALVES[of] for name, of in halves.items()}
-            constants = {**shape, **build, **kind, "WIDE": wide, "CAP": spec.cap}
+        whole, rest = latent_triton.pieces_of(spec) if spec.n_value else (wide, 0)
+        dims = {"DIM": spec.head_dim, "N_VALUE": spec.value_dim, "FIRST": whole, "REST": rest}
+        kind = {"K_KIND": spec.kv.k.kind, "V_KIND": spec.kv.v.kind, "NATIVE": self.native}
+        halves = {"K_HALF": spec.kv.k.dtype, "V_HALF": spec.kv.v.dtype}
+        kind |= {name: kernels.HALVES[of] for name, of in halves.items()}
+        constants = {**heads, **build, **dims, **kind, "CAP": spec.cap, "ALONE": spec.n_value > 0}
         piece, sink = min(PIECE, wide), q if sinks is None else sinks
+        read = q, *planes_of(pool), *layout, part, ml, self.fault, *pages, n_key, n_split, n_prog
+        merging = {**heads, "DIM": spec.value_dim, "PIECE": piece, "AT_ONCE": 16}
         for first in range(0, n_tile, n_once):
             n = min(n_once, n_tile - first)
             tri.launch(
-                split,
+                kernels.attend_split,
                 (n, spec.n_kv_head, n_prog),
-                (
-                    q,
-                    *planes,
-                    *layout,
-                    part,
-                    ml,
-                    self.fault,
-                    *pages,
-                    n_key,
-                    n_split,
-                    n_prog,
-                    first,
-                    window,
-                    self.scale,
-                ),
+                (*read, first, window, self.scale),
                 constants,
                 tiles.warps,
             )
@@ -212,7 +197,7 @@ class AttendTriton:
                 kernels.attend_merge,
                 (n_row, spec.n_head, -(-spec.value_dim // piece)),
                 (part, ml, *seen, batch.row_seq, batch.seq_start, sink, out, *counts),
-                {**shape, "PIECE": piece, "AT_ONCE": 16, "HAS_SINKS": sinks is not None},
+                merging | {"HAS_SINKS": sinks is not None},
                 4,
             )
 

@@ -98,37 +98,50 @@ def capped(scores, CAP: tl.constexpr):
     return tl.where(z < 1.0, near, far) * (CAP * LOG2E)
 
 
+@triton.jit
+def product(a, b, acc, KIND: tl.constexpr):
+    """acc + a b; of f32 to its last bits."""
+    if KIND == F32:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
 @kernel
 def attend_split(
     q, k, v, k_scale, v_scale, page_table, positions, lo, hi, seq_start, part, ml, fault,
     n_seq, n_col, n_page, n_key, n_split, n_prog, first_tile, window, scale,
-    PAGE: tl.constexpr, N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
-    SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_HALF: tl.constexpr, V_HALF: tl.constexpr, NATIVE: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, OP: tl.constexpr,
+    PAGE: tl.constexpr, N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, N_VALUE: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    COLS: tl.constexpr, KEYS: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
+    K_HALF: tl.constexpr, V_HALF: tl.constexpr, NATIVE: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, CAP: tl.constexpr, ALONE: tl.constexpr,
+    OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles from the first one on, KV heads, programs): a tile's partial sums of every n_prog-th split.
 
-    part [tile, kv, split, column, dim], ml [tile, kv, split, 2, column]: sums of weighted values, largest scores and sums of weights.
+    part [tile, kv, split, column, N_VALUE], ml [tile, kv, split, 2, column]: sums of weighted values, largest scores and sums of weights.
+    ALONE: keys are the values, too, and read once. Their dims stand in two pieces, because Triton's are powers of two: FIRST of them and
+    REST, which holds the others; 0: there are none.
     """
-    own, h = tl.program_id(0), tl.program_id(1)
+    own, h = tl.program_id(0), tl.program_id(1) if N_KV > 1 else 0
     t = first_tile + own
     every, starts, widths, before, upto = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
     s = tl.sum((upto <= t).to(tl.int32), 0)
     if s >= n_seq:
         return
     start, width = tl.sum(tl.where(every == s, starts, 0), 0), tl.sum(tl.where(every == s, widths, 0), 0)
-    c, d, n = tl.arange(0, COLS), tl.arange(0, WIDE), tl.arange(0, KEYS)
+    c, d, n = tl.arange(0, COLS), tl.arange(0, FIRST), tl.arange(0, KEYS)
     at = (t - tl.sum(tl.where(every == s, before, 0), 0)) * COLS + c
     is_column = at < width * GROUP
     row = start + at // GROUP
     first, end = seen_by(positions, lo, hi, row, is_column, window, n_key)
     from_key, to_key = tl.min(first, 0), tl.max(end, 0)
     head = h * GROUP + at % GROUP
+    own_query = q + (row.to(tl.int64) * (N_KV * GROUP) + head)[None, :] * DIM
     wanted = is_column[None, :] & (d < DIM)[:, None]
-    queries = tl.load(
-        q + (row.to(tl.int64) * (N_KV * GROUP) + head)[None, :] * DIM + d[:, None],
-        mask=wanted,
-        other=0.0,
-    ).to(K_HALF)
+    queries = tl.load(own_query + d[:, None], mask=wanted, other=0.0).to(K_HALF)
+    if REST > 0:
+        e = FIRST + tl.arange(0, REST)
+        more_wanted = is_column[None, :] & (e < DIM)[:, None]
+        more_queries = tl.load(own_query + e[:, None], mask=more_wanted, other=0.0).to(K_HALF)
     pages = page_table + s.to(tl.int64) * n_col
     worst = tl.zeros([KEYS], dtype=tl.int64)  # a page that does not exist
     split = split_of(hi, start, width, n_key, SHORT, LONG, FAR_KEYS)
@@ -136,7 +149,9 @@ def attend_split(
     for j in range(from_key // split + tl.program_id(2), to_split, n_prog):
         most = tl.full([COLS], -float("inf"), dtype=tl.float32)
         sums = tl.zeros([COLS], dtype=tl.float32)
-        acc = tl.zeros([WIDE, COLS], dtype=tl.float32)
+        acc = tl.zeros([FIRST, COLS], dtype=tl.float32)
+        if N_VALUE > FIRST:
+            more = tl.zeros([REST, COLS], dtype=tl.float32)
         begin = tl.maximum(j * split, from_key // KEYS * KEYS)
         for key0 in tl.range(begin, tl.minimum((j + 1) * split, to_key), KEYS, num_stages=STAGES):
             key = key0 + n
@@ -147,10 +162,11 @@ def attend_split(
             place = (tl.where(is_page, page, 0) * PAGE + key % PAGE) * N_KV + h
             here = is_key[:, None] & (d < DIM)[None, :]
             keys = values(k, k_scale, place, N_KV, d, here, DIM, K_KIND, K_HALF, NATIVE)
-            if K_KIND == F32:
-                scores = tl.dot(keys, queries, input_precision="ieee")
-            else:
-                scores = tl.dot(keys, queries)
+            scores = product(keys, queries, tl.zeros([KEYS, COLS], dtype=tl.float32), K_KIND)
+            if REST > 0:
+                there = is_key[:, None] & (e < DIM)[None, :]
+                more_keys = values(k, k_scale, place, N_KV, e, there, DIM, K_KIND, K_HALF, NATIVE, FIRST)
+                scores = product(more_keys, more_queries, scores, K_KIND)
             seen = (key[:, None] >= first[None, :]) & (key[:, None] < end[None, :])
             scores = scores * scale
             if CAP > 0.0:
@@ -161,15 +177,20 @@ def attend_split(
             weights = tl.exp2(scores - base[None, :])
             less = tl.exp2(most - base)
             sums = sums * less + tl.sum(weights, 0)
-            vals = values(v, v_scale, place, N_KV, d, here, DIM, V_KIND, V_HALF, NATIVE)
-            acc = acc * less[None, :]
-            if V_KIND == F32:
-                acc = tl.dot(tl.trans(vals), weights, acc, input_precision="ieee")
+            if ALONE:
+                vals = keys
             else:
-                acc = tl.dot(tl.trans(vals), weights.to(V_HALF), acc)
+                vals = values(v, v_scale, place, N_KV, d, here, DIM, V_KIND, V_HALF, NATIVE)
+            acc = acc * less[None, :]
+            acc = product(tl.trans(vals), weights.to(V_HALF), acc, V_KIND)
+            if N_VALUE > FIRST:
+                more = product(tl.trans(more_keys), weights.to(V_HALF), more * less[None, :], V_KIND)
             most = top
         item = (own * N_KV + h).to(tl.int64) * n_split + j
-        tl.store(part + (item * COLS + c)[None, :] * DIM + d[:, None], acc, mask=wanted)
+        to = part + (item * COLS + c)[None, :] * N_VALUE
+        tl.store(to + d[:, None], acc, mask=is_column[None, :] & (d < N_VALUE)[:, None])
+        if N_VALUE > FIRST:
+            tl.store(to + e[:, None], more, mask=is_column[None, :] & (e < N_VALUE)[:, None])
         tl.store(ml + item * (2 * COLS) + c, most)
         tl.store(ml + item * (2 * COLS) + COLS + c, sums)
     high, low = tl.max(worst, 0), tl.min(worst, 0)

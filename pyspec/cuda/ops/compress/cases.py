@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.compress.ref import SCORES, VALUES, Compress, CompressSpec
-from pyspec.cuda.ops.index_rows.cases import PlacedCase, Ragged, only, place, pool_for
+from pyspec.cuda.ops.index_rows.cases import pool_for
+from pyspec.cuda.ops.ragged import PlacedCase, Ragged, copied, only, place
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.ring import RingRows
@@ -40,16 +41,11 @@ class Given:
 
     def copies(self) -> tuple[RingRows, KVPool]:
         """A ring and a pool as they are here, to be written."""
-        plane = self.ring.rows[VALUES]
-        dims = {name: self.ring.rows[name].shape[2:] for name in NAMES}
-        ring = RingRows(dims, len(plane), self.ring.window, self.ring.slack, plane.dtype, plane.device)
-        for name in NAMES:
-            ring.rows[name].copy_(self.ring.rows[name])
         old = self.pool
         ratio, device = old.tokens_per_row, old.k.device
         pool = KVPool(len(old.k), 1, old.head_dim, old.kv, device, tokens_per_row=ratio, keys_only=True)
         pool.k.copy_(old.k)
-        return ring, pool
+        return copied(self.ring), pool
 
     def run(self, compress: Compress, *batches: tuple[slice, Batch]) -> tuple[RingRows, KVPool]:
         """The ring and the pool behind these rows, one batch after another."""

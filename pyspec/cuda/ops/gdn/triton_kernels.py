@@ -118,11 +118,10 @@ def gdn_conv(
 
 
 @triton.jit
-def token(
-    q, k, v, g, b, j, fold, old_row, new_row, start, h, key_head, column, d,
-    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, N_D: tl.constexpr,
-):  # fmt: skip
+def token(given, place, j, N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, N_D: tl.constexpr):
     """(key, value, query, log decays, strength) of record or row j; records have no query."""
+    q, k, v, g, b = given
+    fold, old_row, new_row, start, h, key_head, column, d = place
     at = tl.where(j < fold, old_row, new_row) + j
     row = start.to(tl.int64) + j - fold
     key, value = tl.load(k + (at * N_K + key_head) * DIM + d), tl.load(v + (at * N_V + h) * DIM + column)
@@ -155,56 +154,21 @@ def gdn_rows(
     old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
     key_head = h // (N_V // N_K) if GROUPED else h % N_K
     last = fold + n - 1
-    key, value, query, log_decay, strength = token(
-        q, k, v, g, b, 0, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM, N_D
-    )
-    later = tl.minimum(1, last)
-    next_key, next_value, next_query, next_decay, next_strength = token(
-        q, k, v, g, b, later, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM, N_D
-    )
+    given, place = (q, k, v, g, b), (fold, old_row, new_row, start, h, key_head, column, d)
+    now = token(given, place, 0, N_K, N_V, DIM, N_D)
+    soon = token(given, place, tl.minimum(1, last), N_K, N_V, DIM, N_D)
     for j in range(fold + n):
         if (j == fold) & (fold > 0) & (kept == 0) & (first == 0):
             tl.store(own, part)  # a verify's rows never touch it
-        later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
-        later_key, later_value, later_query, later_decay, later_strength = token(
-            q,
-            k,
-            v,
-            g,
-            b,
-            later,
-            fold,
-            old_row,
-            new_row,
-            start,
-            h,
-            key_head,
-            column,
-            d,
-            N_K,
-            N_V,
-            DIM,
-            N_D,
-        )
+        # On its way while two tokens are multiplied
+        later = token(given, place, tl.minimum(j + 2, last), N_K, N_V, DIM, N_D)
+        key, value, query, log_decay, strength = now
         part = part * tl.exp(log_decay)[None, :]
         delta = strength * (value - tl.sum(part * key[None, :], 1))
         part = tl.fma(tl.zeros_like(part) + delta[:, None], tl.zeros_like(part) + key[None, :], part)
         y = tl.sum(part * query[None, :], 1) * scale
         row = start.to(tl.int64) + j - fold
         tl.store(out + (row * N_V + h) * DIM + column, y, mask=(column >= 0) & (j >= fold))
-        key, value, query, log_decay, strength = (
-            next_key,
-            next_value,
-            next_query,
-            next_decay,
-            next_strength,
-        )
-        next_key, next_value, next_query, next_decay, next_strength = (
-            later_key,
-            later_value,
-            later_query,
-            later_decay,
-            later_strength,
-        )
+        now, soon = soon, later
     if kept | (n == 0):
         tl.store(own, part)

@@ -1,94 +1,22 @@
-"""Hostile batches over compressed rows, shared by tests, benchmarks and checks of `index_rows`, `sparse_attend` and `compress`."""
+"""Hostile compressed rows, shared by tests, benchmarks and checks of `index_rows`, `sparse_attend` and `compress`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.attend.cases import spoil
 from pyspec.cuda.ops.index_rows.ref import IndexRows, IndexSpec, block_rows
+from pyspec.cuda.ops.ragged import PlacedCase, Ragged, only, place, spoil
 from pyspec.cuda.ops.rope_tail.ref import rope_tail
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KvFormat, KVPool
 from pyspec.slots.kv_types import type_of
 from pyspec.slots.parts import rows_per_page
-from pyspec.slots.table import SlotTable
 
 NEAR = {torch.float16: 2.0**-13, torch.bfloat16: 2.0**-10, torch.float32: 2.0**-20}
 """Relative to the products' sizes: scores this close may change places, because queries are rounded. A quarter of the largest possible error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """seqs: (n_past, width) each; no slot has its sequence's number. pad: (rows, sequences) of padding."""
-
-    seqs: Sequence[tuple[int, int]]
-    page_size: int = 32
-    pad: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedCase:
-    """The same rows with padding, for kernels, and without, for references."""
-
-    batch: Batch
-    plain: Batch
-    n_page: int
-    n_slot: int
-
-
-def place(case: Ragged, device: torch.device, seed: int = 0) -> PlacedCase:
-    """The batch over pages in an order of their own, some without an owner."""
-    gen, size, n_slot = torch.Generator().manual_seed(seed), case.page_size, len(case.seqs) + 2
-    counts = [-(-(past + width) // size) for past, width in case.seqs]
-    n_page = sum(counts) + 3
-    order = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
-    slots = torch.randperm(n_slot, generator=gen)[: len(case.seqs)].tolist()
-    seqs = [Seq(slot, past, [0] * width) for slot, (past, width) in zip(slots, case.seqs, strict=True)]
-    pages = [own.numpy() for own in order]
-    plain = lay_out(SlotTable(n_slot, n_page, size), seqs, device, pages=pages)
-    return PlacedCase(padded(plain, *case.pad), plain, n_page, n_slot)
-
-
-def padded(batch: Batch, n_row: int, n_seq: int) -> Batch:
-    """With rows and sequences of padding as in an arena, but with positions and pages that must not be used."""
-
-    def more(t: Tensor, n: int, value: int) -> Tensor:
-        return torch.cat([t, t.new_full((n, *t.shape[1:]), value)])
-
-    wild = 1 << 40
-    return replace(
-        batch,
-        positions=more(batch.positions, n_row, wild),
-        kv_rows=more(batch.kv_rows, n_row, wild),
-        row_seq=more(batch.row_seq, n_row, -1),
-        page_table=more(batch.page_table, n_seq, -wild),
-        seq_slot=more(batch.seq_slot, n_seq, 0),
-        seq_start=more(batch.seq_start, n_seq, batch.n_row),
-    )
-
-
-def only(batch: Batch, seq: int, first: int, n: int) -> tuple[slice, Batch]:
-    """Rows first..first + n - 1 of one sequence as a batch of their own, and where they were."""
-    old, start = batch.seqs[seq], batch.starts[seq] + first
-    rows = slice(start, start + n)
-    one = replace(
-        batch,
-        seqs=[Seq(old.slot, old.n_past + first, [0] * n)],
-        starts=[0, n],
-        tokens=batch.tokens[rows],
-        positions=batch.positions[rows],
-        kv_rows=batch.kv_rows[rows],
-        page_table=batch.page_table[seq : seq + 1],
-        seq_slot=batch.seq_slot[seq : seq + 1],
-        seq_start=batch.seq_start.new_tensor([0, n]),
-        row_seq=torch.zeros_like(batch.row_seq[rows]),
-        max_hi=[old.n_past + first + n],
-    )
-    return rows, one
 
 
 def pool_for(placed: PlacedCase, ratio: int, dim: int, kv: torch.dtype, device: torch.device) -> KVPool:

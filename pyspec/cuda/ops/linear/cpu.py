@@ -133,10 +133,12 @@ def bind(spec: CpuLinearSpec) -> Product:
 
 def table_of(type: GGMLType) -> Tensor | None:
     """The lattice of a type that has one, as bytes."""
-    cpu = torch.device("cpu")
-    if type is GGMLType.IQ2_XXS:
-        return grids.iq2_xxs(cpu).to(torch.uint8).contiguous()
-    return grids.iq3_xxs(cpu).to(torch.uint8).contiguous() if type is GGMLType.IQ3_XXS else None
+    if type not in (GGMLType.IQ2_XXS, GGMLType.IQ3_XXS):
+        return None
+    of_two, cpu = type is GGMLType.IQ2_XXS, torch.device("cpu")
+    levels = grids.IQ2_LEVELS if of_two else grids.IQ3_LEVELS
+    points = grids.iq2_levels(cpu) if of_two else grids.iq3_levels(cpu)
+    return torch.tensor(levels, dtype=torch.uint8)[points.int()]
 
 
 def limits(spec: CpuLinearSpec) -> str | None:
@@ -197,10 +199,10 @@ def sample(type: GGMLType, n_out: int, n_in: int, generator: torch.Generator) ->
     raw = torch.randint(
         0, 256, (n_out, n_in // type.block_size * type.type_size), dtype=torch.uint8, generator=generator
     )
-    return _with_scales(raw, type)
+    return with_scales(raw, type)
 
 
-def _with_scales(raw: Tensor, type: GGMLType) -> Tensor:
+def with_scales(raw: Tensor, type: GGMLType) -> Tensor:
     """Random bytes whose f16 and 8-bit scales are numbers of any sign, of sizes between a hundredth and one."""
     blocks = raw.view(raw.shape[0], -1, type.type_size)
     if type is GGMLType.MXFP4:

@@ -1,14 +1,15 @@
-"""Dequantisation in plain torch, on any device: the reference of every faster kernel.
+"""The quantised types, in plain torch on any device: how the blocks of a file are read as whole codes with scales and minima, and the weights
+that these stand for. The reference of every faster kernel.
 
-In float32 the results equal the gguf package's bit for bit, so the order of the multiplications and subtractions below is part of
-the contract. Field offsets come from the ctypes layouts of `pyspec.gguf.blocks`. Each decoder maps [n, type_size] uint8 blocks to
-[n, N] float32.
+Each type is said here once: `dequantize` gives its weights; formats.py and tiles.py keep its codes and scales in other orders, for kernels.
+In float32 the weights equal the gguf package's bit for bit. Field offsets come from the ctypes layouts of `pyspec.gguf.blocks`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 
-ATOL = RTOL = 0.0  # float32 results are exact
 # Weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
 CPU_CHUNK = 1 << 20
 GPU_CHUNK = 1 << 26  # weights per step: bounds the temporaries to about 1 GB
@@ -28,175 +28,88 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled; the scales are halved
 
 
-def _bytes(raw: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
-    """[n, size of the field] uint8, a view."""
-    field = getattr(layout, name)
-    return raw[:, field.offset : field.offset + field.size]
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A matrix in parts, each in the order of columns.
 
-
-def _half(raw: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
-    """[n, 1] float32 of a float16 field."""
-    return _bytes(raw, layout, name).contiguous().view(torch.float16).float()
-
-
-@per_device
-def _shifts(device: torch.device, n: int, step: int) -> Tensor:
-    """[n, 1] uint8: 0, step, 2 * step, ..."""
-    return torch.arange(0, n * step, step, dtype=torch.uint8, device=device).view(n, 1)
-
-
-def _unpack(x: Tensor, n: int, bits: int) -> Tensor:
-    """[..., w] uint8 -> [..., n, w]: the byte's n fields of `bits` bits, lowest first."""
-    if n == 2:
-        return torch.stack((x & 15, x >> 4), -2)
-    return (x.unsqueeze(-2) >> _shifts(x.device, n, bits)) & ((1 << bits) - 1)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """[n, w] uint8 -> [n, 8 * w]: single bits in the order of a little-endian integer."""
-    return ((x.unsqueeze(-1) >> _shifts(x.device, 8, 1).view(8)) & 1).flatten(1)
-
-
-@per_device
-def _pairs(device: torch.device, values: tuple[int, ...]) -> Tensor:
-    """[256, 2] float32: the table's values at a byte's low and high nibble."""
-    table = torch.tensor(values, dtype=torch.float32, device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack((table[byte & 15], table[byte >> 4]), 1)
-
-
-def _looked_up(x: Tensor, values: tuple[int, ...]) -> Tensor:
-    """[..., w] uint8 -> [..., 2, w] float32: table values of the low nibbles, then of the high ones."""
-    found = _pairs(x.device, values).index_select(0, x.flatten().int())
-    return found.view(*x.shape, 2).transpose(-1, -2)
-
-
-def _q8_0(raw: Tensor) -> Tensor:
-    q = _bytes(raw, blocks.BlockQ8_0, "qs").view(torch.int8)
-    return q * _half(raw, blocks.BlockQ8_0, "d")
-
-
-def _q4_0(raw: Tensor) -> Tensor:
-    q = _unpack(_bytes(raw, blocks.BlockQ4_0, "qs"), 2, 4).flatten(1)
-    return _half(raw, blocks.BlockQ4_0, "d") * (q.view(torch.int8) - 8)
-
-
-def _q4_1(raw: Tensor) -> Tensor:
-    q = _unpack(_bytes(raw, blocks.BlockQ4_1, "qs"), 2, 4).flatten(1)
-    return _half(raw, blocks.BlockQ4_1, "d") * q + _half(raw, blocks.BlockQ4_1, "m")
-
-
-def _five(raw: Tensor, layout: type[BlockLayout]) -> Tensor:
-    """[n, 32] uint8 0..31 of Q5_0 and Q5_1."""
-    low = _unpack(_bytes(raw, layout, "qs"), 2, 4).flatten(1)
-    return low | (_bits(_bytes(raw, layout, "qh")) << 4)
-
-
-def _q5_0(raw: Tensor) -> Tensor:
-    return _half(raw, blocks.BlockQ5_0, "d") * (_five(raw, blocks.BlockQ5_0).view(torch.int8) - 16)
-
-
-def _q5_1(raw: Tensor) -> Tensor:
-    return _half(raw, blocks.BlockQ5_1, "d") * _five(raw, blocks.BlockQ5_1) + _half(
-        raw, blocks.BlockQ5_1, "m"
-    )
-
-
-def _two_bits(raw: Tensor, layout: type[BlockLayout]) -> Tensor:
-    """[n, 16, 16] uint8 0..3 of Q2_K and Q3_K."""
-    return _unpack(_bytes(raw, layout, "qs").unflatten(1, (2, 32)), 4, 2).reshape(-1, 16, 16)
-
-
-def _q2_k(raw: Tensor) -> Tensor:
-    layout = blocks.BlockQ2_K
-    scales = _bytes(raw, layout, "scales")
-    scale = (_half(raw, layout, "d") * (scales & 15)).unsqueeze(-1)
-    low = (_half(raw, layout, "dmin") * (scales >> 4)).unsqueeze(-1)
-    return (scale * _two_bits(raw, layout) - low).flatten(1)
-
-
-def _q3_k(raw: Tensor) -> Tensor:
-    layout = blocks.BlockQ3_K
-    packed = _bytes(raw, layout, "scales")
-    low, high = _unpack(packed[:, :8], 2, 4).flatten(1), _unpack(packed[:, 8:], 4, 2).flatten(1)
-    scales = (low | (high << 4)).view(torch.int8) - 32
-    offset = (_unpack(_bytes(raw, layout, "hmask"), 8, 1).reshape(-1, 16, 16) ^ 1) << 2
-    q = _two_bits(raw, layout).view(torch.int8) - offset.view(torch.int8)
-    return ((_half(raw, layout, "d") * scales).unsqueeze(-1) * q).flatten(1)
-
-
-def _six_bit_scales(raw: Tensor, layout: type[BlockLayout]) -> tuple[Tensor, Tensor]:
-    """Scales and minima of Q4_K and Q5_K, [n, 8, 1] float32 each, already times d and dmin."""
-    scale, low, rest = _bytes(raw, layout, "scales").unflatten(1, (3, 4)).unbind(1)
-    scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), 1)
-    lows = torch.cat((low & 63, (rest >> 4) | ((low >> 2) & 48)), 1)
-    return (_half(raw, layout, "d") * scales).unsqueeze(-1), (
-        _half(raw, layout, "dmin") * lows
-    ).unsqueeze(-1)
-
-
-def _q4_k(raw: Tensor) -> Tensor:
-    scale, low = _six_bit_scales(raw, blocks.BlockQ4_K)
-    q = _unpack(_bytes(raw, blocks.BlockQ4_K, "qs").unflatten(1, (4, 32)), 2, 4).flatten(1, 2)
-    return (scale * q).sub_(low).flatten(1)
-
-
-def _q5_k(raw: Tensor) -> Tensor:
-    scale, low = _six_bit_scales(raw, blocks.BlockQ5_K)
-    q = _unpack(_bytes(raw, blocks.BlockQ5_K, "qs").unflatten(1, (4, 32)), 2, 4).flatten(1, 2)
-    high = _unpack(_bytes(raw, blocks.BlockQ5_K, "qh"), 8, 1)
-    return (scale * (q | (high << 4))).sub_(low).flatten(1)
-
-
-def _q6_k(raw: Tensor) -> Tensor:
-    layout = blocks.BlockQ6_K
-    scale = _half(raw, layout, "d") * _bytes(raw, layout, "scales").view(torch.int8)
-    low = _unpack(_bytes(raw, layout, "ql").unflatten(1, (2, 64)), 2, 4).reshape(-1, 256)
-    high = _unpack(_bytes(raw, layout, "qh").unflatten(1, (2, 32)), 4, 2).reshape(-1, 256)
-    q = (low | (high << 4)).view(torch.int8) - 32
-    return (scale.unsqueeze(-1) * q.unflatten(1, (16, 16))).flatten(1)
-
-
-def _signed_points(
-    raw: Tensor, layout: type[BlockLayout], codes: Tensor, words: Tensor, of_scale: float
-) -> Tensor:
-    """[n, 256] float32 of IQ2_XXS and IQ3_XXS.
-
-    codes  float32, the lattice points: n * 256 numbers in the weights' order
-    words  [n, 8, 4] uint8, signs and scale of 32 weights, a little-endian word
+    values  [row, n_in] uint8             codes; of eight bits the bytes of int8
+    scales  [row, group] f16 or uint8     of a group; times `supers`, if there are any; f16 and int8: the numbers themselves
+    minima  [row, group] or None          added or subtracted, likewise
+    supers  [row, n] f16 or None          of several groups; and those of the minima
     """
-    word = words.contiguous().view(torch.int32)  # [n, 8, 1]; sign bits shifted in are masked below
-    picked = word >> _shifts(raw.device, 4, 7).view(4).int() & 127
-    signs = grids.signs(raw.device).index_select(0, picked.flatten()).view(-1, 8, 4, 8)
-    scale = _half(raw, layout, "d") * (0.5 + (word >> 28 & 15).flatten(1)) * of_scale
-    return (scale.view(-1, 8, 1, 1) * codes.view(-1, 8, 4, 8)).mul_(signs).flatten(1)
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+    supers: Tensor | None = None
+    super_minima: Tensor | None = None
 
 
-def _iq2_xxs(raw: Tensor) -> Tensor:
-    layout = blocks.BlockIQ2_XXS
-    groups = _bytes(raw, layout, "qs").unflatten(1, (8, 8))
-    codes = grids.iq2_xxs(raw.device).index_select(0, groups[..., :4].flatten().int())
-    return _signed_points(raw, layout, codes, groups[..., 4:], 0.25)
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How weights of a type are coded.
+
+    split    the file's blocks [row, block, type_size] uint8 -> their parts
+    bits     8, 4 or 2, and `high` more: 0, 1 or 2
+    group    columns that share a scale
+    offset   taken off a code
+    table    values of the codes; empty: the codes themselves
+    width    bits of a scale: 16 are f16, fewer a whole number
+    scale    "", or the type that a scale is a code of: "e4m3", "e8m0"
+    less     taken off a scale
+    span     groups that share a super-scale; 0: none
+    factor   of all scales, a power of two
+    minima   weights are scale * code - minimum, or, if `added`, plus minimum
+    """
+
+    split: Callable[[Tensor], Codes]
+    bits: int = 4
+    high: int = 0
+    group: int = 32
+    offset: int = 0
+    table: tuple[int, ...] = ()
+    width: int = 16
+    scale: str = ""
+    less: int = 0
+    span: int = 0
+    factor: float = 1.0
+    minima: bool = False
+    added: bool = False
 
 
-def _iq3_xxs(raw: Tensor) -> Tensor:
-    layout = blocks.BlockIQ3_XXS
-    codes = grids.iq3_xxs(raw.device).index_select(0, _bytes(raw, layout, "qs").flatten().int())
-    return _signed_points(raw, layout, codes, _bytes(raw, layout, "signs").unflatten(1, (8, 4)), 0.5)
+def weights(coding: Coding, codes: Codes) -> Tensor:
+    """[row, n_in] f32. They equal the gguf package's bit for bit, so the order of products and differences is part of the contract."""
+    by = _scales(coding, codes.scales, codes.supers)
+    values = codes.values.unflatten(1, (-1, coding.group))
+    if coding.table and not coding.offset:
+        found = _table(values.device, coding.table).index_select(0, values.flatten().int())
+        w = found.view(values.shape).mul_(by)
+    elif coding.offset:
+        w = by * values.sub(coding.offset).view(torch.int8)
+    else:
+        w = by * (values.view(torch.int8) if coding.bits == 8 else values)
+    if codes.minima is not None:
+        least = _scales(coding, codes.minima, codes.super_minima)
+        w = w.add_(least) if coding.added else w.sub_(least)
+    return w.flatten(1)
 
 
-def _iq4_nl(raw: Tensor) -> Tensor:
-    q = _looked_up(_bytes(raw, blocks.BlockIQ4_NL, "qs"), IQ4).flatten(1)
-    return _half(raw, blocks.BlockIQ4_NL, "d") * q
+def _scales(coding: Coding, scales: Tensor, supers: Tensor | None) -> Tensor:
+    """[row, group, 1] f32."""
+    if coding.scale and scales.dtype == torch.uint8:
+        table = e8m0(scales.device) if coding.scale == "e8m0" else ue4m3(scales.device)
+        return table.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
+    by = scales.float()
+    if supers is not None:
+        by = by.sub_(coding.less) if coding.less and scales.dtype == torch.uint8 else by
+        by = by.mul_(coding.factor) if coding.factor != 1.0 else by
+        by = (supers.float().unsqueeze(-1) * by.unflatten(1, (-1, coding.span))).flatten(1)
+    return by.unsqueeze(-1)
 
 
-def _iq4_xs(raw: Tensor) -> Tensor:
-    layout = blocks.BlockIQ4_XS
-    low = _unpack(_bytes(raw, layout, "scales_l").unsqueeze(-1), 2, 4).flatten(1)
-    high = _unpack(_bytes(raw, layout, "scales_h").unsqueeze(-1), 4, 2).flatten(1)
-    scale = _half(raw, layout, "d") * ((low | (high << 4)).view(torch.int8) - 32)
-    q = _looked_up(_bytes(raw, layout, "qs").unflatten(1, (8, 16)), IQ4).flatten(2)
-    return (scale.unsqueeze(-1) * q).flatten(1)
+@per_device
+def _table(device: torch.device, values: tuple[int, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @per_device
@@ -208,54 +121,179 @@ def e8m0(device: torch.device) -> Tensor:
 
 @per_device
 def ue4m3(device: torch.device) -> Tensor:
-    """[256] float32: half of the unsigned E4M3 number, bias 7, the sign bit ignored; 0x7f counts as zero."""
+    """[256] float32: half of the unsigned E4M3 number, bias 7, the sign bit ignored. Files mean zero by 0x7f, which is a number here."""
 
     def value(code: int) -> float:
         exponent, mantissa = (code >> 3) & 15, code & 7
-        if code == 0x7F:
-            return 0.0
         return mantissa * 2.0**-10 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 8)
 
     return torch.tensor([value(code) for code in range(256)], dtype=torch.float32, device=device)
 
 
-def _mxfp4(raw: Tensor) -> Tensor:
-    scale = (
-        e8m0(raw.device)
-        .index_select(0, _bytes(raw, blocks.BlockMXFP4, "e").flatten().int())
-        .unsqueeze(-1)
-    )
-    return scale * _looked_up(_bytes(raw, blocks.BlockMXFP4, "qs"), E2M1).flatten(1)
+# -- the types ---------------------------------------------------------------------------------------------------
 
 
-def _nvfp4(raw: Tensor) -> Tensor:
-    scale = (
-        ue4m3(raw.device)
-        .index_select(0, _bytes(raw, blocks.BlockNVFP4, "d").flatten().int())
-        .view(-1, 4, 1)
-    )
-    q = _looked_up(_bytes(raw, blocks.BlockNVFP4, "qs").unflatten(1, (4, 8)), E2M1).flatten(2)
-    return (scale * q).flatten(1)
+def _field(rows: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
+    """[row, block, bytes] of a field."""
+    field = getattr(layout, name)
+    return rows[..., field.offset : field.offset + field.size]
 
 
-_DECODERS: dict[GGMLType, Callable[[Tensor], Tensor]] = {
-    GGMLType.Q8_0: _q8_0,
-    GGMLType.Q4_0: _q4_0,
-    GGMLType.Q4_1: _q4_1,
-    GGMLType.Q5_0: _q5_0,
-    GGMLType.Q5_1: _q5_1,
-    GGMLType.Q2_K: _q2_k,
-    GGMLType.Q3_K: _q3_k,
-    GGMLType.Q4_K: _q4_k,
-    GGMLType.Q5_K: _q5_k,
-    GGMLType.Q6_K: _q6_k,
-    GGMLType.IQ2_XXS: _iq2_xxs,
-    GGMLType.IQ3_XXS: _iq3_xxs,
-    GGMLType.IQ4_NL: _iq4_nl,
-    GGMLType.IQ4_XS: _iq4_xs,
-    GGMLType.MXFP4: _mxfp4,
-    GGMLType.NVFP4: _nvfp4,
+def _half(rows: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
+    """[row, block] f16."""
+    return _field(rows, layout, name).contiguous().view(torch.float16).squeeze(-1)
+
+
+@per_device
+def _shifts(device: torch.device, bits: int) -> Tensor:
+    """[8 // bits, 1] uint8: 0, bits, 2 * bits, ..."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device).view(-1, 1)
+
+
+def _fields(x: Tensor, bits: int) -> Tensor:
+    """[..., w] bytes -> [..., 8 // bits, w]: fields of so many bits, lowest first."""
+    if bits == 4:
+        return torch.stack((x & 15, x >> 4), -2)
+    return (x.unsqueeze(-2) >> _shifts(x.device, bits)) & ((1 << bits) - 1)
+
+
+def _q8_0(rows: Tensor) -> Codes:
+    qs, d = _field(rows, blocks.BlockQ8_0, "qs"), _half(rows, blocks.BlockQ8_0, "d")
+    return Codes(qs.flatten(1), d)
+
+
+def _simple(layout: type[BlockLayout]) -> Callable[[Tensor], Codes]:
+    """Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL."""
+
+    def split(rows: Tensor) -> Codes:
+        q = _fields(_field(rows, layout, "qs"), 4).flatten(-2)
+        if hasattr(layout, "qh"):
+            high = _field(rows, layout, "qh").unsqueeze(-1) >> _shifts(rows.device, 1).view(8)
+            q = q | (high & 1).flatten(-2) << 4
+        minima = _half(rows, layout, "m") if hasattr(layout, "m") else None
+        return Codes(q.flatten(1), _half(rows, layout, "d"), minima)
+
+    return split
+
+
+def _k_four(layout: type[BlockLayout]) -> Callable[[Tensor], Codes]:
+    """Q4_K, Q5_K."""
+
+    def split(rows: Tensor) -> Codes:
+        # [row, block, 8, 32]
+        q = _fields(_field(rows, layout, "qs").unflatten(-1, (4, 32)), 4).flatten(-3, -2)
+        if hasattr(layout, "qh"):
+            q = q | _fields(_field(rows, layout, "qh"), 1) << 4
+        scale, low, rest = _field(rows, layout, "scales").unflatten(-1, (3, 4)).unbind(-2)
+        scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), -1).flatten(1)
+        lows = torch.cat((low & 63, (rest >> 4) | ((low >> 2) & 48)), -1).flatten(1)
+        return Codes(q.flatten(1), scales, lows, _half(rows, layout, "d"), _half(rows, layout, "dmin"))
+
+    return split
+
+
+def _q6_k(rows: Tensor) -> Codes:
+    layout = blocks.BlockQ6_K
+    low = _fields(_field(rows, layout, "ql").unflatten(-1, (2, 64)), 4)
+    high = _fields(_field(rows, layout, "qh").unflatten(-1, (2, 32)), 2)
+    q = low.flatten(1) | high.flatten(1) << 4
+    return Codes(q, _field(rows, layout, "scales").flatten(1) ^ 128, None, _half(rows, layout, "d"))
+
+
+def _two_bits(rows: Tensor, layout: type[BlockLayout]) -> Tensor:
+    """[row, n_in] codes of two bits of Q2_K and Q3_K."""
+    return _fields(_field(rows, layout, "qs").unflatten(-1, (2, 32)), 2).flatten(1)
+
+
+def _q2_k(rows: Tensor) -> Codes:
+    layout = blocks.BlockQ2_K
+    both, q = _field(rows, layout, "scales").flatten(1), _two_bits(rows, layout)
+    return Codes(q, both & 15, both >> 4, _half(rows, layout, "d"), _half(rows, layout, "dmin"))
+
+
+def _q3_k(rows: Tensor) -> Codes:
+    layout = blocks.BlockQ3_K
+    packed = _field(rows, layout, "scales")
+    low, high = _fields(packed[..., :8], 4).flatten(1), _fields(packed[..., 8:], 2).flatten(1)
+    q = _two_bits(rows, layout) | _fields(_field(rows, layout, "hmask"), 1).flatten(1) << 2
+    return Codes(q, low | high << 4, None, _half(rows, layout, "d"))
+
+
+def _iq4_xs(rows: Tensor) -> Codes:
+    layout = blocks.BlockIQ4_XS
+    low = _fields(_field(rows, layout, "scales_l").unsqueeze(-1), 4).flatten(1)
+    high = _fields(_field(rows, layout, "scales_h").unsqueeze(-1), 2).flatten(1)
+    q = _fields(_field(rows, layout, "qs").unflatten(-1, (8, 16)), 4)
+    return Codes(q.flatten(1), low | high << 4, None, _half(rows, layout, "d"))
+
+
+def _lattice(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Tensor, Tensor]:
+    """Codes of the values of lattice points, and the scales, odd numbers.
+
+    points  [..., 8, n] uint8   of 32 weights each
+    grid    [256, 32 / n] uint8 levels of a point
+    words   [..., 8, 4] uint8   signs and scales
+    plus    the amount that a minus adds to a level
+    """
+    levels = grid.index_select(0, points.flatten().int())
+    word = words.contiguous().view(torch.int32)
+    picked = torch.cat([word >> s & 127 for s in (0, 7, 14, 21)], -1)
+    minus = grids.signs(points.device, plus).index_select(0, picked.flatten())
+    q = (levels.flatten() + minus.flatten()).view(len(points), -1)
+    return q, ((word >> 28 & 15) * 2 + 1).flatten(1).to(torch.uint8)
+
+
+def _iq2_xxs(rows: Tensor) -> Codes:
+    groups = _field(rows, blocks.BlockIQ2_XXS, "qs").unflatten(-1, (8, 8))
+    q, scales = _lattice(groups[..., :4], grids.iq2_levels(rows.device), groups[..., 4:], 4)
+    return Codes(q, scales, None, _half(rows, blocks.BlockIQ2_XXS, "d"))
+
+
+def _iq3_xxs(rows: Tensor) -> Codes:
+    layout = blocks.BlockIQ3_XXS
+    points = _field(rows, layout, "qs").unflatten(-1, (8, 8))
+    words = _field(rows, layout, "signs").unflatten(-1, (8, 4))
+    q, scales = _lattice(points, grids.iq3_levels(rows.device), words, 8)
+    return Codes(q, scales, None, _half(rows, layout, "d"))
+
+
+def _mxfp4(rows: Tensor) -> Codes:
+    q = _fields(_field(rows, blocks.BlockMXFP4, "qs"), 4)
+    return Codes(q.flatten(1), _field(rows, blocks.BlockMXFP4, "e").flatten(1))
+
+
+def _nvfp4(rows: Tensor) -> Codes:
+    scales = _field(rows, blocks.BlockNVFP4, "d").flatten(1)
+    q = _fields(_field(rows, blocks.BlockNVFP4, "qs").unflatten(-1, (4, 8)), 4)
+    return Codes(q.flatten(1), (scales & 0x7F).where(scales != 0x7F, 0))
+
+
+_LEVELS2 = (*grids.IQ2_LEVELS, 0, *(-x for x in grids.IQ2_LEVELS), 0)
+_LEVELS3 = (*grids.IQ3_LEVELS, *(-x for x in grids.IQ3_LEVELS))
+CODINGS: dict[GGMLType, Coding] = {
+    GGMLType.Q8_0: Coding(_q8_0, bits=8),
+    GGMLType.Q4_0: Coding(_simple(blocks.BlockQ4_0), offset=8),
+    GGMLType.Q4_1: Coding(_simple(blocks.BlockQ4_1), minima=True, added=True),
+    GGMLType.Q5_0: Coding(_simple(blocks.BlockQ5_0), high=1, offset=16),
+    GGMLType.Q5_1: Coding(_simple(blocks.BlockQ5_1), high=1, minima=True, added=True),
+    GGMLType.Q4_K: Coding(_k_four(blocks.BlockQ4_K), width=8, span=8, minima=True),
+    GGMLType.Q5_K: Coding(_k_four(blocks.BlockQ5_K), high=1, width=8, span=8, minima=True),
+    GGMLType.Q6_K: Coding(_q6_k, high=2, group=16, offset=32, width=8, less=128, span=16),
+    GGMLType.Q2_K: Coding(_q2_k, bits=2, group=16, width=4, span=16, minima=True),
+    GGMLType.Q3_K: Coding(
+        _q3_k, bits=2, high=1, group=16, offset=4, table=tuple(range(-4, 4)), width=8, less=32, span=16
+    ),
+    GGMLType.IQ2_XXS: Coding(_iq2_xxs, bits=2, high=1, table=_LEVELS2, width=8, span=8, factor=0.125),
+    GGMLType.IQ3_XXS: Coding(_iq3_xxs, table=_LEVELS3, width=8, span=8, factor=0.25),
+    GGMLType.IQ4_NL: Coding(_simple(blocks.BlockIQ4_NL), table=IQ4),
+    GGMLType.IQ4_XS: Coding(_iq4_xs, table=IQ4, width=8, less=32, span=8),
+    GGMLType.MXFP4: Coding(_mxfp4, table=E2M1, width=8, scale="e8m0"),
+    GGMLType.NVFP4: Coding(_nvfp4, group=16, table=E2M1, width=8, scale="e4m3"),
 }
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------
+
 _PLAIN = {
     GGMLType.F32: torch.float32,
     GGMLType.F16: torch.float16,
@@ -266,7 +304,7 @@ _PLAIN = {
     GGMLType.I32: torch.int32,
     GGMLType.I64: torch.int64,
 }
-QUANTISED = frozenset(_DECODERS)
+QUANTISED = frozenset(CODINGS)
 SUPPORTED: frozenset[GGMLType] = QUANTISED | frozenset(_PLAIN)
 
 
@@ -297,11 +335,11 @@ def dequantize(
     if (plain := _PLAIN.get(type)) is not None:
         out.copy_(raw.reshape(-1).view(plain))
         return out.view(*shape)
-    decode, packed = _DECODERS[type], raw.reshape(-1, type.type_size)
+    coding, packed = CODINGS[type], raw.reshape(-1, 1, type.type_size)
     chunk = (CPU_CHUNK if raw.device.type == "cpu" else GPU_CHUNK) // type.block_size
     filled = out.view(-1, type.block_size)
     for at in range(0, len(packed), chunk):
-        filled[at : at + chunk] = decode(packed[at : at + chunk])
+        filled[at : at + chunk] = weights(coding, coding.split(packed[at : at + chunk]))
     return out.view(*shape)
 
 

@@ -52,21 +52,9 @@ def iq3_levels(device: torch.device) -> Tensor:
 
 
 @per_device
-def iq2_xxs(device: torch.device) -> Tensor:
-    """[256, 8] float32."""
-    return torch.tensor(IQ2_LEVELS, dtype=torch.float32, device=device)[iq2_levels(device).int()]
-
-
-@per_device
-def iq3_xxs(device: torch.device) -> Tensor:
-    """[256, 4] float32."""
-    return torch.tensor(IQ3_LEVELS, dtype=torch.float32, device=device)[iq3_levels(device).int()]
-
-
-@per_device
-def signs(device: torch.device) -> Tensor:
-    """[128, 8] float32, 1 or -1: a set bit is a minus, and the eighth makes their number even."""
+def signs(device: torch.device, minus: int) -> Tensor:
+    """[128, 8] uint8, zero or `minus`: a set bit is a minus, and the eighth makes their number even."""
     bits = [code | code.bit_count() % 2 << 7 for code in range(128)]
     return torch.tensor(
-        [[1 - 2 * (b >> k & 1) for k in range(8)] for b in bits], dtype=torch.float32, device=device
+        [[minus * (b >> k & 1) for k in range(8)] for b in bits], dtype=torch.uint8, device=device
     )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS, decode, encode
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
@@ -134,7 +134,7 @@ def unpack(packed: Packed, first: int = 0, end: int | None = None) -> Tensor:
     tiles = slice(first // (TILE * 16) * tile_bytes, -(-end // (TILE * 16)) * tile_bytes)
     for tile in records[tiles].split(tile_bytes):
         rows = tile.view(n_chunk, -1, kind.record).transpose(0, 1)
-        parts.append(kind.decode(rows).flatten(0, 2).flatten(1))
+        parts.append(decode(rows, packed.type).flatten(0, 2).flatten(1))
     whole = torch.cat(parts)[: end - first, : packed.n_in].contiguous()
     return whole * row_scales(packed)[first:end, None] if kind.scaled else whole
 
@@ -144,7 +144,7 @@ def _records(rows: Tensor, type: GGMLType) -> Tensor:
     n_row, n_block, size = rows.shape
     per_chunk = CHUNKS[type] * 32 // type.block_size
     rows = F.pad(rows, (0, 0, 0, -n_block % per_chunk, 0, -n_row % 16))
-    return FORMATS[type].encode(rows.view(rows.shape[0] // 16, 2, 8, -1, per_chunk, size))
+    return encode(rows.view(rows.shape[0] // 16, 2, 8, -1, per_chunk, size), type)
 
 
 def _tiles(records: Tensor) -> Iterator[Tensor]:

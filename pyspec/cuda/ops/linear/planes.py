@@ -10,15 +10,34 @@ Words hold the eight codes k0..k7 so that few instructions give pairs of f16 (qu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
+
+from pyspec.cuda.context import per_device
 
 SPREAD = (0, 2, 4, 6, 1, 3, 5, 7)
 NATURAL = (0, 1, 2, 3, 4, 5, 6, 7)
 PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # as rows of whole numbers lie (prepared.cuh)
-_UNPAIRED = (0, 2, 4, 6, 1, 3, 5, 7)
 # Where the sign of each pair lies in its half of a word; the other bits at 9, 6, 3 and 0
 _SIGNS = 15, 12, 14, 13
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A part of a record: `bits` bits of each code.
+
+    put   lanes -> plane
+    take  plane -> lanes, with these bits alone
+    at    the lowest of them
+    """
+
+    bits: int
+    put: Callable[[Tensor], Tensor]
+    take: Callable[[Tensor], Tensor]
+    at: int = 0
 
 
 def by_lane(codes: Tensor) -> Tensor:
@@ -33,26 +52,35 @@ def from_lanes(x: Tensor) -> Tensor:
     return x.permute(0, 5, 3, 1, 2, 6, 4, 7).flatten(-3)
 
 
-def _words_in(words: Tensor) -> Tensor:
-    """[group, chunk, block, lane, 2, 4 bytes] -> plane."""
-    return words.unflatten(2, (-1, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2)
+@per_device
+def _numbers(device: torch.device, values: tuple[int, ...]) -> Tensor:
+    return torch.tensor(values, device=device)
 
 
-def _words_out(plane: Tensor) -> Tensor:
-    return plane.unflatten(-1, (-1, 32, 2, 2, 4)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
+Place = Callable[[int, int, int], tuple[int, int]]
+"""(block, row, code of eight) -> the byte of the lane's, and the lowest bit in it"""
 
 
-def nibbles_in(lanes: Tensor, order: tuple[int, ...] = SPREAD) -> Tensor:
-    """The four low bits of each code; nibble i of a word is that of code order[i]."""
-    low = lanes & 15
-    pairs = zip(order[::2], order[1::2], strict=True)
-    return _words_in(torch.stack([low[..., a] | low[..., b] << 4 for a, b in pairs], -1))
+def fields(bits: int, blocks: int, place: Place, at: int = 0) -> Plane:
+    """Codes as fields of bytes, where `place` says. blocks: that a lane's bytes hold together."""
+    codes = [(b, r, k) for b in range(blocks) for r in (0, 1) for k in range(8)]
+    (to, shifts), mask = zip(*(place(*code) for code in codes), strict=True), (1 << bits) - 1
+    n_byte = len(codes) * bits // 8
 
+    def put(lanes: Tensor) -> Tensor:
+        x = (lanes & mask).unflatten(2, (-1, blocks)).movedim(3, 4).flatten(4)  # [..., lane, code]
+        whole = x.new_zeros(*x.shape[:-1], n_byte)
+        for shift in range(0, 8, bits):
+            own = sorted((byte, i) for i, byte in enumerate(to) if shifts[i] == shift)
+            whole |= x.index_select(-1, _numbers(x.device, tuple(i for _, i in own))) << shift
+        return whole.flatten(2)
 
-def nibbles_out(plane: Tensor, order: tuple[int, ...] = SPREAD) -> Tensor:
-    words = _words_out(plane)
-    nibbles = torch.stack((words & 15, words >> 4), -1).flatten(-2)
-    return nibbles[..., [order.index(k) for k in range(8)]]
+    def take(plane: Tensor) -> Tensor:
+        x = plane.unflatten(-1, (-1, 32, n_byte)).index_select(-1, _numbers(plane.device, to))
+        x = x >> _numbers(x.device, shifts).to(torch.uint8) & mask
+        return x.unflatten(-1, (blocks, 2, 8)).movedim(4, 3).flatten(2, 3)
+
+    return Plane(bits, put, take, at)
 
 
 def e2m1_in(lanes: Tensor) -> Tensor:
@@ -61,17 +89,28 @@ def e2m1_in(lanes: Tensor) -> Tensor:
     for k in range(8):
         code = lanes[..., k].short()
         halves[..., k % 2] |= (code & 7) << (9 - k // 2 * 3) | (code >> 3) << _SIGNS[k // 2]
-    return _words_in(halves.view(torch.uint8))
+    words = halves.view(torch.uint8).unflatten(2, (-1, 2))  # group chunk two block lane row byte
+    return words.permute(0, 1, 2, 4, 3, 5, 6).flatten(2)
 
 
 def e2m1_out(plane: Tensor) -> Tensor:
-    halves = _words_out(plane).contiguous().view(torch.int16)
+    words = plane.unflatten(-1, (-1, 32, 2, 2, 4)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
+    halves = words.contiguous().view(torch.int16)
     codes = [
         (h >> (9 - k // 2 * 3) & 7) | (h >> _SIGNS[k // 2] & 1) << 3
         for k in range(8)
         for h in [halves[..., k % 2]]
     ]
     return torch.stack(codes, -1).to(torch.uint8)
+
+
+def whole_in(lanes: Tensor) -> Tensor:
+    """Codes of eight bits, 128 higher."""
+    return (lanes ^ 128).flatten(2)
+
+
+def whole_out(plane: Tensor) -> Tensor:
+    return plane.unflatten(-1, (-1, 32, 2, 8)) ^ 128
 
 
 def halves_in(lanes: Tensor) -> Tensor:
@@ -83,94 +122,6 @@ def halves_in(lanes: Tensor) -> Tensor:
 def halves_out(plane: Tensor) -> Tensor:
     x = plane.contiguous().view(torch.int16).unflatten(-1, (-1, 2, 32, 2, 2, 2))
     return x.permute(0, 1, 2, 4, 6, 3, 5, 7).flatten(-3)
-
-
-def crumbs_in(lanes: Tensor, low: int = 4) -> Tensor:
-    """Two bits of each code, the lower one number `low`; 16 bytes a lane for four blocks.
-
-    Byte 2 e + r of a block is of row r and of the codes k % 2 == e; bits 4 l + 2 h of it are of code 4 h + 2 l + e.
-    """
-    high = lanes >> low & 3
-    even, odd = (
-        (high[..., k] | high[..., k + 4] << 2 | high[..., k + 2] << 4 | high[..., k + 6] << 6)
-        for k in (0, 1)
-    )
-    packed = torch.cat((even, odd), -1)
-    return packed.unflatten(2, (-1, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2)
-
-
-def crumbs_out(plane: Tensor) -> Tensor:
-    # ... lane odd h
-    x = plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
-    return torch.stack([x[..., k % 2, :] >> (k // 4 * 2 + k // 2 % 2 * 4) & 3 for k in range(8)], -1)
-
-
-def bits_in(lanes: Tensor, bit: int = 4) -> Tensor:
-    """One bit of each code, 4 bytes a lane for two blocks.
-
-    Byte 2 e + b is of block b and of the codes k % 2 == e; bit 4 l + 2 r + h in it is of row r, code 4 h + 2 l + e.
-    """
-    # Group chunk two b lane r h l e
-    x = (lanes >> bit & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
-    x = x.permute(0, 1, 2, 4, 8, 3, 7, 5, 6).flatten(-3)
-    return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
-
-
-def bits_out(plane: Tensor) -> Tensor:
-    x = plane.unflatten(-1, (-1, 32, 2, 2)).unsqueeze(-1)
-    x = (x >> _bit_numbers(x) & 1).unflatten(-1, (2, 2, 2))  # group chunk two lane e b l r h
-    return x.permute(0, 1, 2, 5, 3, 7, 8, 6, 4).flatten(-3).flatten(2, 3)
-
-
-def _bit_numbers(x: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=x.device)
-
-
-def levels_in(lanes: Tensor) -> Tensor:
-    """The two low bits of each code, 16 bytes a lane for four blocks: nibble i of a row's 16 bits is of codes PAIRED[i] and PAIRED[4 + i]."""
-    x = lanes[..., PAIRED] & 3
-    nibbles = x[..., :4] | x[..., 4:] << 2
-    return (
-        (nibbles[..., ::2] | nibbles[..., 1::2] << 4)
-        .flatten(-2)
-        .unflatten(2, (-1, 4))
-        .permute(0, 1, 2, 4, 3, 5)
-        .flatten(2)
-    )
-
-
-def levels_out(plane: Tensor) -> Tensor:
-    # ... lane row byte
-    x = plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
-    nibbles = torch.stack((x & 15, x >> 4), -1).flatten(-2)
-    return torch.cat((nibbles & 3, nibbles >> 2), -1)[..., _UNPAIRED]
-
-
-def signs_in(lanes: Tensor) -> Tensor:
-    """Bit 2 of each code, 16 bytes a lane for eight blocks: a word has two blocks, bit 16 r + 4 i + 2 b + h of it is of row r, block b
-    and code PAIRED[4 h + i]."""
-    # Group chunk two b lane r h i i
-    x = (lanes[..., PAIRED] >> 2 & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))
-    x = x.permute(0, 1, 4, 2, 5, 7, 8, 3, 6).flatten(-3)
-    return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
-
-
-def signs_out(plane: Tensor) -> Tensor:
-    x = plane.unflatten(-1, (32, -1, 2, 2)).unsqueeze(-1)
-    x = (x >> _bit_numbers(x) & 1).unflatten(-1, (2, 2, 2))  # group chunk lane two r i i b h
-    return x.permute(0, 1, 3, 7, 2, 4, 8, 5, 6).flatten(-3).flatten(2, 3)[..., _UNPAIRED]
-
-
-def columns_in(lanes: Tensor) -> Tensor:
-    """Codes of two bits, a column's in a byte, 16 bytes a lane for four blocks: bits 4 h + 2 r of byte i are of row r, code 4 h + i."""
-    x = lanes.unflatten(-1, (2, 4))
-    packed = x[..., 0, 0, :] | x[..., 1, 0, :] << 2 | x[..., 0, 1, :] << 4 | x[..., 1, 1, :] << 6
-    return packed.unflatten(2, (-1, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2)
-
-
-def columns_out(plane: Tensor) -> Tensor:
-    x = plane.unflatten(-1, (-1, 32, 4, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2, 3)  # ... lane byte
-    return torch.stack([torch.cat([x >> (4 * h + 2 * r) & 3 for h in (0, 1)], -1) for r in (0, 1)], -2)
 
 
 def pairs_in(x: Tensor) -> Tensor:
@@ -193,3 +144,52 @@ def bytes_in(x: Tensor) -> Tensor:
 
 def bytes_out(plane: Tensor) -> Tensor:
     return plane.unflatten(-1, (-1, 8, 2, 2)).permute(0, 5, 3, 1, 2, 4).flatten(-2)
+
+
+WHOLE, HALVES = Plane(8, whole_in, whole_out), Plane(16, halves_in, halves_out)
+E2M1 = Plane(4, e2m1_in, e2m1_out)
+
+
+def nibbles(order: tuple[int, ...] = SPREAD) -> Plane:
+    """The four low bits of each code; nibble i of a word is that of code order[i]."""
+
+    def place(block: int, row: int, k: int) -> tuple[int, int]:
+        i = order.index(k)
+        return 8 * block + 4 * row + i // 2, i % 2 * 4
+
+    return fields(4, 2, place)
+
+
+def _crumb(block: int, row: int, k: int) -> tuple[int, int]:
+    return 4 * block + k % 2 * 2 + row, k // 2 % 2 * 4 + k // 4 * 2
+
+
+def _bit(block: int, row: int, k: int) -> tuple[int, int]:
+    return k % 2 * 2 + block, k // 2 % 2 * 4 + row * 2 + k // 4
+
+
+def _level(block: int, row: int, k: int) -> tuple[int, int]:
+    """Nibble i of a row's 16 bits is of codes PAIRED[i] and PAIRED[4 + i]."""
+    i = PAIRED.index(k)
+    return 4 * block + 2 * row + i % 4 // 2, i % 2 * 4 + i // 4 * 2
+
+
+def _sign(block: int, row: int, k: int) -> tuple[int, int]:
+    """Two blocks are a word."""
+    i = PAIRED.index(k)
+    return block // 2 * 4 + 2 * row + i % 4 // 2, i % 2 * 4 + block % 2 * 2 + i // 4
+
+
+def _column(block: int, row: int, k: int) -> tuple[int, int]:
+    """Codes of a column are a byte."""
+    return 4 * block + k % 4, k // 4 * 4 + row * 2
+
+
+NIBBLES, NATURAL_NIBBLES = nibbles(), nibbles(NATURAL)
+CRUMBS, BITS = fields(2, 4, _crumb), fields(1, 2, _bit)
+LEVELS, SIGNS, COLUMNS = fields(2, 4, _level), fields(1, 8, _sign, at=2), fields(2, 4, _column)
+
+
+def above(plane: Plane, at: int) -> Plane:
+    """The same of bits from `at` on."""
+    return replace(plane, at=at)

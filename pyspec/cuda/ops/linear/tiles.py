@@ -13,7 +13,7 @@ byte: bit (i % 2) + 2 p + 4 (i / 2) of byte b is that of quarter i of chunk p.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,11 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.ops.linear.dequant import E2M1, IQ4
-from pyspec.cuda.ops.linear.formats import lattice
-from pyspec.cuda.ops.linear.grids import IQ2_LEVELS, IQ3_LEVELS, iq2_levels, iq3_levels
-from pyspec.gguf import GGMLType, blocks
-from pyspec.gguf.blocks import BlockLayout
+from pyspec.cuda.ops.linear.dequant import CODINGS, E2M1, Codes, Coding, weights
+from pyspec.gguf import GGMLType
 
 ROWS = COLUMNS = 64  # of a tile
 QUARTER = 16  # columns
@@ -34,49 +31,8 @@ _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
-    """A matrix in parts, each in the order of columns.
-
-    values  [row, n_in] uint8             codes
-    scales  [row, group] f16 or uint8     of a group; times `supers`, if there are any
-    minima  [row, group] or None          subtracted, likewise
-    supers  [row, n] f16 or None          of several groups; and those of the minima
-    """
-
-    values: Tensor
-    scales: Tensor
-    minima: Tensor | None = None
-    supers: Tensor | None = None
-    super_minima: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TiledFormat:
-    """How matrices of a type are held.
-
-    bits     8, 4 or 2, and `high` more: 0, 1 or 2
-    group    columns that share a scale
-    offset   taken off a code
-    table    values of the codes; empty: the codes themselves
-    width    bits of a scale: 16 are f16, fewer a whole number
-    scale    "", or the type that a scale is a code of: "e4m3", "e8m0"
-    less     taken off a scale
-    span     groups that share a super-scale; 0: none
-    factor   of all scales, a power of two
-    """
-
-    split: Callable[[Tensor], Codes]
-    bits: int = 4
-    high: int = 0
-    group: int = 32
-    offset: int = 0
-    table: tuple[int, ...] = ()
-    width: int = 16
-    scale: str = ""
-    less: int = 0
-    span: int = 0
-    minima: bool = False
-    factor: float = 1.0
+class TiledFormat(Coding):
+    """A type's coding, and how its codes lie in tiles."""
 
     @property
     def step(self) -> int:
@@ -176,7 +132,8 @@ def drawn(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> TiledM
 
 def _tiles(form: TiledFormat, c: Codes, n_in: int) -> tuple[Tensor | None, ...]:
     wide = form.n_step(n_in) * form.step * COLUMNS
-    q = _blocked(F.pad(c.values, (0, wide - n_in)), COLUMNS)  # [tile, chunk, row, 64]
+    values = c.values ^ BIAS if form.bits == 8 else c.values
+    q = _blocked(F.pad(values, (0, wide - n_in)), COLUMNS)  # [tile, chunk, row, 64]
     high = None
     if form.high:
         quarters = (q >> form.bits).unflatten(-1, (4, QUARTER)).unbind(-2)
@@ -225,9 +182,10 @@ def _single(quarters: Sequence[Tensor]) -> Tensor:
 def _numbers(form: TiledFormat, c: Codes, wide: int) -> Tensor | None:
     """A row's scales and minima in a chunk as one number. wide: columns of all chunks."""
     own, wanted = COLUMNS // form.group, wide // form.group
+    minima = -c.minima if c.minima is not None and form.added else c.minima  # kernels subtract
     kinds = [
         F.pad(x, (0, wanted - x.shape[1])).unflatten(1, (-1, own))
-        for x in (c.scales, c.minima)
+        for x in (c.scales, minima)
         if x is not None
     ]
     fields = torch.cat(kinds, -1)
@@ -268,32 +226,18 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
             pair = [torch.cat([high >> i & 1 for i in single_places(parity)], -1) for parity in (0, 1)]
             more = torch.stack(pair, 2).flatten(1, 2)
         q = q | more << form.bits
-    q = rows_of(q)
-    values = q.short() - form.bias
-    w = (
-        torch.tensor(form.table, dtype=torch.float32, device=q.device)[q.long()]
-        if form.table
-        else values.float()
-    )
-    kinds = _fields_of(m.scales[at], form.width).unflatten(-1, (1 + form.minima, -1))
-    supers = None if m.supers is None else _fields_of(m.supers[at], 16)
-
-    def spread(kind: int) -> Tensor:
-        s = _number(rows_of(kinds[..., kind, :]), form) * form.factor
-        if supers is not None:
-            s = (
-                s
-                * rows_of(supers[..., kind, None])
-                .float()
-                .repeat_interleave(form.span, 1)[:, : s.shape[1]]
-            )
-        return s.repeat_interleave(form.group, 1)[:, : w.shape[1]]
-
-    by = spread(0)
-    w = w[:, : by.shape[1]] * by
-    if form.minima:
-        w = w - spread(1)
-    w = w[: end - first, : m.n_in]
+    q = rows_of(q)[:, : m.n_in]
+    n_group, n_kind = m.n_in // form.group, 1 + form.minima
+    fields = _fields_of(m.scales[at], form.width).unflatten(-1, (n_kind, -1)).unbind(-2)
+    scales, minima = [*(rows_of(x)[:, :n_group] for x in fields), None][:2]
+    supers = super_minima = None
+    if m.supers is not None:
+        halves = _fields_of(m.supers[at], 16).unsqueeze(-1).unbind(-2)
+        supers, super_minima = [*(rows_of(x) for x in halves), None][:2]
+    assert scales is not None
+    minima = -minima if minima is not None and form.added else minima
+    codes = Codes(q ^ BIAS if form.bits == 8 else q, scales, minima, supers, super_minima)
+    w = weights(form, codes)[: end - first]
     return w if m.row_scales is None else w * m.row_scales[first:end, None]
 
 
@@ -305,181 +249,7 @@ def _fields_of(x: Tensor, width: int) -> Tensor:
     return torch.stack((fields & 15, fields >> 4), -1).flatten(-2) if width == 4 else fields
 
 
-def _number(x: Tensor, form: TiledFormat) -> Tensor:
-    if form.scale == "e4m3":
-        return (x.short() << 7).view(torch.float16).float() * 128.0
-    if form.scale == "e8m0":
-        return (x.int() << 23).view(torch.float32) * 0.5
-    return x.float() - form.less
-
-
-# -- the types ---------------------------------------------------------------------------------------------------
-
-
-def _field(rows: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
-    """[row, block, bytes] of a field."""
-    field = getattr(layout, name)
-    return rows[..., field.offset : field.offset + field.size]
-
-
-def _half(rows: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
-    """[row, block] f16."""
-    return _field(rows, layout, name).contiguous().view(torch.float16).squeeze(-1)
-
-
-def _nibbles(x: Tensor) -> Tensor:
-    """[..., w] bytes -> [..., 2 w]: low nibbles, then high ones."""
-    return torch.cat((x & 15, x >> 4), -1)
-
-
-def _fields(x: Tensor, n: int) -> Tensor:
-    """[..., w] bytes -> [..., 8 // n, w]: fields of n bits, lowest first."""
-    return torch.stack([x >> (n * i) & ((1 << n) - 1) for i in range(8 // n)], -2)
-
-
-def _q8_0(rows: Tensor) -> Codes:
-    return Codes(
-        _field(rows, blocks.BlockQ8_0, "qs").flatten(1) ^ BIAS, _half(rows, blocks.BlockQ8_0, "d")
-    )
-
-
-def _simple(
-    layout: type[BlockLayout], *, has_minima: bool = False, has_high: bool = False
-) -> Callable[[Tensor], Codes]:
-    """Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL."""
-
-    def split(rows: Tensor) -> Codes:
-        q = _nibbles(_field(rows, layout, "qs"))
-        if has_high:
-            q = q | _fields(_field(rows, layout, "qh"), 1).transpose(-1, -2).flatten(-2) << 4
-        return Codes(
-            q.flatten(1), _half(rows, layout, "d"), -_half(rows, layout, "m") if has_minima else None
-        )
-
-    return split
-
-
-def _k_scales(rows: Tensor, layout: type[BlockLayout]) -> tuple[Tensor, Tensor]:
-    """[row, group] scales and minima of Q4_K and Q5_K."""
-    scale, low, rest = _field(rows, layout, "scales").unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), -1)
-    lows = torch.cat((low & 63, (rest >> 4) | ((low >> 2) & 48)), -1)
-    return scales.flatten(1), lows.flatten(1)
-
-
-def _k_four(layout: type[BlockLayout]) -> Callable[[Tensor], Codes]:
-    def split(rows: Tensor) -> Codes:
-        # [row, block, 8, 32]
-        q = _fields(_field(rows, layout, "qs").unflatten(-1, (4, 32)), 4).flatten(-3, -2)
-        if hasattr(layout, "qh"):
-            q = q | _fields(_field(rows, layout, "qh"), 1) << 4
-        return Codes(
-            q.flatten(1), *_k_scales(rows, layout), _half(rows, layout, "d"), _half(rows, layout, "dmin")
-        )
-
-    return split
-
-
-def _q6_k(rows: Tensor) -> Codes:
-    layout = blocks.BlockQ6_K
-    low = _fields(_field(rows, layout, "ql").unflatten(-1, (2, 64)), 4)
-    high = _fields(_field(rows, layout, "qh").unflatten(-1, (2, 32)), 2)
-    q = low.flatten(2) | high.flatten(2) << 4
-    scales = _field(rows, layout, "scales").flatten(1) ^ 128
-    return Codes(q.flatten(1), scales, None, _half(rows, layout, "d"))
-
-
-def _two_bits(rows: Tensor, layout: type[BlockLayout]) -> Tensor:
-    """[row, n_in] codes of two bits of Q2_K and Q3_K."""
-    return _fields(_field(rows, layout, "qs").unflatten(-1, (2, 32)), 2).flatten(1)
-
-
-def _q2_k(rows: Tensor) -> Codes:
-    layout = blocks.BlockQ2_K
-    scales = _field(rows, layout, "scales").flatten(1)
-    return Codes(
-        _two_bits(rows, layout),
-        scales & 15,
-        scales >> 4,
-        _half(rows, layout, "d"),
-        _half(rows, layout, "dmin"),
-    )
-
-
-def _q3_k(rows: Tensor) -> Codes:
-    layout = blocks.BlockQ3_K
-    packed = _field(rows, layout, "scales")
-    low, high = _fields(packed[..., :8], 4).flatten(2), _fields(packed[..., 8:], 2).flatten(2)
-    above = _fields(_field(rows, layout, "hmask"), 1).flatten(1)
-    return Codes(
-        _two_bits(rows, layout) | above << 2,
-        (low | high << 4).flatten(1),
-        None,
-        _half(rows, layout, "d"),
-    )
-
-
-def _iq4_xs(rows: Tensor) -> Codes:
-    layout = blocks.BlockIQ4_XS
-    low = _fields(_field(rows, layout, "scales_l").unsqueeze(-1), 4).flatten(2)
-    high = _fields(_field(rows, layout, "scales_h").unsqueeze(-1), 2).flatten(2)
-    q = _nibbles(_field(rows, layout, "qs").unflatten(-1, (8, 16)))
-    return Codes(q.flatten(1), (low | high << 4).flatten(1), None, _half(rows, layout, "d"))
-
-
-def _iq2_xxs(rows: Tensor) -> Codes:
-    groups = _field(rows, blocks.BlockIQ2_XXS, "qs").unflatten(-1, (8, 8))
-    q, scales = lattice(groups[..., :4], iq2_levels(rows.device), groups[..., 4:], 4)
-    return Codes(q.flatten(1), scales.flatten(1), None, _half(rows, blocks.BlockIQ2_XXS, "d"))
-
-
-def _iq3_xxs(rows: Tensor) -> Codes:
-    layout = blocks.BlockIQ3_XXS
-    points = _field(rows, layout, "qs").unflatten(-1, (8, 8))
-    words = _field(rows, layout, "signs").unflatten(-1, (8, 4))
-    q, scales = lattice(points, iq3_levels(rows.device), words, 8)
-    return Codes(q.flatten(1), scales.flatten(1), None, _half(rows, layout, "d"))
-
-
-def _mxfp4(rows: Tensor) -> Codes:
-    q = _nibbles(_field(rows, blocks.BlockMXFP4, "qs"))
-    return Codes(q.flatten(1), _field(rows, blocks.BlockMXFP4, "e").flatten(1))
-
-
-def _nvfp4(rows: Tensor) -> Codes:
-    scales = _field(rows, blocks.BlockNVFP4, "d").flatten(1)
-    q = _nibbles(_field(rows, blocks.BlockNVFP4, "qs").unflatten(-1, (4, 8)))
-    return Codes(q.flatten(1), (scales & 0x7F).where(scales != 0x7F, 0))
-
-
-LOOKED_UP = {  # by their code: numbers that have no order, or a sign above
-    GGMLType.Q3_K: tuple(range(-4, 4)),
-    GGMLType.IQ2_XXS: (*IQ2_LEVELS, 0, *(-x for x in IQ2_LEVELS), 0),
-    GGMLType.IQ3_XXS: (*IQ3_LEVELS, *(-x for x in IQ3_LEVELS)),
-}
 FORMATS = {
-    GGMLType.Q8_0: TiledFormat(_q8_0, bits=8),
-    GGMLType.Q4_0: TiledFormat(_simple(blocks.BlockQ4_0), offset=8),
-    GGMLType.Q4_1: TiledFormat(_simple(blocks.BlockQ4_1, has_minima=True), minima=True),
-    GGMLType.Q5_0: TiledFormat(_simple(blocks.BlockQ5_0, has_high=True), high=1, offset=16),
-    GGMLType.Q5_1: TiledFormat(
-        _simple(blocks.BlockQ5_1, has_minima=True, has_high=True), high=1, minima=True
-    ),
-    GGMLType.Q4_K: TiledFormat(_k_four(blocks.BlockQ4_K), width=8, span=8, minima=True),
-    GGMLType.Q5_K: TiledFormat(_k_four(blocks.BlockQ5_K), high=1, width=8, span=8, minima=True),
-    GGMLType.Q6_K: TiledFormat(_q6_k, high=2, group=16, offset=32, width=8, less=128, span=16),
-    GGMLType.Q2_K: TiledFormat(_q2_k, bits=2, group=16, width=4, span=16, minima=True),
-    GGMLType.Q3_K: TiledFormat(
-        _q3_k, bits=2, high=1, group=16, table=LOOKED_UP[GGMLType.Q3_K], width=8, less=32, span=16
-    ),
-    GGMLType.IQ2_XXS: TiledFormat(
-        _iq2_xxs, bits=2, high=1, table=LOOKED_UP[GGMLType.IQ2_XXS], width=8, span=8, factor=0.125
-    ),
-    GGMLType.IQ3_XXS: TiledFormat(
-        _iq3_xxs, table=LOOKED_UP[GGMLType.IQ3_XXS], width=8, span=8, factor=0.25
-    ),
-    GGMLType.IQ4_NL: TiledFormat(_simple(blocks.BlockIQ4_NL), table=IQ4),
-    GGMLType.IQ4_XS: TiledFormat(_iq4_xs, table=IQ4, width=8, less=32, span=8),
-    GGMLType.MXFP4: TiledFormat(_mxfp4, table=E2M1, width=8, scale="e8m0"),
-    GGMLType.NVFP4: TiledFormat(_nvfp4, group=16, table=E2M1, width=8, scale="e4m3"),
+    type: TiledFormat(**{f.name: getattr(coding, f.name) for f in fields(coding)})
+    for type, coding in CODINGS.items()
 }

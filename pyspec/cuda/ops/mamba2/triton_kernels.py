@@ -117,10 +117,11 @@ def mamba2_conv(
 
 @triton.jit
 def token(
-    x, b, c, e, t, j, fold, old_row, new_row, start, h, group, i, at_state,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, N_STATE: tl.constexpr,
-):  # fmt: skip
+    given, place, j, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, N_STATE: tl.constexpr
+):
     """(x, B, C, decay, step) of record or row j; records have no C."""
+    x, b, c, e, t = given
+    fold, old_row, new_row, start, h, group, i, at_state = place
     at = tl.where(j < fold, old_row, new_row) + j
     row = start.to(tl.int64) + j - fold
     xs, bs = (
@@ -156,83 +157,20 @@ def mamba2_rows(
     weight = tl.load(d + h, mask=n > 0, other=0.0)
     old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
     last = fold + n - 1
-    xs, bs, cs, decay, size = token(
-        x,
-        b,
-        c,
-        e,
-        t,
-        0,
-        fold,
-        old_row,
-        new_row,
-        start,
-        h,
-        group,
-        i,
-        at_state,
-        HEADS,
-        GROUPS,
-        DIM,
-        N_STATE,
-    )
-    later = tl.minimum(1, last)
-    next_x, next_b, next_c, next_decay, next_size = token(
-        x,
-        b,
-        c,
-        e,
-        t,
-        later,
-        fold,
-        old_row,
-        new_row,
-        start,
-        h,
-        group,
-        i,
-        at_state,
-        HEADS,
-        GROUPS,
-        DIM,
-        N_STATE,
-    )
+    given, place = (x, b, c, e, t), (fold, old_row, new_row, start, h, group, i, at_state)
+    now = token(given, place, 0, HEADS, GROUPS, DIM, N_STATE)
+    soon = token(given, place, tl.minimum(1, last), HEADS, GROUPS, DIM, N_STATE)
     for j in range(fold + n):
         if (j == fold) & (fold > 0) & (kept == 0) & (first == 0):
             tl.store(own, part)  # a verify's rows never touch it
-        later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
-        later_x, later_b, later_c, later_decay, later_size = token(
-            x,
-            b,
-            c,
-            e,
-            t,
-            later,
-            fold,
-            old_row,
-            new_row,
-            start,
-            h,
-            group,
-            i,
-            at_state,
-            HEADS,
-            GROUPS,
-            DIM,
-            N_STATE,
-        )
+        # On its way while two tokens are multiplied
+        later = token(given, place, tl.minimum(j + 2, last), HEADS, GROUPS, DIM, N_STATE)
+        xs, bs, cs, decay, size = now
         none = tl.zeros_like(part)
         part = tl.fma(none + (size * xs)[:, None], none + bs[None, :], part * decay)
         y = tl.sum(part * cs[None, :], 1) + weight * xs
         row = start.to(tl.int64) + j - fold
         tl.store(out + (row * HEADS + h) * DIM + i, y, mask=(i >= 0) & (j >= fold))
-        xs, bs, cs, decay, size = next_x, next_b, next_c, next_decay, next_size
-        next_x, next_b, next_c, next_decay, next_size = (
-            later_x,
-            later_b,
-            later_c,
-            later_decay,
-            later_size,
-        )
+        now, soon = soon, later
     if kept | (n == 0):
         tl.store(own, part)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.jit import Arg, KernelFile
-from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.ngrams.ref import GUARD, IDS, INPUTS, Ngrams, NgramsSpec, Norms, signed
+from pyspec.cuda.ops.ragged import Ragged, place
 from pyspec.slots.batch import Batch
 from pyspec.slots.ring import RingRows
 

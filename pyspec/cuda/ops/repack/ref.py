@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS
+from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, encode
 from pyspec.cuda.ops.linear.pack import packed_bytes, repack
 from pyspec.gguf import GGMLType
 
@@ -66,8 +66,7 @@ def _encoded(bits: Tensor, type: GGMLType) -> Tensor:
     weights = 1 << torch.arange(8, dtype=torch.uint8)
     raw = (bits.view(-1, 8) * weights).sum(-1, dtype=torch.uint8)
     per_chunk = CHUNKS[type] * 32 // type.block_size
-    encode = FORMATS[type].moved or FORMATS[type].encode
-    record = encode(raw.view(1, 2, 8, 1, per_chunk, type.type_size)).flatten()
+    record = encode(raw.view(1, 2, 8, 1, per_chunk, type.type_size), type, raises=False).flatten()
     return (record[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()
 
 

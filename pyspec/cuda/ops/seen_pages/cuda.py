@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.jit import KernelFile
-from pyspec.cuda.ops.index_rows.cases import Ragged, place
+from pyspec.cuda.ops.ragged import Ragged, place
 from pyspec.cuda.ops.seen_pages.ref import GUARD, SeenPages, SeenPagesSpec, as_seen, numbers
 from pyspec.slots.batch import Batch
 

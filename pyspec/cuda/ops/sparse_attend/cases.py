@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
-from pyspec.cuda.ops.index_rows.cases import PlacedCase, Ragged, fill, only, place, pool_for
+from pyspec.cuda.ops.index_rows.cases import fill, pool_for
+from pyspec.cuda.ops.ragged import PlacedCase, Ragged, copied, only, place
 from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, RowBuffer, RowsLaunch, values_of
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseAttend, SparseSpec
 from pyspec.slots.batch import Batch
@@ -39,15 +40,6 @@ class Windowed:
         return attend(
             self.q[rows], self.kv[rows], self.tail, ring, self.pool, chosen, self.sinks, batch
         ), ring
-
-
-def copied(ring: RingRows) -> RingRows:
-    plane = ring.rows[ROWS]
-    out = RingRows(
-        {ROWS: plane.shape[2:]}, len(plane), ring.window, ring.slack, plane.dtype, plane.device
-    )
-    out.rows[ROWS].copy_(plane)
-    return out
 
 
 def make(case: Ragged, spec: SparseSpec, top_k: int = 0, seed: int = 0, slack: int = 34) -> Windowed:
