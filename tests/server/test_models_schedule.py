@@ -173,12 +173,9 @@ class World:
         for row in table.rows.values():  # the books, counted anew
             for place in sums:
                 need, rest = (of.get(row.name, {}).get(place, 0) for of in (self.needs, self.rests))
-                takes = {
-                    "unloaded": 0,
-                    "parked": rest,
-                    **dict.fromkeys(("parking", "waking", "stopping"), max(need, rest)),
-                }
-                sums[place] += takes.get(row.state, need)
+                most = max(need, rest)
+                takes = {"unloaded": 0, "parked": rest, "parking": most, "waking": most}
+                sums[place] += {**takes, "stopping": most}.get(row.state, need)
         assert all(n <= sums[place] for place, n in table.used().items())
         if all(row.state != "stopping" for row in table.rows.values()):
             assert table.used() == sums
@@ -281,13 +278,10 @@ def random_events(n_event: int, seed: int) -> World:
 
 
 def test_random_events_keep_the_invariants() -> None:
-    n_park = n_wake = n_passed = 0
-    for seed in range(4):
-        w = random_events(1500, seed)
-        assert len(w.started) > 50 and w.stopped
-        n_park, n_wake = n_park + len(w.parked), n_wake + len(w.woken)
-        n_passed += w.table.n_passed
-    assert n_park > 100 and n_wake > 30 and n_passed > 10
+    worlds = [random_events(1500, seed) for seed in range(4)]
+    assert all(len(w.started) > 50 and w.stopped for w in worlds)
+    assert sum(len(w.parked) for w in worlds) > 100 and sum(len(w.woken) for w in worlds) > 30
+    assert sum(w.table.n_passed for w in worlds) > 10
 
 
 @pytest.mark.slow

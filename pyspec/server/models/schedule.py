@@ -14,7 +14,7 @@ Every method is one event. It gets the time and returns the actions that follow,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import inf, log2
@@ -210,9 +210,8 @@ class Schedule:
     @property
     def is_timed(self) -> bool:
         """Something may follow from time alone, soon."""
-        return any(
-            row.since < inf or row.state in ("draining", "stopping") for row in self.rows.values()
-        )
+        leaving = ("draining", "stopping")
+        return any(row.since < inf or row.state in leaving for row in self.rows.values())
 
     def used(self, *, but: Iterable[ModelRow] = ()) -> dict[str, int]:
         """Bytes of the models that are loaded or on their way, by place."""
@@ -362,21 +361,19 @@ class Schedule:
         row = self.rows.get(name)
         return row is not None and row.state in ("unloaded", "parked") and row.since < inf
 
-    def _queue(self) -> list[tuple[ModelRow, list[ModelRow]]]:
-        """The models that wait, the oldest first, each with those before it. Models whose bytes are not known are planned, which for one that is
-        downloaded takes long: they hold up nobody."""
+    def _queue(self) -> Iterator[tuple[ModelRow, list[ModelRow]]]:
+        """The models that wait, the oldest first, each with those before it; a parked one may leave meanwhile. Models whose bytes are not known are
+        planned, which for one that is downloaded takes long: they hold up nobody."""
         wanted = [row for row in self.rows.values() if self._is_wanted(row.name)]
         for row in wanted:
             if row.need is None and not row.is_planning:
                 row.is_planning = True
                 self._out.append(AskNeed(row.name))
         known = sorted((row for row in wanted if row.need is not None), key=lambda row: row.since)
-        return [(row, known[:i]) for i, row in enumerate(known)]
+        return ((row, known[:i]) for i, row in enumerate(known) if self._is_wanted(row.name))
 
     def _admit(self, head: ModelRow, before: Sequence[ModelRow], now: float) -> bool:
         """Load a model, or refuse it; False if it has to wait. Room is made for it if no model is before it."""
-        if not self._is_wanted(head.name):
-            return False  # it was parked, and has just left for one before it
         if why := self.never(head):
             self._fail(head, DoesNotFit(why), now)
             return True
@@ -397,15 +394,14 @@ class Schedule:
 
     def _delays(self, late: ModelRow, before: Sequence[ModelRow], now: float) -> bool:
         """Whether one of those before it would wait for it: there are models whose end would make room for that one, but not beside this one."""
-        staying = [row for row in self.rows.values() if row.is_resident and row.state != "stopping"
-                   and row not in (late, *before) and not row.is_evictable(now)]  # fmt: skip
+        staying = [row for row in self.rows.values() if row.is_resident and row.state != "stopping"]
+        staying = [row for row in staying if row not in (late, *before) and not row.is_evictable(now)]
         pinned, busy = ([row for row in staying if row.pinned is which] for which in (True, False))
         if len(busy) + len(before) > MOST_BEFORE:
             return bool(before)
-        here = late.on_its_way
         return any(
             self._has_room(head, [*pinned, *left], later=True)
-            and not self._has_room(head, [*pinned, *left, here], later=True)
+            and not self._has_room(head, [*pinned, *left, late.on_its_way], later=True)
             for i, head in enumerate(before)
             for n in range(len(busy) + i + 1)
             for left in combinations([*busy, *(row.on_its_way for row in before[:i])], n)
@@ -431,11 +427,9 @@ class Schedule:
     ) -> None:
         """Park a model, one of those that are `leaving`, beside `head`, which loads next; or unload it if there is no room for that. Parked ones
         that were used before it make room; while they leave, nothing happens to this one."""
-        older = sorted(
-            (other for other in self.rows.values() if other.state == "parked" and not other.pinned and other is not head),
-            key=lambda other: other.used,
-        )  # fmt: skip
-        older = [other for other in older if other.used < row.used]
+        older = [other for other in self.rows.values() if other.state == "parked" and not other.pinned]
+        older = [other for other in older if other.used < row.used and other is not head]
+        older.sort(key=lambda other: other.used)
         gone: list[ModelRow] = []
         leaving = [other for other in leaving if other.state in ("loaded", "draining")]
         while not (is_possible := self.may_park(row, head, [*leaving, *gone])) and older:
