@@ -10,10 +10,10 @@ Names load on first use, so that importing the package costs nothing.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from pyspec.version import __version__ as __version__
 
+TYPE_CHECKING = False  # without `typing`, half of the time until Ctrl-C is heard
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine, Result
     from pyspec.engine.chat_tools import ChatDelta, ChatResult, ToolCall
@@ -21,18 +21,10 @@ if TYPE_CHECKING:
     from pyspec.request import Delta, Done, Request, SamplingParams, Timings, TokenLogprob
 
 _HOMES = {
-    "ChatDelta": "pyspec.engine.chat_tools",
-    "ChatResult": "pyspec.engine.chat_tools",
-    "Delta": "pyspec.request",
-    "Done": "pyspec.request",
-    "Engine": "pyspec.engine.api",
-    "PyspecError": "pyspec.errors",
-    "Request": "pyspec.request",
-    "Result": "pyspec.engine.api",
-    "SamplingParams": "pyspec.request",
-    "Timings": "pyspec.request",
-    "TokenLogprob": "pyspec.request",
-    "ToolCall": "pyspec.engine.chat_tools",
+    "pyspec.engine.api": ("Engine", "Result"),
+    "pyspec.engine.chat_tools": ("ChatDelta", "ChatResult", "ToolCall"),
+    "pyspec.errors": ("PyspecError",),
+    "pyspec.request": ("Delta", "Done", "Request", "SamplingParams", "Timings", "TokenLogprob"),
 }
 __all__ = [
     "ChatDelta", "ChatResult", "Delta", "Done", "Engine", "PyspecError", "Request", "Result", "SamplingParams", "Timings", "TokenLogprob", "ToolCall",
@@ -40,9 +32,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pyspec' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'pyspec' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,22 @@
-"""`python -m pyspec`."""
+"""The command `pyspec`, and `python -m pyspec`. Until a command begins, Ctrl-C ends the process at once: it would interrupt imports."""
 
-from pyspec.cli import main
+import os
+import signal
 
-main()
+
+def leave(*_: object) -> None:
+    """End with the exit status that a shell reports for Ctrl-C."""
+    os._exit(130)
+
+
+def main() -> None:
+    """Run the command line."""
+    from pyspec.cli import main as command
+
+    command(obj=leave)
+
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
+    signal.signal(signal.SIGINT, leave)
+if __name__ == "__main__":
+    main()

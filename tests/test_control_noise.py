@@ -62,11 +62,8 @@ class Start:
             self.controller.record(slot, n, k)
             gained += k + 1
         self.controller.timed(rows, told[0], live, max(picked), told[1])
-        self.told_ms, self.ms, self.tokens = (
-            self.told_ms + sum(told),
-            self.ms + verify + draft,
-            self.tokens + gained,
-        )
+        self.told_ms, self.ms = self.told_ms + sum(told), self.ms + verify + draft
+        self.tokens += gained
         return sum(picked), gained
 
     def serve(self, n: int) -> list[tuple[int, int]]:
@@ -132,6 +129,20 @@ def test_a_try_that_was_right_is_repeated_whole() -> None:
         c.record(0, n, n)
         c.timed(1 + n, 10.0 + n / 4 + 80 * (n == N_MAX), int(n > 0), n, 30.0 if n else 0.0)
     assert tried == [(6, 2), (7, N_MAX)]
+
+
+def test_right_tries_grow_until_all_slots_draft() -> None:
+    """A draft takes two plain rounds, too much for one slot of eight: each right try was followed by 1,000 rounds without, for ever."""
+    c, most = Controller(N_SLOT, N_MAX), 0
+    for rows in (N_SLOT, N_SLOT * (1 + N_MAX)) * 4:
+        c.timed(rows, 10.0 + (rows - N_SLOT) / 6, rows // N_SLOT - 1, N_MAX, 20.0)
+    for i in range(1600):
+        picked = choose(c, [(slot, N_MAX) for slot in range(N_SLOT)])
+        for slot, n in enumerate(picked):
+            c.record(slot, n, n if i > 200 else 0)
+        c.timed(N_SLOT + sum(picked), 10 + sum(picked) / 6, sum(map(bool, picked)), N_MAX, 20.0)
+        most = max(most, sum(picked)) if i > 200 else 0
+    assert most == N_SLOT * N_MAX
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_no_line_that_installs_names_the_other_pyspec():
 
 
 def test_our_distribution_has_a_name_of_its_own_and_examples_ask_for_no_other():
-    assert PROJECT["name"] != "pyspec" and PROJECT["scripts"]["pyspec"] == "pyspec.cli:main"
+    assert PROJECT["name"] != "pyspec" and PROJECT["scripts"]["pyspec"] == "pyspec.__main__:main"
     for path in (ROOT / "examples").rglob("pyproject.toml"):
         needs = tomllib.loads(path.read_text(encoding="utf-8"))["project"].get("dependencies", [])
         assert not [need for need in needs if re.match(r"pyspec(?![\w-])", need)], path

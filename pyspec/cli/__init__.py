@@ -7,6 +7,7 @@ exit status here and nowhere else.
 from __future__ import annotations
 
 import errno
+import signal
 from importlib import import_module
 from typing import Any
 
@@ -134,6 +135,7 @@ class Commands(click.Group):
             click.echo(f"Error: {e}", err=True)
             ctx.exit(e.exit_code)
         except KeyboardInterrupt:
+            exec("")  # code of a string, as a dataclass is, would have Python end by the signal
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
         except OSError as e:
@@ -165,13 +167,15 @@ verbose_option = click.option(
 
 
 @click.group(
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(__version__, "--version", message="pyspec %(version)s")
 @verbose_option
-def main() -> None:
+@click.pass_obj
+def main(leave: object) -> None:
     """Speculative decoding for GGUF models. Start with `pyspec demo`, then `pyspec server MODEL -np 8`.
 
     MODEL is a GGUF file or a name from `pyspec models`.
     """
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

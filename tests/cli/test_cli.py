@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -232,6 +234,24 @@ def test_verbose_keeps_the_traceback(args: list[str]):
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pyspec.catalog.catalogue", lambda: _raise(ZeroDivisionError("bug")))
     assert isinstance(CliRunner().invoke(main, ["models"]).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("words", ["--help", "server demo -dev cpu --port 0"])
+@pytest.mark.parametrize("entry", ["from pyspec.__main__ import main; main()", "import runpy; runpy.run_module('pyspec', run_name='__main__')"], ids=["script", "module"])  # fmt: skip
+def test_ctrl_c_while_modules_are_imported_is_exit_code_130(entry: str, words: str):
+    """It showed a traceback, or ended with 1."""
+    code, ends = f"import os; os.write(2, b'.'); {entry}", (130, 0, -2) if words == "--help" else (130,)
+    for delay in (0.02, 0.05, 0.1, 0.2, 0.3):
+        for _ in range(4):  # on a busy machine our first line may come later than the signal
+            command = [sys.executable, "-c", code, *words.split()]
+            with subprocess.Popen(command, stdout=-1, stderr=-1) as child:
+                assert child.stderr is not None and child.stderr.read(1) == b"."
+                time.sleep(delay)
+                child.send_signal(signal.SIGINT)
+                said = child.stderr.read().decode()
+            if is_quiet := "Traceback" not in said and child.returncode in ends:
+                break
+        assert is_quiet, (delay, child.returncode, said)
 
 
 def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):

@@ -16,13 +16,8 @@ from pyspec.cli.flags import FlagCommand, LlamaFlag, elsewhere, honoured_flags, 
 from pyspec.cli.options import EngineChoice
 from pyspec.errors import PyspecError
 
-LINES = [
-    line.split()
-    for line in (Path(__file__).parent / "llama_server_flags.txt")
-    .read_text(encoding="utf-8")
-    .splitlines()
-    if not line.startswith("#")
-]
+TEXT = (Path(__file__).parent / "llama_server_flags.txt").read_text(encoding="utf-8")
+LINES = [line.split() for line in TEXT.splitlines() if not line.startswith("#")]
 NAMES = [word for line in LINES for word in line if not word.startswith("$")]
 ENV = {word: words[-1][1:] for words in LINES if words[-1].startswith("$") for word in words[:-1]}
 FLAGS = list(dict.fromkeys(llama_flags().values()))

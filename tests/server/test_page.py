@@ -132,16 +132,8 @@ def test_the_whole_conversation_is_sent(browser: Browser, live: Live) -> None:
     ask(browser, "one\n")
     until(lambda: answered(browser))
     ask(browser, "two\n")
-    until(
-        lambda: (
-            len(
-                browser.run(
-                    "return [...document.querySelectorAll('.note')].filter(n => n.textContent).length + ''"
-                )
-            )
-            and live.engine.n_done == 2
-        )
-    )
+    notes = "return [...document.querySelectorAll('.note')].filter(n => n.textContent).length + ''"
+    until(lambda: len(browser.run(notes)) and live.engine.n_done == 2)
     prompt = bytes(t for t in live.engine.seen[-1].prompt if t < 256).decode()
     assert "user: one" in prompt and "assistant: Hello, world" in prompt and "user: two" in prompt
 
@@ -171,15 +163,8 @@ def test_eight_busy_slots_are_shown_with_what_they_draft_and_why(browser: Browse
 
     engine.slots = slots  # type: ignore[method-assign]
     until(lambda: browser.run("return document.querySelectorAll('#slots tr.decode').length") == 8)
-    until(
-        lambda: (
-            float(
-                browser.run("return document.querySelector('#slots tr td:nth-child(4)').textContent")
-                or 0
-            )
-            > 0
-        )
-    )
+    shown = "return document.querySelector('#slots tr td:nth-child(4)').textContent"
+    until(lambda: float(browser.run(shown) or 0) > 0)
     assert (
         browser.run("return document.querySelectorAll('#slots tr:first-child .positions i').length") == 3
     )

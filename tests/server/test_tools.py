@@ -57,14 +57,8 @@ def test_the_client_gets_calls_whole(gpt: openai.OpenAI) -> None:
     assert choice.message.model_extra == {"reasoning_content": "Sunny?"}
     calls = choice.message.tool_calls
     assert calls is not None
-    assert [
-        (c.type, c.function.name, json.loads(c.function.arguments))
-        for c in calls
-        if c.type == "function"
-    ] == [
-        ("function", "weather", {"city": "Zürich"}),
-        ("function", "clock", {}),
-    ]
+    found = [(c.function.name, json.loads(c.function.arguments)) for c in calls if c.type == "function"]
+    assert found == [("weather", {"city": "Zürich"}), ("clock", {})]
     assert calls[0].id.startswith("call_") and calls[0].id != calls[1].id
 
 

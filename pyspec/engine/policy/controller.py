@@ -127,9 +127,7 @@ class Controller:
         # milliseconds: due to the decoding slots before the next chunk of a long prompt, and of the last chunk beyond a round of theirs
         self.owed = self.chunk_ms = 0.0
         self.n_paused = 0  # prompts that wait for that
-        self.rested = (
-            0.0  # milliseconds that others have waited for lone prompts, since the last round for all
-        )
+        self.rested = 0.0  # ms that others have waited for lone prompts, since the last round for all
         self.balance = 0.0  # milliseconds that decoding slots have left of the operator's target, by all rounds so far
         self.tokens = 1.0  # of a slot, in the mean of rounds
         self.rows = RowCosts(self.n_slot, 1 + self.n_max)
@@ -141,16 +139,16 @@ class Controller:
             self.costs.end_warm_up()
         # rounds without drafts so far, and rounds until some slots try
         self.silent, self.try_in = 0, TRY_FIRST
-        # slots whose try is not judged yet; tries that were right, less those that were not; the next choice tries again, whole
-        self.tried, self.n_right, self.again = set[int](), 0, False
+        # the last try, as in `RoundPlan`, and its slots that are not judged yet; tries that were right, less those that were not, or right tokens
+        # beyond those that are enough; slots of the next choice, which tries again, whole
+        self.tries, self.tried, self.n_right, self.again = dict[int, float](), set[int](), 0.0, 0
         self.reading = DraftReading()
         self.texts = Acceptance(self.n_slot, self.n_own)
         self.rows.forget()
         self.cut_account, self.host = Account(), Account()
         self.uncut: dict[int, int] = {}  # lengths that would be verified without a cut
-        self.cut_gain_ms = self.cut_unit = (
-            0.0  # of the last cut: what it saved, and a round without drafts; 0.0: there was none
-        )
+        # of the last cut: what it saved, and a round without drafts; 0.0: there was none
+        self.cut_gain_ms = self.cut_unit = 0.0
         # of the last plan: tokens a millisecond, rows of prompts, a choice of no drafts, and whether drafts would pay
         self.rate, self.beside = 0.0, 0
         self.stands: tuple[int, list[tuple[int, int]], str] | None = None
@@ -196,8 +194,8 @@ class Controller:
             self.plain_in = min(2 * self.plain_in, TRY_LAST)
         elif made.kind == "try":
             self.try_in = min(2 * self.try_in, TRY_LAST)
-            self.tried, self.n_right = set(made.tried), 0
-        self.again = self.again and made.kind != "again"
+        if made.tried or made.pays:
+            self.tries, self.tried, self.n_right, self.again = made.tried, set(made.tried), 0.0, 0
         if made.asked is not made.drafts:
             self.uncut = {slot: n for slot, n in made.drafts if n and slot not in made.offered}
         if not made.beside:  # only rounds without prompts are timed
@@ -294,8 +292,9 @@ class Controller:
         if n_draft:
             if slot in self.tried:
                 self.tried.discard(slot)
-                self.n_right += 1 if n_accepted == n_draft else -1
-                self.again = not self.tried and self.n_right > 0
+                enough = self.tries[slot]
+                self.n_right += n_accepted - enough if enough else 2 * (n_accepted == n_draft) - 1
+                self.again = 0 if self.tried or self.n_right <= 0 else 2 * len(self.tries)
             self.reading.judge(slot, n_accepted)
             self.stands = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted

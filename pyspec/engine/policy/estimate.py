@@ -27,9 +27,8 @@ LEVELS = 1 / (1 + np.exp(-np.linspace(-4.0, 4.0, 15)))  # 0.02 to 0.98, evenly b
 AT_FIRST = (
     0.6 / len(LEVELS) + 0.4 * (LEVELS > 0.7) / (LEVELS > 0.7).sum()
 )  # initial shares of the levels: rather good
-CHANGE = (
-    1 / 120
-)  # chance per token that the text changes its level [1/400: 0.98, 1/40: 0.96, by tools/replay.py]
+# chance per token that the text changes its level [1/400: 0.98, 1/40: 0.96, by tools/replay.py]
+CHANGE = 1 / 120
 INDEPENDENT = 0.1  # weight of a verdict for the shares: earlier verdicts were of the same text [0.02: 0.99, 0.5: the same]
 PRIOR_COMMON, PRIOR_PLACE = (
     0.07,

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -162,7 +163,7 @@ class RoundPlan:
     rate      tokens a millisecond that it promises
     pays      it drafts to gain tokens; None: it says nothing of that
     owes      (milliseconds, of a plain round) that it is expected to lose, to learn
-    tried     slots that draft to find out
+    tried     slots that draft to find out, and the right tokens of each that would pay if all slots had them; 0: all of a short draft
     stands    round, caps and reason of a choice of no drafts, until it is rethought
     would     round, slots and result of asking whether drafts would pay if all requests were read
     least     share of first tokens that have to be right so that drafts pay in all slots
@@ -184,7 +185,7 @@ class RoundPlan:
     rate: float = 0.0
     pays: bool | None = None
     owes: list[tuple[float, float]] = field(default_factory=list)
-    tried: Set[int] = frozenset()
+    tried: dict[int, float] = field(default_factory=dict)
     stands: tuple[int, list[tuple[int, int]], str] | None = None
     would: tuple[int, int, bool] = (0, 0, False)
     least: float = 0.0
@@ -320,7 +321,8 @@ def _draft(state: RoundState, made: RoundPlan) -> None:
         if rests and not (made.pays and table.asks_drafter(picked)):
             made.pays = _would_pay(table, made)
         may_try = known.try_in < TRY_FREE or known.may_ask(known.costs.verify(busy))
-        is_due = known.again or (known.silent >= known.try_in and may_try)
+        is_again = known.again and not (made.pays and any(known.tries.values()))
+        is_due = is_again or (known.silent >= known.try_in and may_try)
         if is_due or (rests and known.reading.is_hopeful):
             table, picked = _tried(table, own, picked, made)
             why = f"trying again after {known.silent} rounds without; {why}"
@@ -374,9 +376,8 @@ def would_take(
     chances: Floats = np.zeros((len(found), max(map(len, found.values()))))
     for line, offer in zip(chances, found.values(), strict=True):
         line[: len(offer)] = offer
-    is_offered = (
-        np.arange(chances.shape[1]) < np.array([len(offer) for offer in found.values()])[:, None]
-    )
+    lengths = np.array([len(offer) for offer in found.values()])
+    is_offered = np.arange(chances.shape[1]) < lengths[:, None]
     plain = busy / known.costs.verify(busy)
     rows = DraftRows.sorted(is_offered, chances, _own_ms(known, list(found), chances.shape[1]), plain)
     best = rows.best(busy, known.costs.forward(range(busy + 1, busy + 1 + len(rows.slot))))
@@ -508,7 +509,7 @@ def _tried(
     """Have some slots draft, others each time: texts or times may have changed. Where there is no drafter, the likeliest offer.
 
     The first try has few tokens. If they are right, then only times speak against drafts, maybe those of sizes that few tokens do not
-    time: the next try is at once, and whole.
+    time: the next try is at once, and whole, in twice as many slots each time, while it gives what would pay in all.
     """
     known, tried, before = table.known, picked.copy(), table.round_ms(picked)
     able = [i for i, (slot, cap) in enumerate(own) if cap and slot not in known.unread]
@@ -518,12 +519,13 @@ def _tried(
     else:
         most = 1 if known.chained else known.n_own if known.again else ASK_DRAFT
         n_asked = len(able) + sum(slot in known.unread for slot, _ in own)
-        turns = [
-            able[(known.n_round + k) % len(able)] for k in range(min(len(able), -(-n_asked // ONE_IN)))
-        ]
+        n = min(len(able), max(known.again, -(-n_asked // ONE_IN)))
+        turns = [able[(known.n_round + k) % len(able)] for k in range(n)]
+        all_ms = table.round_ms([min(cap, most) for _, cap in own]) if n < len(able) else inf
+        enough = MARGIN * all_ms / known.costs.verify(len(own)) - 1 if known.again else 0.0
         for i in turns:
             tried[i] = min(own[i][1], most)
-        made.tried = {own[i][0] for i in turns}
+        made.tried = {own[i][0]: enough for i in turns}
         left = {slot: offer for slot, offer in table.offered.items() if slot not in made.tried}
         table = replace(table, offered=left)
     made.owes.append((table.round_ms(tried) - before, known.costs.verify(len(own))))

@@ -8,14 +8,15 @@ Every method is one event. It gets the time and returns the actions that follow,
 * Where a plan says what a parked model keeps, and the host has room for that, a model that leaves is parked: it wakes sooner than it loads.
   Parked models are the first to leave, and make room for one that was used later. Until a park or a wake is over, the model counts with the
   larger of both needs in each place.
-* Models wait in the order of their oldest requests. Requests of loaded models pass them, until one has waited PATIENCE_S: then models are
-  drained for it, though they are busy.
+* Models wait in the order of their oldest requests. One passes those before it if it fits beside all that is there now, and none of them
+  would have to wait for it. Requests of loaded models pass, too, until a model has waited PATIENCE_S: then busy ones are drained for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from math import inf, log2
 from typing import Literal
 
@@ -29,6 +30,7 @@ PATIENCE_S = 30.0  # then busy models are drained for the one that waits
 SOON_S = 8.0  # models that load within that are equally cheap: their times depend on other work
 YOUNG_S = 2.0  # a model without a request stays that long after its load
 BACKOFF_S = (1.0, 5.0, 30.0, 60.0)  # in which a model that failed to load fails its requests at once
+MOST_BEFORE = 6  # models, busy or waiting, that one can pass: it counts what follows if any of them end
 MOST_PARKED = 4  # each keeps a process, with a context on its card
 START_S, LOAD_RATE, WAKE_RATE = 4.0, 1e9, 2e10  # of a process; bytes/s, until one was measured
 
@@ -152,9 +154,9 @@ class ModelRow:
         return (self.rest or {}) if self.state == "parking" else self.held
 
     @property
-    def wanted(self) -> Bytes:
-        """What its load, or its wake, takes while it lasts."""
-        return replace(self, state="waking" if self.state == "parked" else "loading").held
+    def on_its_way(self) -> ModelRow:
+        """The same during its load, or its wake."""
+        return replace(self, state="waking" if self.state == "parked" else "loading")
 
     @property
     def cost_s(self) -> float:
@@ -208,9 +210,8 @@ class Schedule:
     @property
     def is_timed(self) -> bool:
         """Something may follow from time alone, soon."""
-        return any(
-            row.since < inf or row.state in ("draining", "stopping") for row in self.rows.values()
-        )
+        leaving = ("draining", "stopping")
+        return any(row.since < inf or row.state in leaving for row in self.rows.values())
 
     def used(self, *, but: Iterable[ModelRow] = ()) -> dict[str, int]:
         """Bytes of the models that are loaded or on their way, by place."""
@@ -342,7 +343,7 @@ class Schedule:
                 self._leave(row, self.rows.get(row.drained_for))
             elif row.state == "draining" and (not row.claims or now >= row.until):
                 self._stop(row)
-        while (head := self._head()) is not None and self._admit(head, now):
+        while any(self._admit(row, before, now) for row, before in self._queue()):
             pass
         out, self._out = self._out, []
         return out
@@ -360,35 +361,51 @@ class Schedule:
         row = self.rows.get(name)
         return row is not None and row.state in ("unloaded", "parked") and row.since < inf
 
-    def _head(self) -> ModelRow | None:
-        """The model that has waited longest, of those whose bytes are known. The others are planned, which for one that is downloaded takes long."""
+    def _queue(self) -> Iterator[tuple[ModelRow, list[ModelRow]]]:
+        """The models that wait, the oldest first, each with those before it; a parked one may leave meanwhile. Models whose bytes are not known are
+        planned, which for one that is downloaded takes long: they hold up nobody."""
         wanted = [row for row in self.rows.values() if self._is_wanted(row.name)]
         for row in wanted:
             if row.need is None and not row.is_planning:
                 row.is_planning = True
                 self._out.append(AskNeed(row.name))
-        known = (row for row in wanted if row.need is not None)
-        return min(known, key=lambda row: row.since, default=None)
+        known = sorted((row for row in wanted if row.need is not None), key=lambda row: row.since)
+        return ((row, known[:i]) for i, row in enumerate(known) if self._is_wanted(row.name))
 
-    def _admit(self, head: ModelRow, now: float) -> bool:
-        """Load a model, make room for it, or refuse it; False if nothing can be done for it now, so that those behind it wait, too."""
+    def _admit(self, head: ModelRow, before: Sequence[ModelRow], now: float) -> bool:
+        """Load a model, or refuse it; False if it has to wait. Room is made for it if no model is before it."""
         if why := self.never(head):
             self._fail(head, DoesNotFit(why), now)
             return True
-        victims = self.victims(head, now)
+        victims = [] if before else self.victims(head, now)
         if victims is None:
             if now - head.since >= PATIENCE_S:
                 self._drain_for(head, now)
             return False
         for row in victims:
             self._leave(row, head, victims)
-        if victims or not self._has_room(head, self.rows.values()):
+        if victims or not self._has_room(head, self.rows.values()) or self._delays(head, before, now):
             return False  # until they are gone
         head.asked, head.began = None, now
         is_parked = head.state == "parked"
         self._to(head, "waking" if is_parked else "loading")
         self._out.append(Wake(head.name) if is_parked else Start(head.name))
         return True
+
+    def _delays(self, late: ModelRow, before: Sequence[ModelRow], now: float) -> bool:
+        """Whether one of those before it would wait for it: there are models whose end would make room for that one, but not beside this one."""
+        staying = [row for row in self.rows.values() if row.is_resident and row.state != "stopping"]
+        staying = [row for row in staying if row not in (late, *before) and not row.is_evictable(now)]
+        pinned, busy = ([row for row in staying if row.pinned is which] for which in (True, False))
+        if len(busy) + len(before) > MOST_BEFORE:
+            return bool(before)
+        return any(
+            self._has_room(head, [*pinned, *left], later=True)
+            and not self._has_room(head, [*pinned, *left, late.on_its_way], later=True)
+            for i, head in enumerate(before)
+            for n in range(len(busy) + i + 1)
+            for left in combinations([*busy, *(row.on_its_way for row in before[:i])], n)
+        )
 
     def _drain(self, row: ModelRow, now: float) -> None:
         self._to(row, "draining")
@@ -410,11 +427,9 @@ class Schedule:
     ) -> None:
         """Park a model, one of those that are `leaving`, beside `head`, which loads next; or unload it if there is no room for that. Parked ones
         that were used before it make room; while they leave, nothing happens to this one."""
-        older = sorted(
-            (other for other in self.rows.values() if other.state == "parked" and not other.pinned and other is not head),
-            key=lambda other: other.used,
-        )  # fmt: skip
-        older = [other for other in older if other.used < row.used]
+        older = [other for other in self.rows.values() if other.state == "parked" and not other.pinned]
+        older = [other for other in older if other.used < row.used and other is not head]
+        older.sort(key=lambda other: other.used)
         gone: list[ModelRow] = []
         leaving = [other for other in leaving if other.state in ("loaded", "draining")]
         while not (is_possible := self.may_park(row, head, [*leaving, *gone])) and older:
@@ -438,7 +453,7 @@ class Schedule:
         if sum(other.state in ("parking", "parked") for other in others) >= MOST_PARKED:
             return False
         beside = [other.later for other in others]
-        return self._fits(row.rest, beside if head is None else [*beside, head.wanted])
+        return self._fits(row.rest, beside if head is None else [*beside, head.on_its_way.held])
 
     def never(self, head: ModelRow) -> str:
         """Why a model can not be loaded, whichever others leave; "" if it can."""
@@ -490,7 +505,7 @@ class Schedule:
         inactive = ("parked", "parking") if later else ("parked",)
         if self.most and sum(row.state not in inactive for row in beside) >= self.most:
             return False
-        return self._fits(head.wanted, [row.later if later else row.held for row in beside])
+        return self._fits(head.on_its_way.held, [row.later if later else row.held for row in beside])
 
     def _fits(self, wanted: Bytes, beside: Sequence[Bytes]) -> bool:
         """Whether all models together may use that much."""
