@@ -87,10 +87,11 @@ class RowReader:
         row = self._row(listed, own_words, given)
         own = listed.own
 
-        def on(key: str) -> bool:
-            return key in own and preset is not None and preset.switch(own[key])
+        def on(key: str, *, usual: bool = False) -> bool:
+            return preset.switch(own[key]) if key in own and preset is not None else usual
 
-        model = model_of(listed.name, row, self.planner, self.n_slot, self._cache_ram, parks=on("park"))
+        parks = on("park", usual=len(self.budget) > 1)  # there is a card
+        model = model_of(listed.name, row, self.planner, self.n_slot, self._cache_ram, parks=parks)
         return replace(
             model,
             words=tuple(own_words),
@@ -98,7 +99,7 @@ class RowReader:
             source=listed.source,
             pinned=on("pin"),
             starts=on("load-on-startup"),
-            parks=on("park"),
+            parks=parks,
             stop_s=seconds(preset, own["stop-timeout"]) if preset and "stop-timeout" in own else 10.0,
             repo=listed.repo,
             hidden=listed.hidden,

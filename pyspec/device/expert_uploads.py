@@ -38,8 +38,7 @@ class ExpertUploads:
         self.ms = 0.0
         self.failed: Exception | None = None
         is_cuda = self.device.type == "cuda"
-        # its small kernels go first: behind those of rounds, an expert took 1.4 ms
-        stream = torch.cuda.Stream(self.device, priority=-1) if is_cuda else None
+        stream = torch.cuda.Stream(self.device) if is_cuda else None
         if stream is not None:
             context_of(self.device).copies.add(stream)
         self._stream: Any = stream

@@ -50,14 +50,15 @@ def preset(folder: Path, text: str) -> Path:
 
 
 def models_of(
-    *words: str, folder: Path | None = None, ini: Path | None = None, **more: int
+    *words: str, folder: Path | None = None, ini: Path | None = None, card: int = 0, **more: int
 ) -> dict[str, Model]:
     options = RouterSettings(
         models_dir=str(folder or ""), models_preset=str(ini or ""), host_memory=8 << 30, **more
     )
+    budget = {"host": 8 << 30} | ({"cuda:0": card} if card else {})
     rows = RowReader(
-        command=server, words=words, options=options, budget={"host": 8 << 30}, planner=Planner(), n_slot=4,
-    )  # fmt: skip
+        command=server, words=words, options=options, budget=budget, planner=Planner(), n_slot=4
+    )
     return {model.name: model for model in rows.read()}
 
 
@@ -114,6 +115,13 @@ def test_options_of_rows_reach_their_engines(folder: Path) -> None:
     assert need.rest is not None and 0 < need.rest["host"] < need.bytes["host"]
     assert two.plan({"host": 8 << 30}).rest is None
     assert two.plan({"host": 8 << 30}).n_ctx == 512
+
+
+def test_models_are_parked_where_there_is_a_card_unless_their_section_says_no(folder: Path) -> None:
+    ini = preset(folder, "[qwen35]\npark = 0\n")
+    found = models_of(folder=folder, ini=ini, card=24 << 30)
+    assert found["gemma3"].parks and not found["qwen35"].parks
+    assert not models_of(folder=folder)["gemma3"].parks
 
 
 def test_sections_change_models_of_a_folder(folder: Path) -> None:
