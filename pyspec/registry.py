@@ -75,6 +75,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "lfm2moe": "pyspec.models.arch.lfm2",
     "lfm2": "pyspec.models.arch.lfm2",
     "deepseek2": "pyspec.models.arch.deepseek2",
+    "mistral4": "pyspec.models.arch.deepseek2",
     "glm-dsa": "pyspec.models.arch.glm_dsa",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }

@@ -79,6 +79,7 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "attention.shared_kv_layers": COUNT,
     "attention.scale": Real(0, 1e6),  # 0: 1 / sqrt(head width)
     "attention.temperature_scale": Real(0, 10),
+    "attention.temperature_length": Whole(0, 2**31 - 1),
     "attention.layer_norm_rms_epsilon": Real(0, 1, above=True),
     "attention.layer_norm_epsilon": Real(0, 1, above=True),
     "attention.causal": FLAG,

@@ -238,6 +238,7 @@ def read_temperature(file: GGUFFile) -> QueryTemperature | None:
     h = file.hparams
     scale = h.number("attention.temperature_scale", 0.0)
     n_ctx = h.integer("rope.scaling.original_context_length", h.integer("context_length"))
+    n_ctx = h.integer("attention.temperature_length", 0) or n_ctx
     return QueryTemperature(scale, n_ctx) if scale else None
 
 

@@ -24,7 +24,17 @@ from pyspec.models.ropes import Rope, flags_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "fixtures" / "make"))
-from fixture_rope import CASES, FLAG_CASES, LONGROPE, N_CTX, YARN, divisors, keys_of  # noqa: E402
+from fixture_rope import (  # noqa: E402
+    CASES,
+    FLAG_CASES,
+    LATENT_CASES,
+    LONGROPE,
+    N_CTX,
+    YARN,
+    divisors,
+    keys_of,
+    latent,
+)  # fmt: skip
 
 DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
 
@@ -63,6 +73,18 @@ def test_flags_and_longrope_give_llama_cpp_log_probabilities(name: str, tmp_path
     want = torch.from_numpy(np.load(FIXTURES / "rope_scaling.npz")[name])
     # llama.cpp's gelu is a table
     assert (got - want).abs().max() < (5e-3 if model == "gemma3" else 1e-3)
+
+
+@pytest.mark.parametrize("chunk", [40, 9])
+@pytest.mark.parametrize("name", LATENT_CASES)
+def test_latent_attention_with_a_temperature_gives_llama_cpp_log_probabilities(
+    name: str, chunk: int, tmp_path: Path
+) -> None:
+    tokens = np.load(FIXTURES / "deepseek2.npz")["tokens"].tolist()
+    bench = Bench(latent(name, tmp_path / "m.gguf"))
+    got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
+    want = torch.from_numpy(np.load(FIXTURES / "rope_scaling.npz")[name])
+    assert (got[-1].log_softmax(-1) - want).abs().max() < 1e-3
 
 
 def test_the_cases_tell_one_kind_from_another() -> None:

@@ -1,9 +1,13 @@
-"""`deepseek2` (DeepSeek-V2, V3, R1, Kimi K2, GLM-4.7-Flash): latent attention, dense blocks first, then experts in groups; an MTP block.
+"""`deepseek2` (DeepSeek-V2, V3, R1, Kimi K2, GLM-4.7-Flash, Mistral Large 3): latent attention, dense blocks first, then experts in groups; an MTP
+block. `mistral4` (Mistral Small 4): the same.
 
-YaRN leaves cos and sin as they are, and multiplies scores. Files from before the heads' matrices were stored apart are refused.
+YaRN leaves cos and sin as they are, and multiplies scores; with another multiplier than one, cos and sin of `mistral4` have its length. Queries may
+have a temperature. Files from before the heads' matrices were stored apart are refused.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
@@ -13,10 +17,11 @@ from pyspec.models.blocks.moe import Experts
 from pyspec.models.experts import feeds, read_routed
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import read_decoder, trunk_layers, vocab_size
-from pyspec.models.rope import RopeSpec, read_scaling
+from pyspec.models.rope import RopeSpec, read_scaling, read_temperature
 
 # Vocabulary and blocks of a model whose files may not say that its router is a sigmoid
 GLM_FLASH = 154_880, (47, 48)
+OWN = "deepseek2", "mistral4"
 
 
 def read(file: GGUFFile) -> ModelSpec:
@@ -35,13 +40,15 @@ def read_mla(file: GGUFFile, *, turns: bool = True) -> Mla:
         raise ModelError(
             f"{arch} files without attention.key_length_mla are not supported; convert the model again"
         )
-    if h.number("attention.temperature_scale", 0.0):
+    queries = read_temperature(file)
+    if queries is not None and arch not in OWN:
         raise ModelError(f"{arch} files with a temperature of queries are not supported")
     n_rot, key = h.integer("rope.dimension_count"), h.integer("attention.key_length_mla")
     if n_rot % 2 or not n_rot < key:
         raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {key}")
-    scaling = read_scaling(file, is_level=arch == "deepseek2")
-    rope = RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), False, scaling)
+    scaling = read_scaling(file, is_level=arch in OWN)
+    scaling = replace(scaling, is_level=arch == "deepseek2")
+    rope = RopeSpec(n_rot, h.number("rope.freq_base", 10000.0), False, scaling, queries=queries)
     has_q_rank = any(name.endswith(".attn_q_a.weight") for name in file.tensors)
     return Mla(
         n_head=h.integer("attention.head_count"),

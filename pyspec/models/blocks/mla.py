@@ -127,6 +127,8 @@ class Mla(Plain):
         spec, row = s.rope_spec(f.device, f.eps, f.kv), (s.n_head, s.row)
         given = norm, f.angles(self.rope), pool, f.kv_rows(pool)
         q = f.op("rope_latent", spec, kv, q, plain, *given, shape=row)
+        if self.rope.queries is not None:
+            q = f.op("times_rows", None, q, f.queries(self.rope), shape=row)
         attends = s.attend_spec(f.device, f.kv)
         seen: Value | RunInput = f.batch
         if s.indexer is not None:
