@@ -134,7 +134,9 @@ class Commands(click.Group):
                 raise
             click.echo(f"Error: {e}", err=True)
             ctx.exit(e.exit_code)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RuntimeError) as e:  # of a class that was being made
+            if KeyboardInterrupt not in (type(e), type(e.__cause__)):
+                raise
             exec("")  # code of a string, as a dataclass is, would have Python end by the signal
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
@@ -171,11 +173,12 @@ verbose_option = click.option(
 )
 @click.version_option(__version__, "--version", message="pyspec %(version)s")
 @verbose_option
-@click.pass_obj
-def main(leave: object) -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Speculative decoding for GGUF models. Start with `pyspec demo`, then `pyspec server MODEL -np 8`.
 
     MODEL is a GGUF file or a name from `pyspec models`.
     """
-    if signal.getsignal(signal.SIGINT) is leave:
+    # a server takes the signal when it listens: asyncio's own handler would lose one that comes before
+    if signal.getsignal(signal.SIGINT) is ctx.obj and ctx.invoked_subcommand != "server":
         signal.signal(signal.SIGINT, signal.default_int_handler)

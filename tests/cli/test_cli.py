@@ -248,7 +248,11 @@ def test_ctrl_c_while_modules_are_imported_is_exit_code_130(entry: str, words: s
                 assert child.stderr is not None and child.stderr.read(1) == b"."
                 time.sleep(delay)
                 child.send_signal(signal.SIGINT)
-                said = child.stderr.read().decode()
+                try:
+                    said = child.communicate(timeout=60)[1].decode()
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    raise
             if is_quiet := "Traceback" not in said and child.returncode in ends:
                 break
         assert is_quiet, (delay, child.returncode, said)

@@ -334,7 +334,8 @@ def main(descriptor: int) -> None:
     die_with_parent(parent)
     sys.setswitchinterval(SWITCH_S)
     child = EngineMain(Link(settle(descriptor)))
-    child.run()
+    with suppress(ConnectionError):  # the parent is gone
+        child.run()
     child.is_over.set()
     logging.shutdown()
     os._exit(0)  # other threads may still run
