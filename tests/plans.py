@@ -13,6 +13,7 @@ from pyspec.engine.policy.controller import Controller
 from pyspec.engine.policy.plan import Offers, Prompt, RoundPlan, RoundState
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
+from pyspec.slots.round import LogitsNeed
 
 
 def choose(
@@ -62,12 +63,12 @@ def fix_alone(loop: Loop, pick: Callable[[list[int], int], int | None], graph_of
 
 def timed(loop: Loop, round_ms: float, row_ms: float) -> Clock:
     """A clock for the loop, which goes on by rounds and by what else tells it how long it took, and a little when it is read."""
-    clock, forward = Clock(by=1e-5), loop.target.run
+    clock, results = Clock(by=1e-5), loop.worker.results
     loop.clock = loop.speculator.clock = clock
 
-    def run(batch: Batch, taps: Sequence[int] = ()) -> Out:
+    def run(batch: Batch, reads: LogitsNeed) -> Out:  # a tape's replay, too
         clock.now += 1e-3 * (round_ms + row_ms * batch.n_row)
-        return forward(batch, taps)
+        return results(batch, reads)
 
-    loop.target.run = run  # type: ignore[method-assign]
+    loop.worker.results = run  # type: ignore[method-assign]
     return clock
