@@ -156,7 +156,7 @@ def model_of(
 
     def pair() -> tuple[Path, EngineSettings]:
         path, settings = engine.plan(np)
-        settings = replace(settings, parks=parks)
+        settings = replace(settings, parks=parks and settings.tp < 2 and settings.replicas == 1)
         if cache_ram and settings.cache_ram == EngineSettings().cache_ram:
             settings = replace(settings, cache_ram=min(cache_ram, settings.cache_ram))
         return path, settings

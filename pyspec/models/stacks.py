@@ -96,8 +96,9 @@ def _shared(w: Weights, ffn: str, n_ff: int, stacks: Stacks) -> Stacks:
 def router_of(w: Weights, scores: str, *gate: str) -> Tensor:
     """The matrix of the router, behind it the row that gates the shared expert, if there is one. f32 for every type of file: a near tie
     decides which experts run."""
-    matrix = w.vector(scores)
-    return torch.cat([matrix, *(w.vector(name).view(1, -1) for name in gate)]) if gate else matrix
+    parts = [(w.vector(name), w.factors(name, -1)) for name in (scores, *gate)]
+    rows = [x if by is None or len(by) > 1 else x * by for x, by in parts]  # Gemma 4's is a norm's
+    return torch.cat([row.view(-1, row.shape[-1]) for row in rows]) if gate else rows[0]
 
 
 def named_experts(w: Weights, name: str, *, n_expert: int) -> Tensor:

@@ -180,7 +180,7 @@ class Weights:
         return 1.0 if scale is None else float(scale.item())
 
     def factors(self, name: str, n: int) -> Tensor | None:
-        """Those of a matrix's products [n] f32, one for each expert or one for all; None: it has none."""
+        """Those of a matrix's products [n] f32, one for each expert or one for all; None: it has none. n: -1 for as many as the file has"""
         if not self.has(side := scale_of(name)):
             return None
         scale = self.vector(side).expand(n).contiguous()
@@ -438,18 +438,20 @@ class Weights:
     def heads(self, name: str) -> tuple[HeadsRun, bool]:
         """The product of each head's part of rows with a matrix of its own [head, out, in]: as in the file where a kernel reads that, or
         else as f16, or as bf16 where that is too small. And whether graphs and recordings may hold it."""
-        info, factor = self._info(name), self._scale(name)
+        info, by = self._info(name), self.factors(name, -1)
+        by = None if by is None or bool((by == 1).all()) else by[:, None, None]
         spec = HeadsSpec(self.device, info.type, *info.shape)
-        if self.dense is not None or factor != 1.0:
+        if self.dense is not None or by is not None:
             spec = replace(spec, type=OF_DTYPE[self.dense or torch.float32])
         else:
             found = heads_ways(spec)
             spec = next((way for way in found if heads.has_own(way)), found[-1])
-        if spec.type is info.type and factor == 1.0:
+        if spec.type is info.type and by is None:
             data = self._raw(name)
         else:
             with temporary(self.device):
-                unpacked = dequantize(self._raw(name), info.type, info.shape).float() * factor
+                unpacked = dequantize(self._raw(name), info.type, info.shape).float()
+                unpacked = unpacked if by is None else unpacked * by
             if spec.type is GGMLType.F16 and not unpacked.half().isfinite().all():
                 spec = replace(spec, type=GGMLType.BF16)
             data = unpacked.to(next(t for t, of in OF_DTYPE.items() if of is spec.type), copy=True)

@@ -117,11 +117,18 @@ def test_options_of_rows_reach_their_engines(folder: Path) -> None:
     assert two.plan({"host": 8 << 30}).n_ctx == 512
 
 
-def test_models_are_parked_where_there_is_a_card_unless_their_section_says_no(folder: Path) -> None:
+def test_models_are_parked_where_there_is_a_card_unless_their_section_says_no(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ini = preset(folder, "[qwen35]\npark = 0\n")
     found = models_of(folder=folder, ini=ini, card=24 << 30)
     assert found["gemma3"].parks and not found["qwen35"].parks
     assert not models_of(folder=folder)["gemma3"].parks
+    planned: list[bool] = []
+    monkeypatch.setattr(Planner, "need", lambda self, path, given, budget: planned.append(given.parks))
+    for words in ((), ("--tp", "2"), ("--replicas", "2")):
+        models_of(*words, folder=folder, card=24 << 30)["gemma3"].plan({})
+    assert planned == [True, False, False], "those of several GPUs are unloaded"
 
 
 def test_sections_change_models_of_a_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -264,7 +265,7 @@ def test_replicas_are_not_parked() -> None:
         engine.park()
 
 
-def test_the_plan_of_a_parked_model() -> None:
+def test_the_plan_of_a_parked_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a card graphs and the process keep memory; the weights are in host memory, beside the prefix cache's part of it. Slots are nowhere."""
     path, budget = FIXTURES / "qwen35.gguf", {"host": 64 << 30, "cuda:0": 24 << 30}
     settings = EngineSettings(np=7, ctx=511, device="cuda", parks=True, cache_ram=100)
@@ -282,3 +283,6 @@ def test_the_plan_of_a_parked_model() -> None:
     assert on_host.rest is not None and on_host.rest.keys() == {"host"}
     several = EngineSettings(np=7, ctx=511, device="cpu", parks=True, replicas=2)
     assert need_of(path, several, {"host": 64 << 30}).rest is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    both = need_of(path, replace(settings, tp=0), budget)
+    assert both.bytes.keys() == {"host", "cuda:0", "cuda:1"} and both.rest is None, "--tp 0 is all"

@@ -129,6 +129,17 @@ def test_matrices_of_heads_are_those_of_the_file(
             assert holds == (build.compiler() is not None)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the file's bytes are a CPU's")
+def test_matrices_of_heads_have_a_factor_each(tmp_path: Path) -> None:
+    """NVFP4 files have one beside each of K2-Horizon's experts of values: no such file could be loaded."""
+    path = synth.write(find("k2-horizon-mova", tiny=True), tmp_path / "m.gguf", quant="nvfp4")
+    with open_gguf(path) as file:
+        weights, name, x = Weights(file, CPU, None), "blk.0.attn_v_exps.weight", torch.randn(3, 5, 64)
+        want = weights.vector(name) * weights.vector(name.replace("weight", "scale"))[:, None, None]
+        got = weights.heads(name)[0](x)
+        assert torch.allclose(got, torch.einsum("nhi,hoi->nho", x, want), rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu" or build.compiler() is None, reason="the tier of CPUs")
 @pytest.mark.parametrize("kv", ["f16", "q4_0"])
 def test_a_cpu_runs_every_op_and_records_the_forward(kv: str, tmp_path: Path) -> None:

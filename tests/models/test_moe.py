@@ -203,6 +203,21 @@ def test_the_router_stays_f32_when_matrices_are_not(tmp_path: Path) -> None:
     assert router.dtype == torch.float32 and not torch.equal(router[2], router[5])
 
 
+def test_factors_of_scores_are_the_routers(tmp_path: Path) -> None:
+    """They were passed over."""
+    made = tensors(QWEN)
+    scales = {f"ffn_gate_inp{x}.scale": np.full(1, 0.3, np.float32) for x in ("", "_shexp")}
+    x = torch.randn(7, N)
+    with (
+        write(tmp_path / "a.gguf", folded(made | scales)) as a,
+        write(tmp_path / "b.gguf", made | scales) as b,
+    ):
+        one, two, without = (
+            run(bound(Weights(f, CPU, None), QWEN), x) for f in (a, b, write(tmp_path / "c.gguf", made))
+        )
+    assert torch.allclose(one, two, atol=1e-5) and not torch.allclose(one, without, atol=1e-2)
+
+
 SCALED = {
     "relu2": (NEMOTRON, {"up": 8, "down": 8}),
     "a gate, one number for all": (QWEN, {"gate": 1, "down": 1}),

@@ -168,7 +168,8 @@ class World:
 
         active = [row for row in table.rows.values() if row.is_resident and not is_parked(row)]
         assert not table.most or len(active) <= table.most
-        assert sum(row.state in ("parking", "parked") for row in table.rows.values()) <= MOST_PARKED
+        idle = [row for row in table.rows.values() if row.since == inf]
+        assert sum(row.state in ("parking", "parked") for row in idle) <= MOST_PARKED
         sums = dict.fromkeys(table.budget, 0)
         for row in table.rows.values():  # the books, counted anew
             for place in sums:
@@ -288,6 +289,15 @@ def test_random_events_keep_the_invariants() -> None:
 def test_a_hundred_thousand_random_events() -> None:
     for seed in range(10):
         random_events(10_000, 100 + seed)
+
+
+def test_a_parked_model_that_was_to_wake_and_is_not_wanted_is_one_of_four() -> None:
+    """Another was parked for it, and then five stayed."""
+    w = card_world(14, 100, *((f"m{i}", 8) for i in range(5)))
+    used_once(w, *(f"m{i}" for i in range(5)))
+    w.end(w.ask("m0"))
+    w.run(w.now + 2)
+    assert states(w) == {"m0": "unloaded", **dict.fromkeys(("m1", "m2", "m3", "m4"), "parked")}
 
 
 def test_nothing_that_runs_is_evicted() -> None:

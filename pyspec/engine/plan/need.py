@@ -36,7 +36,7 @@ def need_of(path: Path, settings: EngineSettings, budget: Mapping[str, int]) -> 
         elif not settings.ctx:
             d = _shared(d, int(SHARE * budget.get(place, 0)))
         plan, host = plan_memory(d), plan_host(d)
-    n_rank, n_replica = settings.tp, settings.replicas
+    n_rank, n_replica = d.settings.tp, settings.replicas
     found = {
         HOST: n_replica * (PROCESS_BYTES + (settings.cache_ram << 20 if settings.prefix_cache else 0))
     }
@@ -52,7 +52,7 @@ def need_of(path: Path, settings: EngineSettings, budget: Mapping[str, int]) -> 
         found,
         d.n_ctx,
         f"{plan}; -np {settings.np} -c {d.n_ctx}; {size(sum(found.values()))} with its process",
-        _rest(plan, found, card if d.is_cuda else "", settings) if settings.parks else None,
+        _rest(plan, found, card if d.is_cuda else "", d.settings) if settings.parks else None,
     )
 
 

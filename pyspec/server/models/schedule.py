@@ -31,7 +31,7 @@ SOON_S = 8.0  # models that load within that are equally cheap: their times depe
 YOUNG_S = 2.0  # a model without a request stays that long after its load
 BACKOFF_S = (1.0, 5.0, 30.0, 60.0)  # in which a model that failed to load fails its requests at once
 MOST_BEFORE = 6  # models, busy or waiting, that one can pass: it counts what follows if any of them end
-MOST_PARKED = 4  # each keeps a process, with a context on its card
+MOST_PARKED = 4  # beside those that wake next: each keeps a process, with a context on its card
 START_S, LOAD_RATE, WAKE_RATE = 4.0, 1e9, 2e10  # of a process; bytes/s, until one was measured
 
 
@@ -343,6 +343,11 @@ class Schedule:
                 self._leave(row, self.rows.get(row.drained_for))
             elif row.state == "draining" and (not row.claims or now >= row.until):
                 self._stop(row)
+        parked = [
+            row for row in self.rows.values() if row.state in ("parking", "parked") and row.since == inf
+        ]
+        if len(parked) > MOST_PARKED:  # one that another was parked for is not wanted any more
+            self._stop(min(parked, key=lambda row: (row.pinned, row.used)))
         while any(self._admit(row, before, now) for row, before in self._queue()):
             pass
         out, self._out = self._out, []

@@ -236,7 +236,8 @@ def _lattice(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Te
     plus    the amount that a minus adds to a level
     """
     levels = grid.index_select(0, points.flatten().int())
-    word = words.contiguous().view(torch.int32)
+    own = words.clone(memory_format=torch.contiguous_format)  # those of one block lie at any byte
+    word = own.view(torch.int32)
     picked = torch.cat([word >> s & 127 for s in (0, 7, 14, 21)], -1)
     minus = grids.signs(points.device, plus).index_select(0, picked.flatten())
     q = (levels.flatten() + minus.flatten()).view(len(points), -1)
