@@ -12,7 +12,7 @@ import torch
 from emulated.gpu import emulated_gpu
 
 from pyspec.cuda import jit
-from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.op import Impl, Op, all_ops
 
 CARD = torch.device("cuda", 0)
 
@@ -35,10 +35,11 @@ def only(
     """The ops bound to their kernels, without a GPU, or ("torch") to the references; also to these where `limits` refuse a kernel."""
     with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "missing", lambda device: None)
+        for op in all_ops():  # also of others that are bound inside: what they decide there ends with it
+            patch.setattr(op, "_decided", {})
+            patch.setattr(op, "verdicts", {})
         for op in ops:
             own = [replace(i, limits=limits(i)) for i in op.impls if i.name == name]
             patch.setattr(op, "impls", own)
             patch.setattr(op, "check", None)
-            patch.setattr(op, "_decided", {})
-            patch.setattr(op, "verdicts", {})
         yield
