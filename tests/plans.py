@@ -62,7 +62,7 @@ def fix_alone(loop: Loop, pick: Callable[[list[int], int], int | None], graph_of
 
 
 def timed(loop: Loop, round_ms: float, row_ms: float) -> Clock:
-    """A clock for the loop, which goes on by rounds and by what else tells it how long it took, and a little when it is read."""
+    """A clock for the loop. It goes on by rounds, by other work that reports its time, and a little with each look."""
     clock, results = Clock(by=1e-5), loop.worker.results
     loop.clock = loop.speculator.clock = clock
 

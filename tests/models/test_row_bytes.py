@@ -18,7 +18,7 @@ N = 240  # rows, so that what a forward takes once is little beside them
 def taken(bench: Bench) -> int:
     """Most bytes that a forward of N rows has allocated at once."""
     seq = bench.seq(0, [(7 * i * i + 3 * i) % 200 for i in range(N)], n_out=1)
-    bench.forward(seq)  # what is kept from now on is allocated
+    bench.forward(seq)  # later tensors are allocated
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         bench.forward(seq)
     results = found.profiler.kineto_results  # type: ignore[union-attr]

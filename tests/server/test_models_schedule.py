@@ -49,7 +49,7 @@ class Watched(Schedule):
         return is_done
 
     def may_pass(self, late: ModelRow, before: Sequence[ModelRow], now: float) -> bool:
-        """Whether a model fits beside all that is there, and those before it, whatever else ends, fit just as if this one were not there."""
+        """Whether a model fits beside all loaded ones, and all earlier ones still fit as if this one were not there, for any set of ended ones."""
 
         def takes(held: Bytes, *, counts: bool = True) -> np.ndarray:
             return np.array([*(held.get(place, 0) for place in self.budget), counts])

@@ -35,7 +35,7 @@ def only(
     """The ops bound to their kernels, without a GPU, or ("torch") to the references; also to these where `limits` refuse a kernel."""
     with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "missing", lambda device: None)
-        for op in all_ops():  # also of others that are bound inside: what they decide there ends with it
+        for op in all_ops():  # other ops are bound inside, too: their decisions end with the block
             patch.setattr(op, "_decided", {})
             patch.setattr(op, "verdicts", {})
         for op in ops:
