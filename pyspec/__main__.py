@@ -10,13 +10,13 @@ def leave(*_: object) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line, on the main thread."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
+        signal.signal(signal.SIGINT, leave)
     from pyspec.cli import main as command
 
     command(obj=leave)
 
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
-    signal.signal(signal.SIGINT, leave)
 if __name__ == "__main__":
     main()
