@@ -15,8 +15,8 @@ from pyspec.models.cuts import share_of
 from pyspec.models.wants import TOKEN_INPUTS, Want
 from pyspec.models.weights import GROUPED, HEADS, OF_HEADS, PLAIN, cuts_of
 
-# Of a tensor from which on torch asks the driver for one piece, in steps of 2 MiB
-LARGE_BYTES = 10 << 20
+# Of a tensor from which on torch asks the driver for one piece, in steps of PIECE
+LARGE_BYTES, PIECE = 10 << 20, 2 << 20
 
 
 def shares_of(file: GGUFFile, wants: Mapping[str, Want], n: int) -> dict[str, TensorInfo]:
@@ -72,12 +72,13 @@ def repacked_bytes(t: TensorInfo) -> int:
 
 
 def wide_bytes(tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of f16 copies of the matrices that kernels stream."""
-    matrices = [
-        t
-        for t in tensors.values()
-        if len(t.shape) == 2 and t.type not in PLAIN and t.name != TOKEN_INPUTS
-    ]
-    return sum(
-        2 * t.n_elements for t in matrices if t.name not in HEADS and not t.name.endswith(GROUPED)
+    """Bytes of f16 copies of the matrices that kernels stream, as torch's allocator holds them."""
+    sizes = (
+        2 * t.n_elements
+        for name, t in tensors.items()
+        if len(t.shape) == 2
+        and t.type not in PLAIN
+        and name not in (TOKEN_INPUTS, *HEADS)
+        and not name.endswith(GROUPED)
     )
+    return sum(-(-n // PIECE) * PIECE if n >= LARGE_BYTES else n for n in sizes)

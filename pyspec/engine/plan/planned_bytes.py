@@ -10,6 +10,7 @@ import torch
 
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import unpacked
 from pyspec.cuda.ops.moe.host import staging_bytes
 from pyspec.cuda.ops.moe.lane import JOB_ROWS
@@ -46,7 +47,7 @@ from pyspec.slots.kv_types import KvFormat
 from pyspec.slots.parts import Paged, Recurrent
 
 PACKING_BYTES = 128 << 20  # of the pieces of a matrix that is packed
-STREAM_BYTES = 64 << 20  # cuBLAS's workspace of a stream, on Hopper
+STREAM_BYTES = 64 << 20  # cuBLAS's workspaces of a stream and of its graphs, on Hopper
 MOST_STARTS = 4  # states where short prompts end, which are kept on the device
 
 
@@ -101,9 +102,16 @@ def plan_memory(d: Description) -> MemoryPlan:
         )
     arch = unpacked.arch_on(d.device) if d.assumed is None else d.assumed.arch
     plan = with_copies(plan, 0 if s.exact or arch in NO_COPIES else n_wide, d.device, s.weights, d.room)
-    if d.dense is not None or s.exact or plan.wide:
+    if d.dense is not None or not arch:
         return plan
-    return replace(plan, workspace=plan.workspace + unpacked.scratch_bytes(arch))
+    if d.assumed is not None:
+        n_sm = d.assumed.n_sm
+    else:
+        n_sm = torch.cuda.get_device_properties(d.device).multi_processor_count
+    more = linear_cuda.workspace_bytes(arch, n_sm)
+    if not s.exact:
+        more += STREAM_BYTES if plan.wide else unpacked.scratch_bytes(arch)
+    return replace(plan, workspace=plan.workspace + more)
 
 
 def projector_bytes(d: Description) -> int:
