@@ -165,10 +165,11 @@ def test_tables_in_host_memory_leave_the_bits_of_tables_on_the_card(
             prompts = [TOKENS[:n] for n in (9, 150, 31)]
             found = engine.generate_many(prompts, max_tokens=60, temperature=0.0, ignore_eos=True)
             assert engine.loop.worker.forward._graphs, "rounds are graphs"
+            held.append(torch.cuda.memory_allocated())
         texts.append([result.tokens for result in found])
         del engine
         gc.collect()
-        held[-1] -= torch.cuda.memory_allocated()  # what libraries took stays for the next
+        held[-1] -= torch.cuda.memory_allocated()  # what libraries took, also while it ran, stays
     assert torch.equal(*rows) and texts[0] == texts[1]
     assert held[0] - held[1] == pytest.approx(n_bytes, abs=1 << 20)
 
@@ -237,6 +238,10 @@ def test_drafts_never_cost_two_percent(places: dict[str, int], length: float, la
         "threads": n_cores(),
     }
     with Engine.load(large, "mtp", **given, **places, n_draft_max=3, synth_len=length) as engine:  # type: ignore[arg-type]
-        plan = Plan(streams=(1, 4), n_prompt=64, n_predict=400, random_prompts=True, ignore_eos=True)
+        turns = {
+            "turns": 9,
+            "n_predict": 140,
+        }  # neighbours in time, because a host's memory has slow seconds
+        plan = Plan(streams=(1, 4), n_prompt=64, random_prompts=True, ignore_eos=True, **turns)
         rows = bench(engine, plan, print).rows
     assert all(row.ratio >= 0.98 for row in rows), [(row.np, row.ratio) for row in rows]

@@ -2,8 +2,8 @@
 
 A picture is encoded for a request that waits, once the cache has been asked and lacks a row of it. On a CPU parts of the encoder's blocks run
 behind each round, with the engine's threads. Beside a GPU they have a thread, and on one a stream, too: a few blocks are launched behind a
-round. Launching them can take far longer than a round: cuDNN's attention builds a plan for every number of patches, torch takes that first on
-Hopper, and page-locking memory for a picture's rows takes milliseconds.
+round. Launching them can take far longer than a round: cuDNN's attention builds a plan for every number of patches, and torch takes that first
+on Hopper. The thread waits for its slice. Rows come to ordinary memory: to lock pages for each picture's held other launches up for milliseconds.
 An encoder that fails ends the requests that want the picture, and no other.
 """
 
@@ -13,7 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from math import isqrt
 
@@ -37,20 +36,17 @@ SLICE_FLOP = 5e11  # of the blocks that a GPU is given between two rounds: some 
 SLICE_S = 0.1  # in which a CPU encodes behind each round: less than it may read prompts
 
 
-Slice = tuple[Tensor | None, torch.cuda.Event | None]
-"""The rows, if the encoder is through, in host memory once the event is over; None: no device is waited for."""
+Slice = Future[Tensor | None]
+"""The rows in host memory, if the encoder is through."""
 
 
 @dataclass(slots=True)
 class Encoding:
-    """A picture that is being encoded. rows: in host memory, once `done` is over; None: the encoder is not through. aside: a slice that another
-    thread takes"""
+    """A picture that is being encoded. aside: a slice that another thread takes"""
 
     handle: int
     steps: Iterator[Tensor | None]
-    rows: Tensor | None = None
-    done: torch.cuda.Event | None = None
-    aside: Future[Slice] | None = None
+    aside: Slice | None = None
 
 
 class Pictures:
@@ -83,7 +79,7 @@ class Pictures:
         self._running: Encoding | None = None
         self._stream: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Future[Slice] | None = None  # of the thread
+        self._last: Slice | None = None  # of the thread
         if encoder is not None and "cuda" in (self.device.type, worker.device.type):
             self._thread = ThreadPoolExecutor(1, "pyspec-pictures")
         if encoder is not None and self.device.type == "cuda":
@@ -100,18 +96,12 @@ class Pictures:
         width, height = p.size_of(side, side)
         grid, pixels = p.grid(width, height), np.zeros((height, width, 3), np.uint8)
         whole = self.encoder.slices(Picture(b"", pixels, *grid, p.n_row(width, height)), p.n_block or 1)
-        _, done = self._thread.submit(self._sliced, whole).result()
-        assert done is not None
-        done.synchronize()
+        self._thread.submit(self._sliced, whole).result()
 
     def rest(self) -> None:
-        """Wait for the thread and its stream, of a picture that nobody may want by now: the weights that they read go next. Ignores errors of the
-        device."""
+        """Wait for the thread, of a picture that nobody may want by now: the weights that it reads go next. Ignores errors of the device."""
         if self._last is not None:
             wait((self._last,))
-        if self._stream is not None:
-            with suppress(RuntimeError):
-                self._stream.synchronize()
 
     @property
     def is_busy(self) -> bool:
@@ -200,40 +190,31 @@ class Pictures:
             picture = self._queue.pop(handle)
             running = self._running = Encoding(handle, iter(()))
             running.steps = self._begun(picture)
+        rows = None
         if running.aside is not None:
             if is_alone:
                 wait((running.aside,), ALONE_S)
             if not running.aside.done():
                 return
-            (running.rows, running.done), running.aside = running.aside.result(), None
-        if running.done is not None:
-            if is_alone:
-                running.done.synchronize()
-            if not running.done.query():
-                return
-            running.done = None
-        if running.rows is None and self._thread is not None:
+            rows, running.aside = running.aside.result(), None
+        if rows is None and self._thread is not None:
             running.aside = self._last = self._thread.submit(self._sliced, running.steps)
-        elif running.rows is None:
-            running.rows, _ = self._sliced(running.steps)
-        if running.rows is not None:
-            self._keep(running.handle, running.rows)
+        elif rows is None:
+            rows = self._sliced(running.steps)
+        if rows is not None:
+            self._keep(running.handle, rows)
             self._running, self.has_news = None, True
 
     @torch.inference_mode()
-    def _sliced(self, steps: Iterator[Tensor | None]) -> Slice:
-        """Take steps for a slice. Another thread may call this: it touches nothing of this object that changes."""
+    def _sliced(self, steps: Iterator[Tensor | None]) -> Tensor | None:
+        """Take steps for a slice, and wait for a GPU. Another thread may call this: it touches nothing of this object that changes."""
         with torch.cuda.stream(self._stream):
             until = time.perf_counter() + self.slice_s
             while (rows := next(steps)) is None and time.perf_counter() < until:
                 pass
-            if self._stream is None:
-                return rows, None
-            if rows is not None:
-                rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-            return rows, done
+            if self._stream is not None:
+                self._stream.synchronize()
+            return None if rows is None else rows.cpu()
 
     def _begun(self, picture: Picture) -> Iterator[Tensor | None]:
         encoder = self.encoder
@@ -244,7 +225,7 @@ class Pictures:
 
     def _keep(self, handle: int, rows: Tensor) -> None:
         self.n_encoded += 1
-        self._kept[handle] = rows.cpu()
+        self._kept[handle] = rows
         while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > self.most_bytes:
             self._kept.popitem(last=False)
 
