@@ -52,7 +52,9 @@ class Kda(Plain):
             "ssm_norm": Want((s.dim,)),
             "attn_output": Want((n, inner), cut=replace(by_head, axis=1)),
         }
-        decays = ((s.n_v_head, 1), (s.n_v_head,))[:: -1 if self.turns_decays else 1]  # as files have them
+        decays = ((s.n_v_head, 1), (s.n_v_head,))[
+            :: -1 if self.turns_decays else 1
+        ]  # as files have them
         for x in "fg":
             if at.has(f"ssm_{x}_b.weight"):
                 shapes[f"ssm_{x}_a"] = Want((s.dim, n))
