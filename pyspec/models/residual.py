@@ -63,11 +63,9 @@ class Residual:
         """The tensors between blocks and head, besides the last norm. They have no prefix."""
         if self.gates is not None:
             return self.gates.tensors(n_embd)
-        return (
-            {}
-            if self.n_iter is None or self.means
-            else mix_tensors(HEAD_MIX, self.n * n_embd, self.n, 1)
-        )
+        if self.n_iter is None or self.means:
+            return {}
+        return mix_tensors(HEAD_MIX, self.n * n_embd, self.n, 1)
 
     @property
     def of_mtp(self) -> Residual:

@@ -52,9 +52,8 @@ class Kda(Plain):
             "ssm_norm": Want((s.dim,)),
             "attn_output": Want((n, inner), cut=replace(by_head, axis=1)),
         }
-        decays = ((s.n_v_head, 1), (s.n_v_head,))[
-            :: -1 if self.turns_decays else 1
-        ]  # as files have them
+        # as their converters write them
+        own, other = sorted([(s.n_v_head,), (s.n_v_head, 1)], key=len, reverse=not self.turns_decays)
         for x in "fg":
             if at.has(f"ssm_{x}_b.weight"):
                 shapes[f"ssm_{x}_a"] = Want((s.dim, n))
@@ -64,7 +63,7 @@ class Kda(Plain):
                 shapes[first] = Want((inner, n), cut=by_head)
         return {
             **{at.name(f"{name}.weight"): want for name, want in shapes.items()},
-            at.name("ssm_a"): Want(decays[0], also=decays[1:], cut=by_head),
+            at.name("ssm_a"): Want(own, also=(other,), cut=by_head),
             at.name("ssm_dt.bias"): Want((inner,), cut=by_head),
         }
 
