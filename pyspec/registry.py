@@ -77,6 +77,7 @@ ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelSpec`
     "deepseek2": "pyspec.models.arch.deepseek2",
     "mistral4": "pyspec.models.arch.deepseek2",
     "glm-dsa": "pyspec.models.arch.glm_dsa",
+    "glm5-next": "pyspec.models.arch.glm5_next",
     "deepseek4": "pyspec.models.arch.deepseek4",
 }
 GROUP, ARCHITECTURE_GROUP = "pyspec.drafters", "pyspec.architectures"

@@ -98,6 +98,8 @@ HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
     "attention.indexer.key_length": SIZE,
     "attention.indexer.top_k": Whole(1, 1 << 20),
     "attention.indexer.types": Whole(0, 1),
+    "attention.indexer.kpool": Whole(2, 1 << 16),
+    "attention.indexer.kpool_select_tail": FLAG,
     "attention.value_expert_count": Whole(1, 1 << 12),
     "attention.value_expert_used_count": Whole(1, 1 << 12),
     "full_attention_interval": Whole(1, 1 << 20),

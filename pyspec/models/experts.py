@@ -88,7 +88,13 @@ def feeds(file: GGUFFile, n_layer: int, experts: Experts) -> Sequence[PartSpec]:
 
 def cut_behind_silu(feed: PartSpec, limits: tuple[float, float]) -> PartSpec:
     """A feed-forward whose activations are cut behind silu, those of experts and of others; 0: nowhere."""
-    own, shared = (-limit for limit in limits)
+    own, shared = limits
+    return cut(feed, (-own, -shared))
+
+
+def cut(feed: PartSpec, limits: tuple[float, float]) -> PartSpec:
+    """A feed-forward whose gates and ups are cut, those of experts and of others; 0: nowhere."""
+    own, shared = limits
     if isinstance(feed, Mlp):
         return replace(feed, limit=shared)
     assert isinstance(feed, Experts)

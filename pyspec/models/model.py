@@ -71,7 +71,7 @@ class ModelSpec:
     @property
     def n_hidden(self) -> int:
         """Width of the hidden states that an MTP block reads."""
-        return self.residual.n * self.n_embd
+        return self.residual.of_mtp.n * self.n_embd
 
     @property
     def attention(self) -> tuple[AttentionShape, ...]:
@@ -84,7 +84,7 @@ class ModelSpec:
         if self.mtp_block is None:
             return None
         own = self.n_layer, self.n_vocab, self.n_embd, self.eps, self.mtp_norm, self.mtp_more
-        return MtpOfBlock(self.mtp_block, self.residual, *own)
+        return MtpOfBlock(self.mtp_block, self.residual.of_mtp, *own)
 
     def place(self, file: GGUFFile, i: int) -> Place:
         """Of block `i`."""

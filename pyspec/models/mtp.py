@@ -106,7 +106,7 @@ class MtpOfBlock:
                 f"{behind}: a block between gated streams ends with gates of its own, and no norm"
             )
         n_stream = self.residual.n
-        own = {at.name(name): want for name, want in self.residual.of_mtp.tensors(n).items()}
+        own = {at.name(name): want for name, want in self.residual.tensors(n).items()}
         return own | {before: Want((n_stream, n), also=((n_stream * n,), (n,)))}
 
     def layers(self) -> tuple[LayerParts, ...]:

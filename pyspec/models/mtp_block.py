@@ -51,7 +51,7 @@ class MtpBlock:
         self.hnorm = weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.{spec.head_norm}")
         norm = target.norm if norm is None else norm
-        self.residual = bound_residual(spec.residual.of_mtp, weights, n, eps, norm, [self.block], at)
+        self.residual = bound_residual(spec.residual, weights, n, eps, norm, [self.block], at)
         own = _own(spec, weights, "embed_tokens", EMBEDDING, skips)
         self.embedding: Embedding = target.embedding if own is None else weights.embedding(own)
         own = _own(spec, weights, "shared_head_head", HEAD, skips)

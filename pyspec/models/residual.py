@@ -41,6 +41,7 @@ class Residual:
     """The way of the residual as data: `n` streams with `n_iter` steps and a lower bound of their coefficients (op `streams`).
 
     n_iter  None: one stream, to which every part adds its output, or streams side by side as one
+    means   of several streams: the head reads their mean, which is also the hidden state, and an MTP block has one stream
     gates   of streams side by side, which parts read and write themselves: those of the row that the head reads. None: there are none
     norms_rows  of one stream: rows of the embedding are normed, without weights
     last    of one stream: the kind of the last norm
@@ -55,17 +56,22 @@ class Residual:
     last: NormKind = RMS
     n_kept: int = 0
     seeds_raw: bool = False
+    means: bool = False
     gates: Gates | None = None
 
     def tensors(self, n_embd: int) -> dict[str, Want]:
         """The tensors between blocks and head, besides the last norm. They have no prefix."""
         if self.gates is not None:
             return self.gates.tensors(n_embd)
-        return {} if self.n_iter is None else mix_tensors(HEAD_MIX, self.n * n_embd, self.n, 1)
+        if self.n_iter is None or self.means:
+            return {}
+        return mix_tensors(HEAD_MIX, self.n * n_embd, self.n, 1)
 
     @property
     def of_mtp(self) -> Residual:
         """That of an MTP block, whose head has gates of its own."""
+        if self.means:
+            return Residual()
         return self if self.gates is None else replace(self, gates=replace(self.gates, name=MTP_GATES))
 
     def row_bytes(self, n_embd: int) -> int:

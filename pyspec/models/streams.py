@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyspec.cpu.tensors import picked, side_by_side
 from pyspec.cuda import fuse
+from pyspec.cuda.exact import by_row
 from pyspec.cuda.ops.gated_streams.op import gated_streams
 from pyspec.cuda.ops.gated_streams.ref import GatedStreams, GatedStreamsSpec
 from pyspec.cuda.ops.norms.op import norms
@@ -56,7 +57,9 @@ def bound_residual(
     if residual.n_iter is None:
         return BoundResidual(weights.device, n_embd, eps, norm, residual)
     spec = StreamsSpec(weights.device, residual.n, n_embd, residual.n_iter, eps, residual.floor)
-    return BoundStreams(spec, weights, norm, blocks)
+    if residual.means:
+        return BoundMean(spec, None, norm, blocks)
+    return BoundStreams(spec, mix_of(weights, HEAD_MIX), norm, blocks)
 
 
 def mix_of(w: Weights, name: str) -> StreamMix:
@@ -209,10 +212,14 @@ class BoundStreams(BoundResidual):
     """
 
     def __init__(
-        self, spec: StreamsSpec, weights: Weights, norm: Tensor, blocks: Sequence[StreamsBlock]
+        self,
+        spec: StreamsSpec,
+        mix: StreamMix | None,
+        norm: Tensor,
+        blocks: Sequence[StreamsBlock],
     ) -> None:
         super().__init__(spec.device, spec.n, spec.eps, norm)
-        self.n, self.mix = spec.n_stream, mix_of(weights, HEAD_MIX)
+        self.n, self.mix = spec.n_stream, mix
         self.streams: Any = streams.bind(spec)
         self.capturable = streams.chosen(spec).capturable
         steps = [step for block in blocks for step in block.steps]
@@ -272,3 +279,20 @@ class BoundStreams(BoundResidual):
 
     def _read(self, x: Tensor) -> Tensor:
         return self.norms(self.merged(x), self.norm)
+
+
+class BoundMean(BoundStreams):
+    """Several streams whose mean the head reads. Hidden states [row, n_embd] are that, normed."""
+
+    def end(self, x: Carried, out_rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.norms.picked(self.merged(x.x), self.norm, out_rows)
+
+    def state(self, x: Carried) -> Tensor:
+        return self._read(x.x)
+
+    def headed(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def merged(self, x: Tensor) -> Tensor:
+        (mean,) = by_row(lambda own: (own.mean(1),), x)
+        return mean

@@ -21,11 +21,11 @@ class Dims:
 
     n_layer      blocks of the trunk, without MTP blocks
     n_ff         inner width of a feed-forward, and of an expert where `n_ff_expert` is 0
-    keys, has    metadata that no other field gives; optional tensors of each block that the file has
+    keys, has    metadata that no other field gives, or in its place; optional tensors of each block that the file has
     tied, mtp    the embedding is the head, too; the number of multi-token-prediction blocks
     louder       factor on the usual size of the head
     n_rot        dimensions of a head that turn; 0: all
-    kda          dimensions of a head of Kimi Delta Attention; each `interval`-th block and the last have none
+    kda          dimensions of a head of Kimi Delta Attention; each `interval`-th block, the last and MTP blocks have none
     pattern      of Nemotron, a letter for each block: M Mamba-2, * attention, - feed-forward, E experts
     convolved    blocks whose mixer is a short convolution over `n_conv` rows
     n_near_head  heads in blocks that `sliding` names, where they have others

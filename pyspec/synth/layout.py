@@ -119,7 +119,8 @@ def file_arch(dims: Dims) -> str:
 
 def metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     """All keys except general.* and tokenizer.* (but the mask token of drafters)."""
-    for name, value in {**dict(dims.keys), **_keys(dims, dims.n_layer + parts.mtp)}.items():
+    given = dict(dims.keys)
+    for name, value in (given | _keys(dims, dims.n_layer + parts.mtp) | given).items():
         first = value[0] if isinstance(value, list | tuple) else value
         kind = ValueType.INT32 if name == BY_FIELD["sections"] else TYPES[type(first)]
         kind = ValueType.UINT64 if name in U64_KEYS else kind
@@ -169,7 +170,7 @@ def _keys(dims: Dims, n_block: int) -> dict[str, Any]:
     if d.kda:
         own["ssm.conv_kernel"] = d.n_conv
         own["attention.head_count_kv"] = [
-            int((i + 1) % d.interval == 0 or i + 1 == d.n_layer) for i in blocks
+            int((i + 1) % d.interval == 0 or i + 1 >= d.n_layer) for i in blocks
         ]
     if d.n_near_head:
         own["attention.head_count"] = [d.n_near_head if x else d.n_head for x in d.sliding]

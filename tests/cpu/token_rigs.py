@@ -46,6 +46,7 @@ def token_rigs() -> Iterator[tuple[str, Rig]]:
         *((compress, CompressSpec(CPU, 4, 64, True, 16, 1e-6, kv)) for kv in (F16, F32, F8)),
         (compress, CompressSpec(CPU, 128, 32, False, 32, 1e-6, F16)),
         (compress, CompressSpec(CPU, 4, 40, False, 8, 1e-6, BF16, weighed=False)),
+        (compress, CompressSpec(CPU, 4, 40, False, 2, 1e-6, F16, normed=False)),
         (index_rows, IndexSpec(CPU, 64, 128, 70, 4, F16, 64)),
         (index_rows, IndexSpec(CPU, 2, 32, 6, 4, F32, 8)),
         (index_rows, IndexSpec(CPU, 5, 40, 11, 1, BF16, 16)),

@@ -23,7 +23,7 @@ from pyspec.synth.dims import TINY, widened
 
 ADDED = (
     *("muse-glimmer", "laguna", "step35", "falcon-h1", "cohere2", "k2-horizon", "hunyuan-dense", "hunyuan-moe", "gemma2"),
-    *("llama4", "kimi-linear", "bailingmoe3", "glm-dsa", "kimi-k3", "k2-horizon-mova"),
+    *("llama4", "kimi-linear", "bailingmoe3", "glm-dsa", "kimi-k3", "k2-horizon-mova", "glm5-next"),
 )  # fmt: skip
 WITH_MTP = [name for name in ADDED if TINY[name].mtp]
 N_TEXT, MARGIN = 20, 0.02  # as in test_kv_types.py
@@ -87,7 +87,9 @@ def test_a_block_of_its_own_leaves_the_text(name: str, np: int) -> None:
     check(name, np=np, spec_type="mtp", n_draft_max=1 + np % 4)
 
 
-@pytest.mark.parametrize(("name", "raw"), [("step35", True), ("bailingmoe3", False), ("glm-dsa", False)])
+@pytest.mark.parametrize(
+    ("name", "raw"), [("step35", True), ("bailingmoe3", False), ("glm-dsa", False), ("glm5-next", False)]
+)
 def test_hidden_states_are_normed_but_for_those_of_step35(name: str, *, raw: bool) -> None:
     """The trunk's, and the block's own, whose head has a norm of its own."""
     bench = Bench(wide(name))

@@ -59,6 +59,7 @@ MODELS = [
     "mistral3",
     "lfm2moe",
     "qwen4exp",
+    "glm5-next",
 ]
 
 

@@ -29,10 +29,10 @@ from pyspec.slots.states import Saved
 QWEN35 = FIXTURES / "qwen35.gguf"
 PATHS = {"llama": FIXTURES / "llama.gguf", "nemotron": FIXTURES / "nemotron_latent.gguf"}
 PATHS |= {"lfm2moe": FIXTURES / "lfm2moe.gguf", "gemma4": FIXTURES / "gemma4-e.gguf"}
-PATHS |= {"qwen4exp": FIXTURES / "qwen4exp-mtp.gguf"}
+PATHS |= {"qwen4exp": FIXTURES / "qwen4exp-mtp.gguf", "glm5": FIXTURES / "glm5-next.gguf"}
 PATHS |= {"rings": PATHS["gemma4"]}  # windows alone, not the whole text
 PAGES_ALONE = ("llama", "gemma4")  # a prefix needs no checkpoint
-KINDS = ["mtp", "nemotron", "dflash", "ngram", "llama", "lfm2moe", "gemma4", "rings", "qwen4exp"]
+KINDS = ["mtp", "nemotron", "dflash", "ngram", "llama", "lfm2moe", "gemma4", "rings", "qwen4exp", "glm5"]
 
 
 def path_of(kind: str) -> Path:
@@ -46,6 +46,7 @@ def make(kind: str, **settings: object) -> Rig:
         "mtp": {"spec_type": "mtp", "n_draft_max": 3},
         "nemotron": {"spec_type": "mtp", "n_draft_max": 2},
         "qwen4exp": {"spec_type": "mtp", "n_draft_max": 3},
+        "glm5": {"spec_type": "mtp", "n_draft_max": 3},
         "dflash": {"draft_path": tiny("qwen35", drafter=True)},
     }.get(name, {"spec_type": "ngram", "ngram_match": 1})
     if off:
@@ -270,7 +271,7 @@ def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("kind", ["mtp", "nemotron", "dflash", "qwen4exp"])
+@pytest.mark.parametrize("kind", ["mtp", "nemotron", "dflash", "qwen4exp", "glm5"])
 def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
     """Whole pages shared, the middle of one copied: at the end all rows are those of a cold start."""
     r, fresh = make(kind), make(kind)

@@ -20,6 +20,7 @@ from pyspec.request import SamplingParams, Started
 QWEN35 = FIXTURES / "qwen35.gguf"
 GEMMA3 = FIXTURES / "gemma3.gguf"
 QWEN4EXP_MTP = FIXTURES / "qwen4exp-mtp.gguf"
+GLM5_NEXT = FIXTURES / "glm5-next.gguf"
 DEEPSEEK4, DEEPSEEK4_MTP = FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4_mtp.gguf"
 EXPERTS = ("nemotron_latent", "qwen35moe")  # Mamba-2 with experts, Gated DeltaNet with experts
 NEMOTRON = (
@@ -73,11 +74,15 @@ MAKERS: dict[str, Maker] = {
     **fakes("llama", FIXTURES / "llama.gguf", ["fickle"]),
     **fakes("deepseek4", DEEPSEEK4),
     **fakes("qwen4exp", QWEN4EXP_MTP),
+    **fakes("glm5-next", GLM5_NEXT),
     **fakes("gemma3", GEMMA3),
     **{f"mtp{n}-deepseek4": of(DEEPSEEK4, draft_path=DEEPSEEK4_MTP, n_draft_max=n) for n in range(1, 6)},
     **{f"mtp{n}-qwen4exp": of(QWEN4EXP_MTP, spec_type="mtp", n_draft_max=n) for n in (1, 3, 5)},
     "dflash2-qwen4exp": of(QWEN4EXP, draft_path=lambda: dflash2_of(tiny("qwen4exp", drafter=True), 320)),
     "suffix-qwen4exp": of(QWEN4EXP_MTP, spec_type="suffix"),
+    **{f"mtp{n}-glm5-next": of(GLM5_NEXT, spec_type="mtp", n_draft_max=n) for n in (1, 4)},
+    "dflash2-glm5-next": of(partial(tiny, "glm5-next", mtp=False), draft_path=lambda: dflash2_of(tiny("glm5-next", drafter=True), 320)),
+    "suffix-glm5-next": of(GLM5_NEXT, spec_type="suffix"),
     **{f"mtp{n}-{name}": of(FIXTURES / f"{name}.gguf", spec_type="mtp", n_draft_max=n) for name in EXPERTS for n in (1, 2, 3)},
     **{f"mtp2-{name}": of(FIXTURES / f"{name}.gguf", spec_type="mtp", n_draft_max=2) for name in NEMOTRON},
     **{kind: maker for name in EXPERTS for kind, maker in fakes(name, FIXTURES / f"{name}.gguf", ("liar", "oracle", "fickle")).items()},
@@ -90,8 +95,9 @@ CASES = [
     *((kind, np) for kind in ("mtp", "dflash", "ngram", "liar-hybrid", "fickle-hybrid") for np in (1, 2, 4, 8)),
     *((kind, np) for kind in ("suffix", "mtp-suffix", "dflash-suffix", "suffix-gemma3") for np in (1, 2, 5, 8, 10)),
     *((f"mtp{n}-deepseek4", np) for n in range(1, 6) for np in (1, 2, 4, 8)),
-    *((kind, 3) for kind in ("liar-deepseek4", "fickle-deepseek4", "liar-qwen4exp", "fickle-qwen4exp")),
+    *((kind, 3) for kind in ("liar-deepseek4", "fickle-deepseek4", "liar-qwen4exp", "fickle-qwen4exp", "liar-glm5-next", "fickle-glm5-next")),
     *((f"{kind}-qwen4exp", np) for kind in ("mtp1", "mtp3", "mtp5", "dflash2", "suffix") for np in (1, 2, 4, 8)),
+    *((f"{kind}-glm5-next", np) for kind in ("mtp1", "mtp4", "dflash2", "suffix") for np in (1, 2, 4, 8)),
     *((f"ngram-{name}", np) for name in ADDED for np in (1, 2, 4, 8)),
     *((kind, 3) for kind in ("liar-gemma3", "fickle-gemma3")),
     *((f"mtp{n}-{name}", np) for name in EXPERTS for n in (1, 2, 3) for np in (1, 2, 4, 8)),

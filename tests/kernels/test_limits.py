@@ -108,6 +108,7 @@ TAKEN: dict[str, list[Any]] = {
         CSA, replace(CSA, dim=32, kv=torch.float32), replace(CSA, dim=96, n_rot=96, kv=torch.float8_e4m3fn),
         *(replace(spec, dim=512, n_rot=64) for spec in (CSA, CompressSpec(GPU, 128, 32, False, 32, 1e-6, torch.bfloat16))),
         CompressSpec(GPU, 128, 32, False, 32, 1e-6, torch.bfloat16), replace(CSA, ratio=6, overlaps=False), replace(CSA, overlaps=False, weighed=False),
+        replace(CSA, overlaps=False, n_rot=2, normed=False),
     ],
     "convolve": [ConvolveSpec(GPU, 5120, 4, 64)],
     "embed": [EmbedSpec(GPU, type, 512) for type in embed_cuda.TYPES],

@@ -73,6 +73,7 @@ ADDED = [
     "glm-dsa",
     "kimi-k3",
     "k2-horizon-mova",
+    "glm5-next",
 ]
 """Fixtures of architectures that were added one by one, with llama.cpp's logits and ids."""
 DEVICE = torch.device(

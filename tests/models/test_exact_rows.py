@@ -69,7 +69,7 @@ def logits_of(
 
 @pytest.mark.sampled(most=3)
 @pytest.mark.parametrize(
-    "model", ["llama", "qwen3", "qwen35", "qwen35moe", "nemotron_h_moe", "qwen4exp"]
+    "model", ["llama", "qwen3", "qwen35", "qwen35moe", "nemotron_h_moe", "qwen4exp", "glm5-next"]
 )
 def test_a_prompt_has_the_same_bits_however_it_comes(tmp_path: Path, model: str) -> None:
     path = write(model, tmp_path / "m.gguf", quant="q8_0", tiny=True)

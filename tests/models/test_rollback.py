@@ -64,7 +64,8 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "end"), [("qwen35", 110), ("kimi-linear", 28), ("bailingmoe3", 28), ("qwen4exp", 38)]
+    ("name", "end"),
+    [("qwen35", 110), ("kimi-linear", 28), ("bailingmoe3", 28), ("qwen4exp", 38), ("glm5-next", 38)],
 )
 def test_random_walk_of_prefill_verify_and_reject_follows_the_plain_path(name: str, end: int) -> None:
     rng, found = np.random.default_rng(3), np.load(FIXTURES / f"{name}.npz")

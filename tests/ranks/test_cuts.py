@@ -68,6 +68,7 @@ DIVIDED = {  # a file and its numbers of ranks
     "glm-dsa": 2,
     "kimi-k3": 3,
     "k2-horizon-mova": 2,
+    "glm5-next": 2,
 }
 UNEVEN = {  # numbers of ranks that divide neither their heads nor their columns
     "llama": (3, 8),

@@ -40,7 +40,7 @@ SLOW = [
     ("phi3", 2), ("olmo3", 2), ("exaone4", 2), ("exaone-moe", 2), ("dots1", 3), ("seed_oss", 3),
     ("muse-glimmer", 2), ("laguna", 2), ("falcon-h1", 2), ("cohere2", 2), ("step35", 2), ("k2-horizon", 2), ("laguna", 3),
     ("hunyuan-dense", 2), ("hunyuan-moe", 2), ("gemma2", 2), ("kimi-linear", 3), ("bailingmoe3", 3), ("llama4", 2),
-    ("qwen4exp", 2), ("glm-dsa", 2), ("kimi-k3", 3), ("k2-horizon-mova", 2),
+    ("qwen4exp", 2), ("glm-dsa", 2), ("kimi-k3", 3), ("k2-horizon-mova", 2), ("glm5-next", 2),
     ("qwen35", 4), ("nemotron_latent", 4), ("nemotron_moe", 3),
 ]  # fmt: skip
 CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]

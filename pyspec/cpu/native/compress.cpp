@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t MOST = 1024, MOST_SOURCES = 512;  // columns and sources of a row
 
 struct CompressArgs {
-  const float *values, *scores, *places, *norm;  // scores, places: null where all tokens of a block count alike
+  const float *values, *scores, *places, *norm;  // null: scores, places where all tokens of a block count alike; norm where rows have none
   const double *freq;
   float *ring_values, *ring_scores;
   TokensArgs rows;
@@ -53,7 +53,7 @@ void make(const CompressArgs &p, const Token &t, int64_t row) {
     }
     put(y + d, total / weights);
   });
-  rms_norm(y, y, dim, p.norm, float(p.eps));
+  if (p.norm != nullptr) rms_norm(y, y, dim, p.norm, float(p.eps));
   turn_tails(y, 1, dim, p.n_rot, t.at + 1 - p.pool.ratio, p.freq, 1.0);
   pack_row(p.pool.kind, y, p.pool.row(row), p.pool.factors(row), dim);
 }

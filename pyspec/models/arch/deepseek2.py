@@ -18,6 +18,7 @@ from pyspec.models.experts import feeds, read_routed
 from pyspec.models.model import ModelSpec
 from pyspec.models.read import read_decoder, trunk_layers, vocab_size
 from pyspec.models.rope import RopeSpec, read_scaling, read_temperature
+from pyspec.ranges import Whole
 
 # Vocabulary and blocks of a model whose files may not say that its router is a sigmoid
 GLM_FLASH = 154_880, (47, 48)
@@ -43,7 +44,9 @@ def read_mla(file: GGUFFile, *, turns: bool = True) -> Mla:
     queries = read_temperature(file)
     if queries is not None and arch not in OWN:
         raise ModelError(f"{arch} files with a temperature of queries are not supported")
-    n_rot, key = h.integer("rope.dimension_count"), h.integer("attention.key_length_mla")
+    legal = None if turns else Whole(0, 1 << 20)
+    n_rot = h.integer("rope.dimension_count", legal=legal)
+    key = h.integer("attention.key_length_mla")
     if n_rot % 2 or not n_rot < key:
         raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {key}")
     scaling = read_scaling(file, is_level=arch in OWN)

@@ -11,7 +11,7 @@ from pyspec.models.blocks.compressor import CSA, HCA
 from pyspec.models.blocks.sparse_attention import IndexerShape, SparseAttention, TailRope
 from pyspec.models.blocks.stream_experts import StreamExperts
 from pyspec.models.model import ModelSpec
-from pyspec.models.part import AttentionShape
+from pyspec.models.part import AttentionShape, PartSpec
 from pyspec.models.read import check_rope, read_decoder, read_limits, trunk_layers, vocab_size
 from pyspec.models.residual import Residual
 from pyspec.ranges import Whole, quoted
@@ -53,7 +53,7 @@ def read_residual(file: GGUFFile) -> Residual:
     )
 
 
-def stream_block(mixer: SparseAttention, feed: StreamExperts, n_stream: int) -> BlockSpec:
+def stream_block(mixer: PartSpec, feed: PartSpec, n_stream: int) -> BlockSpec:
     """A block between streams."""
     mixes = Mix("hc_attn", n_stream), Mix("hc_ffn", n_stream)
     return BlockSpec((Part("attn_norm", mixer, mix=mixes[0]), Part("ffn_norm", feed, mix=mixes[1])))

@@ -1,4 +1,5 @@
-"""The small network that chooses the keys of latent attention (glm-dsa): every token has a short key of its own, and the best are taken."""
+"""The small network that chooses the keys of latent attention: every token has a short key of its own (glm-dsa), or every few tokens one
+(glm5-next), and the best are taken."""
 
 from __future__ import annotations
 
@@ -8,19 +9,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pyspec.cuda.ops.compress.ref import SCORES, VALUES, CompressSpec
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.seen_pages.ref import SeenPagesSpec
-from pyspec.forward.call import Value
+from pyspec.forward.call import Value, Weight
 from pyspec.forward.trace import Forward
 from pyspec.models.blocks.sparse_attention import IndexerShape, TailRope
 from pyspec.models.part import Place
 from pyspec.models.rope import RopeSpec
 from pyspec.models.wants import Want
 from pyspec.slots.kv_types import floats_of
-from pyspec.slots.parts import LayerParts, Paged
+from pyspec.slots.parts import LayerParts, Paged, Ring
 
-KEYS = "index_keys"  # name of its memory
+KEYS, PARTIAL = "index_keys", "index_partial"  # names of its memory
+GATE, PLACES = "indexer_compressor_gate.weight", "indexer_compressor_ape.weight"
+UNTURNED = 2  # dimensions that turn by nothing
 EPS = 1e-12  # of the keys' LayerNorm: llama.cpp has none
 
 
@@ -59,14 +63,52 @@ class Indexer:
         tail = RopeTailSpec(f.device, x.dim, x.dim, False, f.eps)
         k = f.op("rope_tail", tail, k, f.positions, freq, shape=k.shape)
         f.op("write_keys", None, pool, f.kv_rows(f.pool()), k, shape=())
+        return self.chosen(f, h, qr, freq, x.dim)
+
+    def chosen(self, f: Forward, h: Value, qr: Value, freq: Weight, n_rot: int, ratio: int = 1) -> Value:
+        """The choice among blocks of `ratio` tokens. The last n_rot dimensions of queries turn."""
+        x, kind = self.shape, floats_of(f.kv.k).dtype
         q = f.product(qr, "indexer.attn_q_b.weight", n_out=x.n_head * x.dim)
         q = f.view(q, f".view(-1, {x.n_head}, {x.dim})", (x.n_head, x.dim))
         w = f.product(h, "indexer.proj.weight", n_out=x.n_head)
-        kind = floats_of(f.kv.k).dtype
-        spec = IndexSpec(f.device, x.n_head, x.dim, x.top_k, 1, kind, x.dim)
-        chosen = f.op("index_rows", spec, q, w, freq, pool, f.batch, shape=(x.top_k,))
-        pages = SeenPagesSpec(f.device, 1, x.top_k)
+        spec = IndexSpec(f.device, x.n_head, x.dim, x.top_k, ratio, kind, n_rot)
+        chosen = f.op("index_rows", spec, q, w, freq, f.kept(KEYS), f.batch, shape=(x.top_k,))
+        pages = SeenPagesSpec(f.device, ratio, x.top_k)
         return f.op("seen_pages", pages, chosen, f.batch, shape=(2 * x.top_k + 2,))  # of 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class PooledIndexer(Indexer):
+    """An indexer of pools of `ratio` tokens (glm5-next). Each dimension of a pool's key is a mean of the tokens', weighed by a softmax over
+    their gates and places in the pool. Its `top_k` counts pools; rows see the tokens behind the last whole pool, too. eps: of the keys' norm"""
+
+    ratio: int
+    eps: float
+
+    def tensors(self, at: Place, q_rank: int) -> dict[str, Want]:
+        own = {GATE: (self.shape.dim, at.n_embd), PLACES: (self.ratio, self.shape.dim)}
+        wants = {at.name(name): Want(shape) for name, shape in own.items()}
+        return Indexer.tensors(self, at, q_rank) | wants
+
+    def memory(self) -> LayerParts:
+        n = self.shape.dim
+        pooled = Paged(1, n, tokens_per_row=self.ratio, keys_only=True, as_floats=True)
+        return {KEYS: pooled, PARTIAL: Ring(self.ratio, {VALUES: (n,), SCORES: (n,)})}
+
+    def forward(self, f: Forward, h: Value, qr: Value) -> Value:
+        n, freq, kind = self.shape.dim, f.read(unturned), floats_of(f.kv.k).dtype
+        k = f.product(h, "indexer.attn_k.weight", n_out=n)
+        k = f.norm_apart(k, f.vector("indexer.k_norm.weight"), eps=self.eps, takes_mean=True)
+        k = f.biased(k, f.vector("indexer.k_norm.bias"))
+        given = k, f.product(h, GATE, n_out=n), f.vector(PLACES), None, freq
+        spec = CompressSpec(f.device, self.ratio, n, False, UNTURNED, f.eps, kind, normed=False)
+        f.op("compress", spec, *given, f.kept(PARTIAL), f.kept(KEYS), f.batch, shape=())
+        return self.chosen(f, h, qr, freq, UNTURNED, self.ratio)
+
+
+def unturned(w: Any) -> Tensor:
+    """Frequencies of kernels that turn some dimensions always."""
+    return torch.zeros(UNTURNED // 2, dtype=torch.float64, device=w.device)
 
 
 def frequencies(w: Any, *, rope: RopeSpec, dim: int) -> Tensor:

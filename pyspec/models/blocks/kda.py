@@ -28,11 +28,13 @@ class Kda(Plain):
 
     turns_decays  `ssm_a` has another sign than the op wants
     gate     the (first) matrix of gates
+    eps      of norms of queries and keys; 0.0: the model's
     """
 
     shape: GdnShape
     turns_decays: bool = False
     gate: str = "ssm_g_a"
+    eps: float = 0.0
     folds = "gdn", flush
 
     @property
@@ -50,6 +52,8 @@ class Kda(Plain):
             "ssm_norm": Want((s.dim,)),
             "attn_output": Want((n, inner), cut=replace(by_head, axis=1)),
         }
+        # as their converters write them
+        own, other = sorted([(s.n_v_head,), (s.n_v_head, 1)], key=len, reverse=not self.turns_decays)
         for x in "fg":
             if at.has(f"ssm_{x}_b.weight"):
                 shapes[f"ssm_{x}_a"] = Want((s.dim, n))
@@ -59,7 +63,7 @@ class Kda(Plain):
                 shapes[first] = Want((inner, n), cut=by_head)
         return {
             **{at.name(f"{name}.weight"): want for name, want in shapes.items()},
-            at.name("ssm_a"): Want((s.n_v_head, 1), also=((s.n_v_head,),), cut=by_head),
+            at.name("ssm_a"): Want(own, also=(other,), cut=by_head),
             at.name("ssm_dt.bias"): Want((inner,), cut=by_head),
         }
 
@@ -88,7 +92,7 @@ class Kda(Plain):
         a = f.read(_flat, "ssm_a", by=-1.0 if self.turns_decays else 1.0)
         convs = f.read(_side_by_side, *(f"ssm_conv1d_{x}.weight" for x in "qkv"))
         given = m, z, beta, a, f.vector("ssm_dt.bias"), convs, f.state, f.batch
-        y = f.op("gdn", GdnSpec(f.device, s, f.eps), *given, shape=heads)
+        y = f.op("gdn", GdnSpec(f.device, s, self.eps or f.eps), *given, shape=heads)
         y = sigmoid_gated(f, y, gate, heads)
         return f.summed(y, "attn_output.weight", x.width, stream)
 

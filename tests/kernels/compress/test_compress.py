@@ -18,6 +18,7 @@ from pyspec.cuda.ops.ragged import Ragged, place
 
 CSA = CompressSpec(CPU, 4, 64, True, 16, 1e-6, torch.float16)
 HCA = CompressSpec(CPU, 128, 32, False, 32, 1e-6, torch.bfloat16)
+POOLS = replace(CSA, overlaps=False, n_rot=2, normed=False)
 SHAPES = [
     CSA,
     HCA,
@@ -26,6 +27,7 @@ SHAPES = [
     replace(CSA, dim=512, n_rot=64),
     replace(HCA, dim=512, n_rot=64),
     replace(CSA, ratio=6, overlaps=False),
+    POOLS,
     replace(CSA, overlaps=False, weighed=False),
 ]
 MODELS = [
@@ -38,7 +40,7 @@ MODELS = [
 WIDE = Ragged([(5000 + 431 * i, 1 + i) for i in range(17)], 32, (7, 2))
 
 
-@pytest.mark.parametrize(("spec", "seed"), [(CSA, 0), (HCA, 1), (SHAPES[-1], 2)])
+@pytest.mark.parametrize(("spec", "seed"), [(CSA, 0), (HCA, 1), (SHAPES[-1], 2), (POOLS, 3)])
 def test_rows_and_rings_are_the_references(machine: Machine, spec: CompressSpec, seed: int) -> None:
     made = make(
         Ragged([(0, 1), (spec.ratio - 2, 5), (70, 17), (5 * spec.ratio - 1, 2)], 16, (2, 1)), spec, seed

@@ -21,7 +21,7 @@ from pyspec.slots.kv_types import TYPES
 
 @pytest.mark.skipif(build.compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("neox", [False, True])
-@pytest.mark.parametrize("sizes", [(5, 8, 24, 8), (3, 128, 40, 24), (1, 6, 512, 64)])
+@pytest.mark.parametrize("sizes", [(5, 8, 24, 8), (3, 128, 40, 24), (1, 6, 512, 64), (2, 6, 64, 0)])
 @pytest.mark.parametrize("kv", TYPES)
 def test_cpp_passes_the_ops_check(kv: str, sizes: tuple[int, int, int, int], neox: bool) -> None:
     spec = RopeLatentSpec(CPU, *sizes, neox, 1e-6, KvFormat.named(kv))
@@ -54,7 +54,7 @@ def test_odd_sizes_replays_and_places_out_of_the_pool() -> None:
 @needs_compiler
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("neox", [False, True])
-@pytest.mark.parametrize("sizes", [(5, 8, 24, 8), (3, 128, 40, 24), (1, 6, 512, 64)])
+@pytest.mark.parametrize("sizes", [(5, 8, 24, 8), (3, 128, 40, 24), (1, 6, 512, 64), (2, 6, 64, 0)])
 @pytest.mark.parametrize("kv", TYPES)
 def test_it_passes_the_ops_check(kv: str, sizes: tuple[int, int, int, int], neox: bool) -> None:
     """(heads, plain dims, rank, dims that turn): tails that begin within a block of 32, and at one."""

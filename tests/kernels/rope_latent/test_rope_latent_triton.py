@@ -19,7 +19,7 @@ from pyspec.slots.kv_types import TYPES
 
 CPU = torch.device("cpu")
 NUMBERS = [name for name, of in TYPES.items() if not of.is_packed]
-SIZES = [(5, 8, 24, 8), (3, 128, 40, 24), (1, 6, 512, 64)]
+SIZES = [(5, 8, 24, 8), (3, 128, 40, 24), (1, 6, 512, 64), (2, 6, 64, 0)]
 CASES = [(kv, sizes, neox) for kv in NUMBERS for sizes in SIZES for neox in (False, True)]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -3,7 +3,7 @@
 //   values, scores  [row, (1 + OVERLAPS) * DIM]      f32  of the batch's tokens; rows lie `value_step`, `score_step` apart
 //   places          [RATIO, (1 + OVERLAPS) * DIM]    f32  the scores' bias, by a token's place in its block; in rings they have it.
 //                                                         Without WEIGHED there are neither, and all tokens of a block count alike
-//   norm, freq      [DIM], [n_rot / 2]               f32, f64
+//   norm, freq      [DIM], [n_rot / 2]               f32, f64; without NORMED rows have no norm
 //   ring_values, ring_scores  [slot, n_ring, (1 + OVERLAPS) * DIM]  f32  of the tokens before
 //   rows            [pool row, DIM]                  KV   KV_KIND 0: f32, 1: f16, 2: bf16, 4: f8_e4m3
 //   positions, kv_rows  [row]                        int64  the row of a block is that of its last token: page * page_size + offset
@@ -20,8 +20,8 @@
 // beside: this runs beside a product that reads nothing of it and lets it start when all before the product is over (linear_pair.cu,
 // `late`). So it reads at once, and is not over before the product is. What tokens gave is read past L1: nobody may have waited for it.
 //
-// Macros: ROW_DIM and ROW_GROUPS (DIM and GROUPS of what a build makes), RATIO, OVERLAPS, N_ROT, WEIGHED, KV_KIND, OP_ID; where two are made at once
-// BESIDE_DIM, BESIDE_GROUPS.
+// Macros: ROW_DIM and ROW_GROUPS (DIM and GROUPS of what a build makes), RATIO, OVERLAPS, N_ROT, WEIGHED, NORMED, KV_KIND, OP_ID; where two are made
+// at once BESIDE_DIM, BESIDE_GROUPS.
 #include "kv_types.cuh"
 #include "bounds.cuh"
 #include "overlap.cuh"
@@ -147,11 +147,13 @@ struct Compressor {
     float all = 0.f;
 #pragma unroll
     for (int w = 0; w < (LANES + 31) / 32; w++) all += squares[w];
-    const float by = __fdiv_rn(1.f, __fsqrt_rn(all / DIM + eps));
-    const float4 n = *reinterpret_cast<const float4*>(norm + 4 * lane);
-    const float scale[4] = {n.x, n.y, n.z, n.w};
+    if (NORMED) {
+      const float by = __fdiv_rn(1.f, __fsqrt_rn(all / DIM + eps));
+      const float4 n = *reinterpret_cast<const float4*>(norm + 4 * lane);
+      const float scale[4] = {n.x, n.y, n.z, n.w};
 #pragma unroll
-    for (int e = 0; e < 4; e++) x[e] = x[e] * by * scale[e];
+      for (int e = 0; e < 4; e++) x[e] = x[e] * by * scale[e];
+    }
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
       const int pair = (4 * lane + e - (DIM - N_ROT)) / 2;

@@ -23,6 +23,7 @@ def bind(spec: CompressSpec) -> Compress:
         values, scores, places, norm, freq, ring, pool, batch = given
         if not spec.weighed:
             scores = places = None
+        norm = norm if spec.normed else None
         assert pool.tokens_per_row == spec.ratio
         assert all(x is None or (x.shape[1] == width and x.stride(1) == 1) for x in (values, scores))
         assert places is None or places.is_contiguous()

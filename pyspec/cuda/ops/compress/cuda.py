@@ -65,6 +65,7 @@ def defines(spec: CompressSpec) -> Macros:
         "OVERLAPS": int(spec.overlaps),
         "N_ROT": spec.n_rot,
         "WEIGHED": int(spec.weighed),
+        "NORMED": int(spec.normed),
     }
     return {**names, "ROW_GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": GUARD.number}
 
@@ -96,6 +97,7 @@ class CompressLaunch:
         values, scores, places, norm, freq, ring, pool, batch = given
         if not self.spec.weighed:  # its build reads none
             scores, places = values, values.new_empty(self.spec.ratio, self.width)
+        norm = values.new_empty(self.spec.dim) if norm is None else norm  # likewise
         assert scores is not None and places is not None
         values, scores = self._rows(values), self._rows(scores)
         self._check((values, scores, places), norm, freq, ring, pool, batch)

@@ -5,8 +5,8 @@
     ring            the same of the tokens before, for every slot (slots.ring); scores with their bias
     pool            where the rows go, one for each block of `ratio` tokens (slots.kv, keys only)
 
-A block's row is a sum of values, each channel weighed by a softmax over its tokens' scores, then normed and roped at the block's first
-position. With `overlaps` a token gives two halves: the first counts in the row of the block behind its own, the second in that of its
+A block's row is a sum of values, each channel weighed by a softmax over its tokens' scores, then normed (`normed`) and roped at the block's
+first position. With `overlaps` a token gives two halves: the first counts in the row of the block behind its own, the second in that of its
 own. A row is made when its block's last token runs. If that was a rejected draft, the token that replaces it makes the row again.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ VALUES, SCORES = "values", "scores"  # names of the ring's rows
 
 @dataclass(frozen=True, slots=True)
 class CompressSpec:
-    """`dim`: of a compressed row; the last `n_rot` of it are roped. weighed: tokens have scores; otherwise rings have none."""
+    """`dim`: of a compressed row; the last `n_rot` of it are roped. weighed: tokens have scores; otherwise rings have none. normed: so are rows."""
 
     device: torch.device
     ratio: int
@@ -43,9 +44,10 @@ class CompressSpec:
     eps: float
     kv: torch.dtype
     weighed: bool = True
+    normed: bool = True
 
 
-Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, RingRows, KVPool, Batch]
+Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor, RingRows, KVPool, Batch]
 Compress = Callable[[*Given], None]
 """compress(values, scores, places, norm [dim], freq [n_rot / 2], ring, pool, batch): makes the rows, then keeps the tokens' in the ring."""
 
@@ -56,6 +58,9 @@ def bind(spec: CompressSpec) -> Compress:
     def rows(values: Tensor, scores: Tensor) -> Tensor:
         """values, scores [block, token, dim] -> [block, dim]; a score of -inf does not count."""
         return (scores.softmax(1) * values).sum(1)
+
+    def made_of(norm: Tensor | None, *own: Tensor) -> tuple[Tensor]:
+        return (F.rms_norm(rows(*own), (dim,), norm, spec.eps) if spec.normed else rows(*own),)
 
     def compress(*given: *Given) -> None:
         values, scores, places, norm, freq, ring, pool, batch = given
@@ -70,7 +75,7 @@ def bind(spec: CompressSpec) -> Compress:
             first, end = n_past // ratio, (n_past + seq.width) // ratio  # blocks that are completed
             if end > first:
                 blocks = _sources(first, end, seq.slot, n_past, new | {SCORES: scores[here]}, ring)
-                (made,) = by_row(lambda *own: (F.rms_norm(rows(*own), (dim,), norm, spec.eps),), *blocks)
+                (made,) = by_row(partial(made_of, norm), *blocks)
                 made = rope_tail(made, ratio * torch.arange(first, end, device=made.device), freq)
                 lasts = batch.kv_rows[here][
                     ratio * torch.arange(first + 1, end + 1, device=made.device) - 1 - n_past

@@ -15,8 +15,8 @@ MAX_DIM = 1024  # a lane holds every 32nd dim in registers
 def limits(spec: RopeLatentSpec) -> str | None:
     if spec.dim % 32 or spec.dim > MAX_DIM:
         return f"keys are {spec.dim} wide; the kernel takes multiples of 32 up to {MAX_DIM}"
-    if spec.n_rot % 2 or not spec.n_rot:
-        return f"{spec.n_rot} dimensions turn; the kernel takes even numbers above 0"
+    if spec.n_rot % 2:
+        return f"{spec.n_rot} dimensions turn; the kernel takes even numbers"
     return None
 
 

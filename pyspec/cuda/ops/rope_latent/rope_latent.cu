@@ -21,8 +21,8 @@
 #include "hadamard.cuh"
 #include "overlap.cuh"
 
-constexpr int DIM = RANK + N_ROT, kWarps = 4, kEach = DIM / 32, kHalf = N_ROT / 2;
-static_assert(DIM % 32 == 0 && N_ROT % 2 == 0 && N_ROT > 0, "whole warps, whole pairs");
+constexpr int DIM = RANK + N_ROT, kWarps = 4, kEach = DIM / 32, kHalf = N_ROT / 2 + !N_ROT;  // nothing is read of no pairs
+static_assert(DIM % 32 == 0 && N_ROT % 2 == 0, "whole warps, whole pairs");
 
 // grid (row, (1 + n_head) / 4)
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
                 u16* __restrict__ k_scale,
 #endif
                 int n_head, int n_pool, int* fault) {
-  __shared__ float tails[kWarps][N_ROT];
+  __shared__ float tails[kWarps][2 * kHalf];
   let_successor_start();
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, unit = blockIdx.y * kWarps + warp, head = unit - 1;
   if (unit > n_head) return;

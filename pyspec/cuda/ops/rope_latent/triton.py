@@ -17,8 +17,8 @@ def limits(spec: RopeLatentSpec) -> str | None:
         return f"keys are {spec.kv.name}"
     if spec.dim % 8 or spec.dim > MAX_DIM:
         return f"keys are {spec.dim} wide; the kernel takes multiples of 8 up to {MAX_DIM}"
-    if spec.n_rot % 2 or not spec.n_rot:
-        return f"{spec.n_rot} dimensions turn; the kernel takes even numbers above 0"
+    if spec.n_rot % 2:
+        return f"{spec.n_rot} dimensions turn; the kernel takes even numbers"
     return None
 
 
@@ -29,7 +29,7 @@ def bind(spec: RopeLatentSpec) -> RopeLatent:
         "N_ROT": spec.n_rot,
         "PLAIN": spec.n_plain,
         "BLOCKS": 1 << (-(-spec.dim // 32) - 1).bit_length(),
-        "NEOX": spec.neox,
+        "NEOX": spec.neox and spec.n_rot > 0,
         "K_KIND": spec.kv.k.kind,
         "OP": GUARD.number,
     }
