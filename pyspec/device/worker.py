@@ -253,9 +253,9 @@ class Worker:
         return reads.logits or bool(reads.bans)
 
     def show(self, handle: int, rows: Tensor) -> None:
-        """Bring rows of a picture, of the host, to the device: forwards will read them, until `hide`."""
+        """Bring rows of a picture to the device, where they may be: forwards will read them, until `hide`."""
         if handle not in self.shown:
-            self.shown[handle] = sent(rows, self.device)
+            self.shown[handle] = rows if rows.device == self.device else sent(rows, self.device)
 
     def hide(self, unread: Container[int]) -> None:
         """Free the rows of pictures but these. Forwards that were launched may still read them."""

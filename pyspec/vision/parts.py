@@ -155,11 +155,14 @@ class PatchRope:
         return PatchRope(self.cos[rows], self.sin[rows])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, head, dim] f32"""
+        """[n, head, dim] f32, in four passes over memory"""
         _, _, a, b = self.cos.shape
         one, other = x.float().view(*x.shape[:2], a, 2, b).unbind(-2)
-        c, s = self.cos, self.sin
-        return torch.stack((one * c - other * s, one * s + other * c), -2).view(x.shape)
+        turned = x.new_empty(*one.shape[:-1], 2, b, dtype=torch.float32)
+        first, second = turned.unbind(-2)
+        torch.mul(one, self.cos, out=first).addcmul_(other, self.sin, value=-1)
+        torch.mul(one, self.sin, out=second).addcmul_(other, self.cos)
+        return turned.view(x.shape)
 
 
 def frequencies(base: float, n: int, first: int, step: int, dim: int, at: Patches) -> Tensor:
@@ -223,9 +226,12 @@ class EncoderBlock:
     def _heads(self, x: Tensor, rope: PatchRope | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [n, head, dim] of the stream."""
         n = self.w.norm(f"{self.at}.ln1", x)
-        parts = [product(n) for product in self.qkv]
+        parts, n_head = [product(n) for product in self.qkv], self.projector.n_head
+        if len(parts) == 1 and rope is not None and not self.kind.is_gemma:
+            qk, v = parts[0].unflatten(-1, (3 * n_head, -1)).split((2 * n_head, n_head), 1)
+            return *rope(qk).to(qk.dtype).chunk(2, 1), v
         parts = list(parts[0].chunk(3, -1)) if len(parts) == 1 else parts
-        q, k, v = (part.unflatten(-1, (self.projector.n_head, -1)) for part in parts)
+        q, k, v = (part.unflatten(-1, (n_head, -1)) for part in parts)
         q, k = self._turned("q", q, rope), self._turned("k", k, rope)
         return q, k, self.w.rms("", v).to(q.dtype) if self.kind.is_gemma else v
 

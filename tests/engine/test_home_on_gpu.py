@@ -145,6 +145,12 @@ def test_drafts_leave_the_bits_of_a_fixed_placement(
     assert sum(r.timings.draft_n for r in texts[1]) > 50
 
 
+def pieces() -> list[int]:
+    """Bytes of all tensors that torch's allocator has on the card."""
+    blocks = (block for piece in torch.cuda.memory_snapshot() for block in piece["blocks"])
+    return [block["requested_size"] for block in blocks if block["state"] == "active_allocated"]
+
+
 @pytest.mark.parametrize("np", [1, 3])
 @pytest.mark.parametrize("quant", ["iq4_nl", "q3_k"])  # by the kernel; the embedding by torch
 def test_tables_in_host_memory_leave_the_bits_of_tables_on_the_card(
@@ -154,8 +160,8 @@ def test_tables_in_host_memory_leave_the_bits_of_tables_on_the_card(
     dims = replace(widened(find("qwen4exp", tiny=True)), state=128, ngrams=(2, 3, 2, 4, 40_009))
     path = write(dims, tmp_path / "t.gguf", quant=quant)
     with open_gguf(path) as file:
-        n_bytes = sum(file.tensors[name].n_bytes for name in TABLES)
-    rows, texts, held = [], [], []
+        n_byte = max(file.tensors[name].n_bytes for name in TABLES)
+    rows, texts, n_held = [], [], []
     for place in ("CUDA0", "CPU"):
         rules = {"override_tensor": (f"token_embd={place}",)}
         rows.append(logits(path, 64, **rules))
@@ -165,13 +171,12 @@ def test_tables_in_host_memory_leave_the_bits_of_tables_on_the_card(
             prompts = [TOKENS[:n] for n in (9, 150, 31)]
             found = engine.generate_many(prompts, max_tokens=60, temperature=0.0, ignore_eos=True)
             assert engine.loop.worker.forward._graphs, "rounds are graphs"
-            held.append(torch.cuda.memory_allocated())
+            gc.collect()  # the reader of logits had tables of its own
+            n_held.append(sum(n_byte <= n <= n_byte + 4096 for n in pieces()))
         texts.append([result.tokens for result in found])
         del engine
-        gc.collect()
-        held[-1] -= torch.cuda.memory_allocated()  # what libraries took, also while it ran, stays
     assert torch.equal(*rows) and texts[0] == texts[1]
-    assert held[0] - held[1] == pytest.approx(n_bytes, abs=1 << 20)
+    assert n_held == [1, 0], "the card has the largest table, and then it has not"
 
 
 @LARGE
@@ -208,9 +213,9 @@ def test_experts_come_that_are_used_and_slots_have_their_records(large: Path) ->
         threads=n_cores(),
     ) as e:
         rates = []
-        for _ in range(4):
+        for n_token in (40, 200, 200, 200):  # most come within the first hundred rounds
             before = e.metrics()
-            e.generate_many(prompts, max_tokens=200, temperature=0.0, ignore_eos=True)
+            e.generate_many(prompts, max_tokens=n_token, temperature=0.0, ignore_eos=True)
             after = e.metrics()
             hits = after.expert_hits - before.expert_hits
             rates.append(hits / (hits + after.expert_misses - before.expert_misses))

@@ -3,7 +3,8 @@
 A picture is encoded for a request that waits, once the cache has been asked and lacks a row of it. On a CPU parts of the encoder's blocks run
 behind each round, with the engine's threads. Beside a GPU they have a thread, and on one a stream, too: a few blocks are launched behind a
 round. Launching them can take far longer than a round: cuDNN's attention builds a plan for every number of patches, and torch takes that first
-on Hopper. The thread waits for its slice. Rows come to ordinary memory: to lock pages for each picture's held other launches up for milliseconds.
+on Hopper. The thread waits for its slice, and copies rows to ordinary memory: to lock pages for each picture's held launches up for milliseconds.
+The request that comes first reads the last picture's rows where they are.
 An encoder that fails ends the requests that want the picture, and no other.
 """
 
@@ -36,8 +37,8 @@ SLICE_FLOP = 5e11  # of the blocks that a GPU is given between two rounds: some 
 SLICE_S = 0.1  # in which a CPU encodes behind each round: less than it may read prompts
 
 
-Slice = Future[Tensor | None]
-"""The rows in host memory, if the encoder is through."""
+Rows = tuple[Tensor, Tensor]
+"""Of a picture: in host memory, and where they were made."""
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class Encoding:
 
     handle: int
     steps: Iterator[Tensor | None]
-    aside: Slice | None = None
+    aside: Future[Rows | None] | None = None
 
 
 class Pictures:
@@ -79,7 +80,8 @@ class Pictures:
         self._running: Encoding | None = None
         self._stream: torch.cuda.Stream | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._last: Slice | None = None  # of the thread
+        self._last: Future[Rows | None] | None = None  # of the thread
+        self._fresh: tuple[int, Tensor] | None = None  # rows of the last picture, on the worker's GPU
         if encoder is not None and "cuda" in (self.device.type, worker.device.type):
             self._thread = ThreadPoolExecutor(1, "pyspec-pictures")
         if encoder is not None and self.device.type == "cuda":
@@ -102,6 +104,7 @@ class Pictures:
         """Wait for the thread, of a picture that nobody may want by now: the weights that it reads go next. Ignores errors of the device."""
         if self._last is not None:
             wait((self._last,))
+        self._fresh = None
 
     @property
     def is_busy(self) -> bool:
@@ -138,6 +141,9 @@ class Pictures:
             for span in w.seq.images:
                 rows = w.job.rows[span.handle]
                 assert isinstance(rows, Tensor)
+                if self._fresh is not None and self._fresh[0] == span.handle:
+                    (_, rows), self._fresh = self._fresh, None
+                    rows.record_stream(torch.cuda.current_stream(rows.device))
                 try:
                     self.worker.show(span.handle, rows)
                 except torch.OutOfMemoryError as e:
@@ -202,11 +208,11 @@ class Pictures:
         elif rows is None:
             rows = self._sliced(running.steps)
         if rows is not None:
-            self._keep(running.handle, rows)
+            self._keep(running.handle, *rows)
             self._running, self.has_news = None, True
 
     @torch.inference_mode()
-    def _sliced(self, steps: Iterator[Tensor | None]) -> Tensor | None:
+    def _sliced(self, steps: Iterator[Tensor | None]) -> Rows | None:
         """Take steps for a slice, and wait for a GPU. Another thread may call this: it touches nothing of this object that changes."""
         with torch.cuda.stream(self._stream):
             until = time.perf_counter() + self.slice_s
@@ -214,7 +220,7 @@ class Pictures:
                 pass
             if self._stream is not None:
                 self._stream.synchronize()
-            return None if rows is None else rows.cpu()
+            return None if rows is None else (rows.cpu(), rows)
 
     def _begun(self, picture: Picture) -> Iterator[Tensor | None]:
         encoder = self.encoder
@@ -223,9 +229,10 @@ class Pictures:
         is_gpu = self.device.type == "cuda"
         return encoder.slices(picture, max(1, int(SLICE_FLOP / max(1, flop))) if is_gpu else 1)
 
-    def _keep(self, handle: int, rows: Tensor) -> None:
+    def _keep(self, handle: int, rows: Tensor, made: Tensor) -> None:
         self.n_encoded += 1
         self._kept[handle] = rows
+        self._fresh = (handle, made) if made.is_cuda and made.device == self.worker.device else None
         while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > self.most_bytes:
             self._kept.popitem(last=False)
 
