@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pyspec.hub import Repository
     from pyspec.hub.heads import Seen
 
+    PairOf = Callable[[], tuple[Path, EngineSettings]]
+
 log = logging.getLogger(__name__)
 
 
@@ -107,12 +109,7 @@ class ModelChoice:
                 file = "" if is_drafter else self.file
                 Repository.open(repo).choose(quant, file, drafter=is_drafter)
 
-    def look_before(
-        self,
-        plan: Callable[[], tuple[Path, EngineSettings]],
-        *,
-        apart: bool = False,
-    ) -> ModelChoice:
+    def look_before(self, plan: PairOf, *, apart: bool = False) -> ModelChoice:
         """Refuse a remote model that does not run or fit here, by the heads of its files, before the download. Raises PyspecError.
 
         Returns the model to load: with another quantisation, where none was named and only another one fits.
@@ -135,12 +132,7 @@ class ModelChoice:
             return replace(self, model=other, seen=found.seen)
         return replace(self, repo=other.removeprefix("-hf "), seen=found.seen)
 
-    def looked(
-        self,
-        plan: Callable[[], tuple[Path, EngineSettings]],
-        *,
-        apart: bool = False,
-    ) -> HeadsRead:
+    def looked(self, plan: PairOf, *, apart: bool = False) -> HeadsRead:
         """What the heads of a remote model's files say. Raises PyspecError for one that does not run."""
         from pyspec.engine.plan.look_apart import HeadsRead, looked
 

@@ -37,7 +37,8 @@ def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
     from pyspec.cli.running import running
 
     if address:
-        found = [query_server(_url(one), api_key) for one in address]
+        urls = (one if "://" in one else f"http://{one}" for one in address)
+        found = [query_server(url.rstrip("/"), api_key) for url in urls]
     else:
         found = [_with_name(query_server(r.url, api_key), r) for r in running()]
     if as_json:
@@ -54,10 +55,6 @@ def _with_name(about: dict[str, Any], one: Running) -> dict[str, Any]:
     """A server's report and its file's: while it loads, its only name is the typed one."""
     up_s = round(time.time() - one.began)
     return {"pid": one.pid, "up_s": up_s, **about, "model": about["model"] or one.model}
-
-
-def _url(address: str) -> str:
-    return (address if "://" in address else f"http://{address}").rstrip("/")
 
 
 def query_server(url: str, api_key: str = "") -> dict[str, Any]:

@@ -42,7 +42,6 @@ from pyspec.server.settings import (
 from pyspec.version import __version__
 
 if TYPE_CHECKING:
-    from pyspec.engine.api import Engine
     from pyspec.server.engine import EngineLike
     from pyspec.server.http.serve import Served
     from pyspec.server.models.router import Router
@@ -239,13 +238,6 @@ def _check_template(source: str) -> None:
         template.close()
 
 
-def _with_template(engine: Engine, source: str) -> Engine:
-    """The engine with this chat template. "": the file's."""
-    if source:
-        engine.use_template(source)
-    return engine
-
-
 @click.command(cls=LlamaCommand)
 @engine_options
 @sampling_options
@@ -297,7 +289,9 @@ def server(
         if is_router:
             words = ctx.meta["pyspec.words"]
             return router_of(ctx.command, words, settings, models, engine, AUTO_SLOTS)
-        loaded = _with_template(engine.load(n_slot, isolated=not flags.in_process), chat_template)
+        loaded = engine.load(n_slot, isolated=not flags.in_process)
+        if chat_template:
+            loaded.use_template(chat_template)
         if models.sleep_idle < 0:
             return loaded
         name = (*settings.aliases, loaded.info.model_name)[0]

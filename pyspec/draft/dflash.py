@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +25,12 @@ from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.draft import tap_shift
 from pyspec.draft.blocks import FEW_ROWS, FEW_ROWS_CPU, BlockLength
 from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config
 from pyspec.draft.dflash_net import DFlashNet, attention_in
 from pyspec.draft.drafter import OWN_HEAD, Drafter, DraftOptions, DraftPlan, TargetFile, own_memory
 from pyspec.draft.draws import Draws, draw_bytes
+from pyspec.draft.tap_shift import run_by_shift, verdict
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.blocks.attention import Attention
@@ -74,14 +74,26 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     return block_plan(c, file, target, settings, wants)
 
 
+def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
+    """The ops that the drafter's layers ask for; its products are those of its file."""
+    for i, block in enumerate(c.blocks):
+        at = c.place(file, i)
+        yield from kernels([program_of(block.forward, at, on)])
+        if isinstance(spec := block.specs[0], Attention | Convolved):
+            yield from kernels([program_of(attention_in(spec).write, at, on, c.n_embd, 1)])
+    yield norms, NormsSpec(on.device, c.n_embd, c.eps)
+
+
 def block_plan(
     c: DFlashConfig,
     file: GGUFFile,
     target: TargetFile,
     settings: EngineSettings,
     wants: Mapping[str, Want],
+    kind: str = "dflash",
+    requests: Callable[[Any, GGUFFile, LoadTypes], Iterable[Request]] = requests,
 ) -> DraftPlan:
-    """The plan of a drafter whose drafts are blocks. wants: the tensors of its file."""
+    """The plan of a drafter whose drafts are blocks. wants: the tensors of its file; requests: the ops of its configuration"""
     check_pair(c, file, target.config)
     check_tensors(file, wants, c.alias)
     check_read(file, (*wants, D2T), len(c.windows), c.alias)
@@ -94,7 +106,7 @@ def block_plan(
     is_drawn = settings.draft_sampling != "argmax"
     best_only = not has_head and not c.adds_scores and settings.draft_p_min <= 0 and not is_drawn
     return DraftPlan(
-        kind="dflash",
+        kind=kind,
         n_draft=min(n or most, most),
         taps=c.taps,
         block=block,
@@ -136,16 +148,6 @@ def _tells(c: DFlashConfig, settings: EngineSettings, n_rank: int, *, best_only:
     if c.adds_scores and settings.draft_sampling == "probabilistic":
         return False
     return c.tells_in_parts if n_rank > 1 else settings.tp == 1 or not best_only
-
-
-def requests(c: DFlashConfig, file: GGUFFile, on: LoadTypes) -> Iterator[Request]:
-    """The ops that the drafter's layers ask for; its products are those of its file."""
-    for i, block in enumerate(c.blocks):
-        at = c.place(file, i)
-        yield from kernels([program_of(block.forward, at, on)])
-        if isinstance(spec := block.specs[0], Attention | Convolved):
-            yield from kernels([program_of(attention_in(spec).write, at, on, c.n_embd, 1)])
-    yield norms, NormsSpec(on.device, c.n_embd, c.eps)
 
 
 def block_shapes(
@@ -408,7 +410,8 @@ class DFlash(Drafter):
         return None  # the pages have all there is
 
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
-        return tap_shift.warning(self.net, self.plan.n_draft, target, self.table, slot, tokens)
+        n_draft = self.plan.n_draft
+        return verdict(run_by_shift(self.net, n_draft, target, self.table, slot, tokens))
 
     def pools(self) -> Iterable[PartMemory]:
         # those of a divided one stand beside the target's

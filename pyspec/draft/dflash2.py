@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -114,12 +113,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     if c.n_best > n_head:
         raise PairError(f"the drafter's selector takes {c.n_best} of {n_head} tokens")
     wants = tensors(c, file, target.config.n_embd, n_vocab)
-    whole = block_plan(c, file, target, settings, wants)
-    return replace(
-        whole,
-        kind="dflash2",
-        requests=partial(requests, c.share(whole.n_rank), file),
-    )
+    return block_plan(c, file, target, settings, wants, "dflash2", requests)
 
 
 def tensors(c: DFlash2Config, file: GGUFFile, n_target: int, n_vocab: int) -> dict[str, Want]:

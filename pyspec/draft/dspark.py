@@ -9,8 +9,6 @@ confidence head gives the chance that a token is accepted; `--spec-draft-p-min` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.embed.op import embed
@@ -53,12 +51,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         raise ConfigError("--spec-type dspark needs a draft file (-md)")
     c, n_vocab = read_config(file), target.config.n_vocab
     wants = tensors(c, file, target.config.n_embd, n_vocab)
-    whole = block_plan(c, file, target, settings, wants)
-    return replace(
-        whole,
-        kind="dspark",
-        requests=partial(requests, c.share(whole.n_rank), file),
-    )
+    return block_plan(c, file, target, settings, wants, "dspark", requests)
 
 
 def tensors(c: DSparkConfig, file: GGUFFile, n_target: int, n_vocab: int) -> dict[str, Want]:

@@ -27,20 +27,6 @@ EVERY = 3  # tokens between anchors
 MIN_ANCHORS = 6
 
 
-def warning(
-    net: DFlashNet,
-    n_draft: int,
-    target: Target,
-    table: SlotTable,
-    slot: Slot,
-    tokens: Sequence[int],
-) -> str | None:
-    """The warning of a load if other taps fit clearly better than those of the file. See `run_by_shift`."""
-    runs = run_by_shift(net, n_draft, target, table, slot, tokens)
-    log.debug("tokens right in a row by tap shift: %s", runs)
-    return verdict(runs)
-
-
 @torch.inference_mode()
 def run_by_shift(
     net: DFlashNet,
@@ -80,6 +66,7 @@ def run_by_shift(
 
 def verdict(runs: dict[int, float]) -> str | None:
     """A warning if other taps fit clearly better than the configured ones."""
+    log.debug("tokens right in a row by tap shift: %s", runs)
     if not runs:
         return None
     best = max(runs, key=lambda s: (runs[s], s == 0))

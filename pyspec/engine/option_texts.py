@@ -66,9 +66,10 @@ def type_text(hint: Any) -> str:
     return text
 
 
-def help_text(indent: str = " " * 8) -> str:
+def help_text() -> str:
     """All options as lines of a docstring."""
     lines: list[str] = []
+    indent = " " * 8
     for title, group in options():
         lines += ["", f"{indent}{title}:", ""]
         for option in group:

@@ -194,18 +194,14 @@ def end_aside(
     """Close an engine, its templates' processes and its publishers after its last reference is gone. This may run on any thread, even the core's own, so
     nothing waits."""
     held = [core]
+
+    def end() -> None:
+        held.pop().close()  # and release it
+        for template in templates:
+            template.close()
+        for publisher in publishers:
+            publisher.close()
+        gc.collect()  # errors of coroutines hold their frames in cycles, which would keep the core's memory
+
     with suppress(RuntimeError):  # the program ends, and the core with it
-        AsideThread(lambda: _end(held, templates, publishers), "pyspec-end").start()
-
-
-def _end(
-    held: list[Core], templates: list[ChatTemplate], publishers: Sequence[BlockPublisher] = ()
-) -> None:
-    """Close a core and release it. Errors of coroutines hold their frames in reference cycles, which would keep the core's memory:
-    collect them now."""
-    held.pop().close()
-    for template in templates:
-        template.close()
-    for publisher in publishers:
-        publisher.close()
-    gc.collect()
+        AsideThread(end, "pyspec-end").start()

@@ -95,10 +95,6 @@ def _is_part(name: str) -> bool:
     return bool(PROJECTORS.search(name.lower()) or MATRICES.search(name.lower()))
 
 
-def _begins_with(name: str, heads: tuple[str, ...]) -> bool:
-    return PurePosixPath(name).name.lower().startswith(heads)
-
-
 def shards_of(name: str, names: Sequence[str]) -> list[str]:
     """A file and its other shards, the first one first. Raises ConfigError if one is missing."""
     match = SHARD.match(name)
@@ -189,7 +185,8 @@ def _distance(name: str, wanted: str) -> tuple[int, bool, int, str]:
 
 def kind_of(name: str) -> str:
     """The drafter kind in a file's name; "" for models and other files."""
-    return next((kind for kind in KINDS if _begins_with(name, (f"{kind}-",))), "")
+    head = PurePosixPath(name).name.lower()
+    return next((kind for kind in KINDS if head.startswith(f"{kind}-")), "")
 
 
 def bare_name(name: str) -> str:

@@ -187,8 +187,32 @@ def wanted_replicas(context: Any) -> tuple[int, dict[str, Any]]:
     return min(max(n, least), most), {}
 
 
-class EngineReplica:
-    """A deployment whose replicas own an engine each, in a process of its own that is replaced when it fails."""
+class OwnsEngine:
+    """A replica that owns an engine, in a process of its own that is replaced when it fails."""
+
+    engine: Engine
+
+    def check_alive(self) -> None:
+        """Raise if the engine has stopped for good."""
+        if not self.engine.alive():
+            raise RuntimeError(f"the engine is {self.engine.state()}")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Its load, for `wanted_replicas`, and for dashboards."""
+        m = self.engine.metrics()
+        return {
+            "slots": float(self.engine.info.n_slot),
+            "requests": float(m.requests_processing + m.requests_queued),
+            "cache_usage": m.pages_used / m.pages_total if m.pages_total else 0.0,
+        }
+
+    def __del__(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+
+class EngineReplica(OwnsEngine):
+    """A deployment whose replicas give others their engines."""
 
     def __init__(self, model: str, draft: str | None, settings: Mapping[str, Any]) -> None:
         self.engine = Engine.load(model, draft, isolated=True, **dict(settings))
@@ -220,11 +244,7 @@ class EngineReplica:
 
     def check_health(self) -> None:
         """Ray replaces the replica if this raises: not while the engine's process is replaced."""
-        check_alive(self.engine)
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for `wanted_replicas`, and for dashboards."""
-        return load_of(self.engine)
+        self.check_alive()
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Where the replica publishes its KV events, for `router=kv`; else nothing."""
@@ -233,26 +253,6 @@ class EngineReplica:
         from pyspec.serve.kv_router import routing_stats
 
         return routing_stats(self.engine)
-
-    def __del__(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.close()
-
-
-def check_alive(engine: ServedEngine) -> None:
-    """Raise if the engine has stopped for good."""
-    if not engine.alive():
-        raise RuntimeError(f"the engine is {engine.state()}")
-
-
-def load_of(engine: ServedEngine) -> dict[str, float]:
-    """An engine's load, for Ray's autoscaling."""
-    m = engine.metrics()
-    return {
-        "slots": float(engine.info.n_slot),
-        "requests": float(m.requests_processing + m.requests_queued),
-        "cache_usage": m.pages_used / m.pages_total if m.pages_total else 0.0,
-    }
 
 
 class HttpServer:
@@ -290,7 +290,7 @@ class HttpServer:
             raise RuntimeError("the HTTP server was closed")
 
 
-class PyspecServer:
+class PyspecServer(OwnsEngine):
     """A deployment whose replicas own an engine and serve HTTP themselves: the class that `LLMConfig.server_cls` takes.
 
     llm_config  Ray's LLMConfig: `model_loading_config` names the model (id, and source: a GGUF file or a name), `engine_kwargs` are
@@ -313,11 +313,7 @@ class PyspecServer:
         """The engine is loaded by the constructor."""
 
     async def check_health(self) -> None:
-        check_alive(self.engine)
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for `wanted_replicas`, and for dashboards."""
-        return load_of(self.engine)
+        self.check_alive()
 
     async def llm_config(self) -> Any:
         """Ray asks its own configuration back."""
@@ -376,10 +372,6 @@ class PyspecServer:
             else:
                 error = {"code": status, "message": "", "type": ""} | value["error"]
                 yield models.ErrorResponse.model_validate({"error": error | {"code": status}})
-
-    def __del__(self) -> None:
-        if hasattr(self, "engine"):
-            self.engine.close()
 
 
 HOP_HEADERS = ("content-length", "content-type", "transfer-encoding", "connection")

@@ -25,7 +25,7 @@ from pyspec.request import Metrics
 from pyspec.server.api import views
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.generate import generate, lookup_streams, read_stream, stop_stream
-from pyspec.server.api.models import ROUTER_ENDPOINTS, endpoint_of
+from pyspec.server.api.models import ROUTER_ENDPOINTS, endpoint_of, scraped
 from pyspec.server.api.openapi import Endpoint, Handler, document, get, post
 from pyspec.server.api.out_of_scope import refuse_unsupported, routes_not_here
 from pyspec.server.api.pictures import SentPictures
@@ -48,7 +48,7 @@ from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import ClientGone, on_gone, parse_object
 from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error
 from pyspec.server.http.gate import LOCAL_ORIGIN, Cors, Gate
-from pyspec.server.metrics import EngineCollector, exposition
+from pyspec.server.metrics import EngineCollector
 from pyspec.server.models.router import Router
 from pyspec.server.page import page
 from pyspec.server.service import Service
@@ -177,10 +177,7 @@ async def _metrics(service: Service, request: Request) -> Response:
     if not service.settings.metrics:
         raise SwitchedOff("/metrics is switched off; start the server with --metrics")
     collector = EngineCollector(service.engine, service.latencies)
-    accept = request.headers.get("accept", "")
-    body, content_type = await service.in_thread(exposition, collector, accept)
-    started = {"Process-Start-Time-Unix": str(int(service.started))}
-    return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
+    return await scraped(service, request, collector)
 
 
 async def _openapi(service: Service, request: Request) -> Response:

@@ -431,7 +431,7 @@ def _timed(stage: str, device: torch.device, release: bool = False) -> Iterator[
 
 def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     """Describe the loaded model for programs and people."""
-    fields, c, tokenizer = d.file.fields, d.config, d.tokenizer
+    fields, c, tokenizer, rates = d.file.fields, d.config, d.tokenizer, d.settings.synth_rates
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
         sampling=recommended(fields),
@@ -457,7 +457,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         draft_path=str(d.settings.draft_path or ""),
         n_draft_max=d.draft.longest,
         draft_note=d.draft.note,
-        synthetic_len=d.settings.synth_len or _mean_made_up(d.settings.synth_rates),
+        synthetic_len=d.settings.synth_len or (1.0 + sum(read_rates(rates)) if rates else 0.0),
         chat_template="" if d.template is None else d.template.source,
         bos_token=piece(tokenizer.bos_id),
         eos_token=piece(tokenizer.eos_id),
@@ -469,7 +469,3 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         image_min_tokens=d.settings.image_min_tokens,
         image_max_tokens=d.settings.image_max_tokens,
     )
-
-
-def _mean_made_up(rates: str) -> float:
-    return 1.0 + sum(read_rates(rates)) if rates else 0.0

@@ -531,9 +531,7 @@ class Loop:
     def _survive(self, error: Exception) -> None:
         """A bug, or no memory: the guilty request is unknown, so all seated requests end and new ones may come."""
         log.exception("a round failed; its requests end with it")
-        pending = self.lookahead.take()
-        if pending is not None:
-            pending.launched.abandon()
+        self._abandon()
         self.worker.forget_round()
         slots = [job.slot for job in self.jobs.values() if job.slot is not None]
         if not slots:  # then a waiting request caused it, and would cause it again
@@ -541,6 +539,10 @@ class Loop:
         self.admission.drop_restoring(blamed(error))
         self.committer.drop_all(blamed(error))
         self.speculator.forget(slots)
+
+    def _abandon(self) -> None:
+        if (pending := self.lookahead.take()) is not None:
+            pending.launched.abandon()
 
     def _turn_away(self, error: PyspecError) -> None:
         """Fail everything that waits for a slot."""
@@ -553,9 +555,7 @@ class Loop:
 
     def abort(self, error: PyspecError) -> None:
         """Fail every request: the engine is going down."""
-        pending = self.lookahead.take()
-        if pending is not None:
-            pending.launched.abandon()
+        self._abandon()
         self.admission.drop_restoring(error)
         self.committer.drop_all(error)
         self.speculator.lost_track.clear()

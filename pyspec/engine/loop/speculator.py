@@ -247,7 +247,8 @@ class Speculator:
     def draft(self, jobs: Sequence[Job], made: RoundPlan) -> dict[int, Drafts]:
         """Draft for these decoding jobs as planned, by slot. A failure costs only this round's drafts."""
         chosen = made.asked
-        found = {slot: _drafts_of(self.offers[slot], n) for slot, n in chosen if slot in made.offered}
+        offers = [(slot, n, self.offers[slot]) for slot, n in chosen if slot in made.offered]
+        found = {slot: Drafts(o.tokens[:n], source=o.source) for slot, n, o in offers}
         asked = [(slot, 0 if slot in found else n) for slot, n in chosen]
         found |= self._ask(jobs, asked)
         return self.decide("the cut of drafts", lambda: self._trim(jobs, chosen, asked, found), {})
@@ -576,10 +577,6 @@ def _better(constraint: Constraint, most: int, offer: SuffixDraft) -> Offer | Su
         offer = offer.first(len(constraint.usable(offer.tokens)))
     own = constraint.offer(most)
     return own if sum(own.survival) >= offer.expected else offer
-
-
-def _drafts_of(offer: Offer | SuffixDraft, n: int) -> Drafts:
-    return Drafts(offer.tokens[:n], source=offer.source)
 
 
 def _prompt(job: Job, rules: PromptRules) -> Prompt:

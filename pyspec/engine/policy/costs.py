@@ -129,10 +129,10 @@ class Timer:
         self.stale &= self.samples.keys()
         self._tabulate()
 
-    def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
+    def agrees(self, size: int, slack: float) -> bool:
         """Most samples of a size are near the least."""
         times = sorted(sample.ms for sample in self.samples.get(self.bucket(size), ()))
-        return len(times) >= n and _agree(times, slack)
+        return len(times) >= N_AGREE and _agree(times, slack)
 
     def mark_unverified(self, slack: float) -> None:
         """End the warm-up: forget sizes with few samples or with samples that do not agree."""

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,6 +28,7 @@ from pyspec.server.http.gate import HAS_KEY
 from pyspec.server.metrics import EngineCollector, ModelsCollector, exposition
 from pyspec.server.models.router import Router
 from pyspec.server.models.schedule import ModelRow
+from pyspec.server.service import Service
 from pyspec.server.stream import HEADERS, send_parts, while_connected
 
 DONE = {"success": True}
@@ -318,10 +320,14 @@ async def _metrics(router: Router, request: Request) -> Response:
         "models_wakes": (router.n_wake, "wakes of parked models"),
         "models_loads_failed": (router.n_failed, "loads of models, and plans, that failed"),
     }
+    return await scraped(router, request, ModelsCollector(collectors, {} if asked else own))
+
+
+async def scraped(served: Router | Service, request: Request, collector: Collector) -> Response:
+    """The answer to a scrape, from a thread."""
     accept = request.headers.get("accept", "")
-    collector = ModelsCollector(collectors, {} if asked else own)
-    body, kind = await asyncio.to_thread(exposition, collector, accept)
-    started = {"Process-Start-Time-Unix": str(int(router.started))}
+    body, kind = await served.in_thread(exposition, collector, accept)
+    started = {"Process-Start-Time-Unix": str(int(served.started))}
     return Response(body, media_type=None, headers={"Content-Type": kind, **started})
 
 

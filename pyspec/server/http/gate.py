@@ -36,7 +36,7 @@ class Gate:
         self._app = app
         # HTTP carries bytes: clients encode a non-ASCII key in UTF-8 or in Latin-1
         self._keys = [key.encode() for key in settings.api_keys]
-        others = [key for key in settings.api_keys if not key.isascii() and _is_latin(key)]
+        others = [key for key in settings.api_keys if not key.isascii() and max(key) < "\u0100"]
         self._keys += [key.encode("latin-1") for key in others]
         self._origins = frozenset(settings.cors_origins)
         self._is_local = all(map(is_loopback, settings.hosts))
@@ -149,7 +149,3 @@ def key_of(headers: Headers) -> bytes:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     return key.encode("latin-1", "replace")
-
-
-def _is_latin(key: str) -> bool:
-    return all(ord(c) < 256 for c in key)
