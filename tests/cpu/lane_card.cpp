@@ -29,9 +29,9 @@ struct JobArgs {
 };
 
 extern "C" {
-void *pyspec_lane_start(int64_t n_thread, int64_t has_thread);
+void *pyspec_lane_start(int64_t has_thread);
 void pyspec_lane_stop(void *lane);
-int64_t pyspec_lane_add(void *lane, const MoeArgs *args, int64_t *counts);
+int64_t pyspec_lane_add(void *lane, const MoeArgs *args, int64_t *counts, int64_t n_thread);
 void pyspec_lane_drop(void *lane, int64_t layer);
 void pyspec_lane_job(void *lane, const JobArgs *args);
 void pyspec_lane_wake(void *lane);
@@ -153,17 +153,17 @@ int main(int, char **argv) {
   const int n = std::atoi(argv[1]);
   Experts a(24, 3, 1), b(24, 3, 2), c(40, 2, 3);
   {
-    void *lane = pyspec_lane_start(3, 1);
+    void *lane = pyspec_lane_start(1);
     Card one(lane, 24, 3, 0xfffffff0u), other(lane, 40, 2, 7);  // the first one's numbers wrap around
     one.layers = {&a, &b}, other.layers = {&c};
-    for (Experts *e : one.layers) { const MoeArgs p = e->args(); one.places.push_back(pyspec_lane_add(lane, &p, e->counts)); }
-    { const MoeArgs p = c.args(); other.places.push_back(pyspec_lane_add(lane, &p, c.counts)); }
+    for (Experts *e : one.layers) { const MoeArgs p = e->args(); one.places.push_back(pyspec_lane_add(lane, &p, e->counts, 3)); }
+    { const MoeArgs p = c.args(); other.places.push_back(pyspec_lane_add(lane, &p, c.counts, 3)); }
     std::atomic<bool> over{false};
     std::thread changes([&] {  // other layers come and go
       Experts d(24, 3, 9);
       const MoeArgs p = d.args();
       while (!over.load()) {
-        const int64_t at = pyspec_lane_add(lane, &p, d.counts);
+        const int64_t at = pyspec_lane_add(lane, &p, d.counts, 3);
         expect(at == 3, "a place that is free is not taken again");
         pyspec_lane_drop(lane, at);
         std::this_thread::sleep_for(1ms);
@@ -175,7 +175,7 @@ int main(int, char **argv) {
     expect(a.counts[1] + b.counts[1] == n && c.counts[1] == n, "the number of jobs");
     one.write(3);  // a layer that is gone
     expect(!one.answered(60ms), "a job without experts is answered");
-    { const MoeArgs p = c.args(); pyspec_lane_drop(lane, pyspec_lane_add(lane, &p, c.counts)); }  // the lane has looked at it
+    { const MoeArgs p = c.args(); pyspec_lane_drop(lane, pyspec_lane_add(lane, &p, c.counts, 3)); }  // the lane has looked at it
     one.write(uint32_t(one.places[0]));
     expect(one.answered(20s), "nor is the next one");
     one.check(a);
@@ -188,10 +188,10 @@ int main(int, char **argv) {
     expect(!one.answered(30ms), "a job is answered behind the end");
   }
   for (int i = 0; i < 40; i++) {  // an end in the middle of a job
-    void *lane = pyspec_lane_start(2, 1);
+    void *lane = pyspec_lane_start(1);
     Card card(lane, 24, 3, unsigned(i));
     const MoeArgs p = a.args();
-    card.layers = {&a}, card.places = {pyspec_lane_add(lane, &p, a.counts)};
+    card.layers = {&a}, card.places = {pyspec_lane_add(lane, &p, a.counts, 2)};
     card.write(0);
     if (i % 2) std::this_thread::sleep_for(std::chrono::microseconds(i * 5));
     pyspec_lane_stop(lane);

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cpu import build
+from pyspec.cpu import build, kernels
 from pyspec.cuda.ops.moe import cpu as moe_cpu
 from pyspec.cuda.ops.moe.lane import HostLane, LaneJob
 from pyspec.cuda.ops.moe.ref import MoeSpec
@@ -75,6 +75,19 @@ def test_a_thread_that_sleeps_comes_for_a_job_that_nobody_announces() -> None:
     for pause in (0.03, 1.2):  # it naps, and it dozes
         time.sleep(pause)
         assert answer(job, send(job, layer.number, *given), 5.0)
+
+
+def test_each_layer_has_the_threads_of_the_load_that_bound_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the processors stays for the engine."""
+    monkeypatch.setattr("pyspec.cuda.ops.moe.lane.n_cores", lambda: 4)
+    lane, run = HostLane(CPU), experts()
+    job, given, found = lane.job(SPEC.n_in, 3), drawn(4), []
+    for n in (1, 3, 9):
+        with kernels.threads(n):
+            layer = lane.add(run, 3, torch.zeros(2, dtype=torch.int64))
+        assert answer(job, send(job, layer.number, *given)) and torch.equal(job.y[:4], run(*given))
+        found.append(layer.n_thread)
+    assert found == [1, 3, 3]
 
 
 def test_experts_that_are_gone_are_not_read_and_the_lane_goes_on() -> None:

@@ -56,6 +56,7 @@ struct Job : JobArgs {
 struct Layer {
   MoeArgs args;
   int64_t *counts;  // {misses, jobs}
+  int n_thread;
 };
 
 inline void rest() {
@@ -68,8 +69,6 @@ inline void rest() {
 
 class Lane {
  public:
-  explicit Lane(int n_thread) : n_thread_(n_thread) {}
-
   void start() {
     thread_ = std::thread([this] { work(); });
   }
@@ -87,12 +86,12 @@ class Lane {
     wakes_.notify_one();
   }
 
-  int64_t add(const MoeArgs &args, int64_t *counts) {
+  int64_t add(const MoeArgs &args, int64_t *counts, int n_thread) {
     const auto lock = changing();
     int64_t at = 0;
     while (at < int64_t(layers_.size()) && layers_[size_t(at)].counts != nullptr) at++;
     if (at == int64_t(layers_.size())) layers_.emplace_back();
-    layers_[size_t(at)] = {args, counts};
+    layers_[size_t(at)] = {args, counts, n_thread};
     return at;
   }
 
@@ -110,7 +109,6 @@ class Lane {
 
   // The jobs that have come; how many there were
   int64_t serve() {
-    pyspec::n_thread = n_thread_;
     const std::lock_guard<std::mutex> lock(mutex_);
     int64_t n = 0;
     for (const auto &job : jobs_) {
@@ -144,6 +142,7 @@ class Lane {
     const Layer &layer = layers_[head.layer];
     MoeArgs p = layer.args;
     if (p.n_in != job.n_in || p.n_used != job.n_used) return false;
+    pyspec::n_thread = layer.n_thread;
     p.n_row = head.n_row, p.x = job.x, p.ids = job.ids, p.weights = job.weights, p.out = job.y;
     quantise_rows(job, p);
     p.q = job.q.data(), p.scales = job.scales.data(), p.sums = job.sums.data();
@@ -203,7 +202,6 @@ class Lane {
     watch(false);
   }
 
-  const int n_thread_;
   std::thread thread_;
   std::atomic<bool> stops_{false};
   std::atomic<uint64_t> calls_{0};
@@ -220,8 +218,8 @@ class Lane {
 extern "C" {
 
 // has_thread 0: `pyspec_lane_serve` is called in its place
-Lane *pyspec_lane_start(int64_t n_thread, int64_t has_thread) {
-  Lane *lane = new Lane(int(n_thread));
+Lane *pyspec_lane_start(int64_t has_thread) {
+  Lane *lane = new Lane;
   if (has_thread) lane->start();
   return lane;
 }
@@ -231,7 +229,7 @@ void pyspec_lane_stop(Lane *lane) {
   delete lane;
 }
 
-int64_t pyspec_lane_add(Lane *lane, const MoeArgs *args, int64_t *counts) { return lane->add(*args, counts); }
+int64_t pyspec_lane_add(Lane *lane, const MoeArgs *args, int64_t *counts, int64_t n_thread) { return lane->add(*args, counts, int(n_thread)); }
 void pyspec_lane_drop(Lane *lane, int64_t layer) { lane->drop(layer); }
 void pyspec_lane_job(Lane *lane, const JobArgs *args) { lane->add_job(*args); }
 void pyspec_lane_wake(Lane *lane) { lane->wake(); }

@@ -10,8 +10,8 @@ import torch
 
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import unpacked
+from pyspec.cuda.ops.linear.op import partial_bytes
 from pyspec.cuda.ops.moe.host import staging_bytes
 from pyspec.cuda.ops.moe.lane import JOB_ROWS
 from pyspec.cuda.ops.peer_sum.places import Places
@@ -108,7 +108,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         n_sm = d.assumed.n_sm
     else:
         n_sm = torch.cuda.get_device_properties(d.device).multi_processor_count
-    more = linear_cuda.workspace_bytes(arch, n_sm)
+    more = partial_bytes(arch, n_sm)
     if not s.exact:
         more += STREAM_BYTES if plan.wide else unpacked.scratch_bytes(arch)
     return replace(plan, workspace=plan.workspace + more)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import HOPPER, GpuKind, Kernel, Macros, Program, arch_of, compile_cubin
+from pyspec.cuda.jit import GpuKind, Kernel, Macros, Program, arch_of, compile_cubin
 from pyspec.cuda.kernel_context import current
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import half_floats, quantize
@@ -193,11 +193,6 @@ def step(device: torch.device, type: GGMLType, build: Build | Epilogue, shape: T
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
     return _Built(shape, code.kernel("linear", "ppppppppiiiii").allow_shared(shared), threads, shared)
-
-
-def workspace_bytes(arch: str, n_sm: int) -> int:
-    """Of shares of cut tiles of two tiles of 128 rows a CTA, which all matrices have together; on Hopper those of `linear_tall`, too."""
-    return 2 * n_sm * 256 * MAX_ROWS * 4 * (1 + (arch == arch_of(HOPPER)))
 
 
 @per_device

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pyspec.cuda.jit import HOPPER, arch_of
 from pyspec.cuda.op import Impl, Op, implemented, limits_of
 from pyspec.cuda.ops.linear import cpu, cuda, ref, triton, unpacked, wgmma, wgmma_many
 from pyspec.cuda.ops.linear.formats import FORMATS
@@ -25,6 +26,11 @@ def every_type(device: torch.device) -> list[ref.LinearSpec]:
     return [
         ref.LinearSpec(device, type, 272, 5120, epilogue) for type in FORMATS for epilogue in Epilogue
     ]
+
+
+def partial_bytes(arch: str, n_sm: int) -> int:
+    """Shares of cut tiles, which all matrices of a GPU have together: two tiles of 128 rows a CTA, and on Hopper those of `linear_tall`, too."""
+    return 2 * n_sm * 256 * cuda.MAX_ROWS * 4 * (1 + (arch == arch_of(HOPPER)))
 
 
 linear: Op[ref.LinearSpec, ref.Linear] = Op(

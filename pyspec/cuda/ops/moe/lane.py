@@ -40,16 +40,16 @@ def library() -> ctypes.CDLL:
 
 
 class HostLane:
-    """The thread of a device. n_thread: that share the products, itself among them; 0: as many as kernels of this process take (`-t`), but
-    one of the processors is the engine's.
+    """The thread of a device. n_thread: that share the products of each layer, itself among them; 0: as many as kernels take that are bound now
+    (`-t`), but one of the processors is the engine's.
 
     has_thread: False where `serve` is called in its place.
     """
 
     def __init__(self, device: torch.device, n_thread: int = 0, *, has_thread: bool = True) -> None:
         self.device, self.native, self.has_thread = device, library(), has_thread
-        self.n_thread = n_thread or max(1, min(kernels.n_thread(), n_cores() - 1))
-        handle = self.native.pyspec_lane_start(ctypes.c_int64(self.n_thread), ctypes.c_int64(has_thread))
+        self.n_thread = n_thread
+        handle = self.native.pyspec_lane_start(ctypes.c_int64(has_thread))
         self.handle = ctypes.c_void_p(handle)
         self.stop = weakref.finalize(self, self.native.pyspec_lane_stop, self.handle)
         self._jobs: dict[tuple[int, int], LaneJob] = {}
@@ -86,7 +86,9 @@ class LaneLayer:
     def __init__(self, lane: HostLane, experts: CpuExperts, n_used: int, counts: Tensor) -> None:
         assert counts.dtype == torch.int64 and counts.shape == (2,) and counts.is_contiguous()
         given, at = experts.described(n_used), ctypes.c_void_p(counts.data_ptr())
-        self.number: int = lane.native.pyspec_lane_add(lane.handle, given, at)
+        self.n_thread = lane.n_thread or max(1, min(kernels.n_thread(), n_cores() - 1))
+        n = ctypes.c_int64(self.n_thread)
+        self.number: int = lane.native.pyspec_lane_add(lane.handle, given, at, n)
         self.kept = experts, counts, lane
         weakref.finalize(self, _drop, lane.stop, lane.native, lane.handle, self.number)
 
