@@ -316,6 +316,31 @@ def test_a_thread_is_waited_for_before_weights_go(threaded: Rig) -> None:
     assert ended.is_set()
 
 
+def test_the_first_reader_takes_the_last_rows_where_they_were_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later ones, and one behind a park, take those of the host."""
+    gpu, host, shown, streams = (
+        torch.device("cuda", 0),
+        torch.zeros(2, 3),
+        list[object](),
+        list[object](),
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    worker = SimpleNamespace(device=gpu, show=lambda _, rows: shown.append(rows))
+    pictures = Pictures(worker, None)  # type: ignore[arg-type]
+    made = SimpleNamespace(is_cuda=True, device=gpu, record_stream=streams.append)
+    of = SimpleNamespace(images=[SimpleNamespace(handle=5)])
+    work = SimpleNamespace(seq=of, job=SimpleNamespace(rows={5: host}))
+    pictures._keep(5, host, made)  # type: ignore[arg-type]
+    for _ in range(2):
+        pictures.bring([work])  # type: ignore[list-item]
+    pictures._keep(5, host, made)  # type: ignore[arg-type]
+    pictures.rest()
+    pictures.bring([work])  # type: ignore[list-item]
+    assert [x is made for x in shown] == [True, False, False] and streams == ["stream of cuda:0"]
+
+
 def test_requests_of_one_picture_encode_it_once_and_a_kept_one_not_at_all() -> None:
     r = seeing("mistral3", np=3)
     encoder, s = watched(r), seen("mistral3", "one")
