@@ -65,9 +65,7 @@ def read_pools(file: GGUFFile) -> PooledIndexer:
 def read_types(file: GGUFFile, n_layer: int) -> list[bool | None]:
     """Of each block whether its attention has an indexer; None: it has no attention."""
     h, key = file.hparams, "attention.indexer.types"
-    types = h.integers(key) if key in h else [1] * n_layer
-    if len(types) < n_layer:
-        raise ModelError(f"{h.key(key)} has {len(types)} entries; want one for each of {n_layer} blocks")
+    types = h.each(key, n_layer) if key in h else [1] * n_layer
     kinds = [
         bool(x) if n_kv else None for n_kv, x in zip(read_kv_heads(file, n_layer), types, strict=False)
     ]
