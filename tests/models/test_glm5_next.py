@@ -123,6 +123,7 @@ def test_blocks_have_their_mixers_and_the_mtp_block_an_indexer_and_one_stream() 
     assert follows == replace(chooses, indexer=None, follows=True)
     assert spec.mtp is not None and spec.mtp.block.parts[0].spec == chooses
     assert (spec.residual.n, spec.mtp.residual.n, spec.n_hidden) == (4, 1, spec.n_embd)
+    assert spec.mtp.block.parts[1].spec.biased  # type: ignore[attr-defined]  # llama.cpp wants the bias
 
 
 @pytest.mark.parametrize(

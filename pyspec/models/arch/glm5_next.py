@@ -28,7 +28,8 @@ KEY_EPS = 1e-6  # of norms of Kimi Delta Attention's queries and keys
 
 def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, n_nextn) = file.hparams, trunk_layers(file)
-    experts, residual = read_routed(file, "sigmoid"), replace(read_residual(file), means=True)
+    experts = read_routed(file, "sigmoid", biased=True)
+    residual = replace(read_residual(file), means=True)
     floor = h.number("kda.gate_lower_bound", 0.0)
     delta = Kda(read_state(file, floor), turns_decays=floor != 0, eps=KEY_EPS)
     mla = replace(read_mla(file, turns=False), stretches=False)
