@@ -174,7 +174,9 @@ def _each_number(file: GGUFFile, name: str, default: list[float]) -> list[float]
     try:
         return [h.number(name)] * n
     except ModelError:
-        return h.numbers(name, n, or_more=True)[:n]
+        if not isinstance(h.metadata[h.key(name)], np.ndarray):
+            raise
+        return h.numbers(name, n, or_more=True)
 
 
 def split_gates(file: GGUFFile, n_block: int, n_ff: int) -> None:

@@ -93,7 +93,7 @@ def test_every_part_counts(part: str, tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("attention.indexer.top_k", 12),
-        ("attention.indexer.types", [1] * 5),
+        ("attention.indexer.types", 1),  # for all blocks
         ("hyper_connection.sinkhorn_iterations", 1),
         ("swiglu_clamp_exp", 2.0),
         ("swiglu_clamp_shexp", 1.0),
@@ -123,6 +123,7 @@ def test_blocks_have_their_mixers_and_the_mtp_block_an_indexer_and_one_stream() 
     assert follows == replace(chooses, indexer=None, follows=True)
     assert spec.mtp is not None and spec.mtp.block.parts[0].spec == chooses
     assert (spec.residual.n, spec.mtp.residual.n, spec.n_hidden) == (4, 1, spec.n_embd)
+    assert spec.mtp.block.parts[1].spec.biased  # type: ignore[attr-defined]  # llama.cpp wants the bias
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ def test_blocks_have_their_mixers_and_the_mtp_block_an_indexer_and_one_stream() 
         ("attention.indexer.kpool_select_tail", False, "kpool_select_tail is false"),
         ("attention.indexer.types", [1, 0, 1, 1, 1], "first block with attention has no indexer"),
         ("attention.indexer.types", [1, 1, 1], "has 3 entries"),
+        ("swiglu_clamp_exp", -1.0, "swiglu_clamp_exp is -1.0; want a number from 0"),
         ("rope.dimension_count", 8, "turns nothing here"),
     ],
 )

@@ -28,7 +28,8 @@ KEY_EPS = 1e-6  # of norms of Kimi Delta Attention's queries and keys
 
 def read(file: GGUFFile) -> ModelSpec:
     h, (n_layer, n_nextn) = file.hparams, trunk_layers(file)
-    experts, residual = read_routed(file, "sigmoid"), replace(read_residual(file), means=True)
+    experts = read_routed(file, "sigmoid", biased=True)
+    residual = replace(read_residual(file), means=True)
     floor = h.number("kda.gate_lower_bound", 0.0)
     delta = Kda(read_state(file, floor), turns_decays=floor != 0, eps=KEY_EPS)
     mla = replace(read_mla(file, turns=False), stretches=False)
@@ -65,9 +66,7 @@ def read_pools(file: GGUFFile) -> PooledIndexer:
 def read_types(file: GGUFFile, n_layer: int) -> list[bool | None]:
     """Of each block whether its attention has an indexer; None: it has no attention."""
     h, key = file.hparams, "attention.indexer.types"
-    types = h.integers(key) if key in h else [1] * n_layer
-    if len(types) < n_layer:
-        raise ModelError(f"{h.key(key)} has {len(types)} entries; want one for each of {n_layer} blocks")
+    types = h.each(key, n_layer) if key in h else [1] * n_layer
     kinds = [
         bool(x) if n_kv else None for n_kv, x in zip(read_kv_heads(file, n_layer), types, strict=False)
     ]
