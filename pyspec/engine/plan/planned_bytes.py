@@ -76,6 +76,13 @@ def plan_memory(d: Description) -> MemoryPlan:
     if d.is_cuda:
         workspace += rank_bytes(s.tp) if s.tp > 1 else 0
         workspace += d.draft.graph_bytes + PIECE_BYTES * n_large(read)
+    arch = unpacked.arch_on(d.device) if d.assumed is None else d.assumed.arch
+    if d.dense is None and arch:
+        if d.assumed is not None:
+            n_sm = d.assumed.n_sm
+        else:
+            n_sm = torch.cuda.get_device_properties(d.device).multi_processor_count
+        workspace += partial_bytes(arch, n_sm)
     plan = MemoryPlan(
         weights=weights,
         kv=kv,
@@ -100,18 +107,11 @@ def plan_memory(d: Description) -> MemoryPlan:
         plan = with_head(
             plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), s.draft_head, d.room
         )
-    arch = unpacked.arch_on(d.device) if d.assumed is None else d.assumed.arch
-    plan = with_copies(plan, 0 if s.exact or arch in NO_COPIES else n_wide, d.device, s.weights, d.room)
-    if d.dense is not None or not arch:
+    n_wide = 0 if s.exact or arch in NO_COPIES or not n_wide else n_wide + STREAM_BYTES
+    plan = with_copies(plan, n_wide, d.device, s.weights, d.room)
+    if d.dense is not None or s.exact or plan.wide:
         return plan
-    if d.assumed is not None:
-        n_sm = d.assumed.n_sm
-    else:
-        n_sm = torch.cuda.get_device_properties(d.device).multi_processor_count
-    more = partial_bytes(arch, n_sm)
-    if not s.exact:
-        more += STREAM_BYTES if plan.wide else unpacked.scratch_bytes(arch)
-    return replace(plan, workspace=plan.workspace + more)
+    return replace(plan, workspace=plan.workspace + unpacked.scratch_bytes(arch))
 
 
 def projector_bytes(d: Description) -> int:
