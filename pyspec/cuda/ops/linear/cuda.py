@@ -195,10 +195,15 @@ def step(device: torch.device, type: GGMLType, build: Build | Epilogue, shape: T
     return _Built(shape, code.kernel("linear", "ppppppppiiiii").allow_shared(shared), threads, shared)
 
 
+def n_partial(n_sm: int) -> int:
+    """Shares of cut tiles, which all matrices of a GPU have together: two tiles of 128 rows a CTA. f32"""
+    return 2 * n_sm * 256 * MAX_ROWS
+
+
 @per_device
 def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
-    """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each warp of the tiles a matrix may have."""
-    partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
+    """(shares of cut tiles, tickets): a ticket for each warp of the tiles a matrix may have."""
+    partial = torch.empty(n_partial(n_sm), dtype=torch.float32, device=device)
     return partial, torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
 

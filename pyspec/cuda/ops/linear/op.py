@@ -29,8 +29,8 @@ def every_type(device: torch.device) -> list[ref.LinearSpec]:
 
 
 def partial_bytes(arch: str, n_sm: int) -> int:
-    """Shares of cut tiles, which all matrices of a GPU have together: two tiles of 128 rows a CTA, and on Hopper those of `linear_tall`, too."""
-    return 2 * n_sm * 256 * cuda.MAX_ROWS * 4 * (1 + (arch == arch_of(HOPPER)))
+    """Of shares of cut tiles: on Hopper `linear_tall` has its own."""
+    return 4 * cuda.n_partial(n_sm) * (1 + (arch == arch_of(HOPPER)))
 
 
 linear: Op[ref.LinearSpec, ref.Linear] = Op(

@@ -21,7 +21,7 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import HOPPER, GpuKind, Kernel, Macros, Program, compile_cubin
 from pyspec.cuda.kernel_context import current
-from pyspec.cuda.ops.linear.cuda import check_product
+from pyspec.cuda.ops.linear.cuda import check_product, n_partial
 from pyspec.cuda.ops.linear.formats import CHUNKS, FORMATS, RECORDS
 from pyspec.cuda.ops.linear.pack import TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
@@ -165,7 +165,7 @@ class _Workspace:
 
 @per_device
 def _workspace(device: torch.device, n_sm: int) -> _Workspace:
-    partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
+    partial = torch.empty(n_partial(n_sm), dtype=torch.float32, device=device)
     counts, states = (torch.zeros(n, dtype=torch.int32, device=device) for n in (_MAX_TILES, _MAX_GRID))
     return _Workspace(partial, counts, states)
 
